@@ -1,0 +1,175 @@
+"""Where every value of the state lies: tensors in blocks, blocks cut into tiles.
+
+Block 0 holds the shared tensors, block 1 + e those of expert column e, each in the order in which the tensors are given
+(design section 4 "Bytes"; the canonical list comes from the name table of interop). A block is a flat array of row-major
+fp32 values without padding. Tiles are cut inside each block, so that no tile spans two blocks; their global ids count
+through the blocks. Pure arithmetic: no files, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.ids import Hash, sha256
+
+VALUE_BYTES = 4
+"""Bytes of one value of the state: fp32."""
+
+Values = NDArray[np.float32]
+"""Flat little-endian fp32 values."""
+
+Init = Literal["normal", "ones", "zeros"]
+
+
+class BlockSource(Protocol):
+    """Anything that hands out whole blocks: a version, a staging area, or arrays in memory."""
+
+    def block(self, index: int) -> Values:
+        """The flat fp32 values of a block, shape [block size]."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of the state: its Hugging Face name, and the column that it belongs to (None = shared)."""
+
+    name: str
+    shape: tuple[int, ...]
+    column: int | None
+    init: Init
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and its offset in values from the start of its block."""
+
+    tensor: StateTensor
+    offset: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block `index` (0 = shared, 1 + e = column e) of `size` values."""
+
+    index: int
+    size: int
+    tensors: tuple[Placed, ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Values [start, stop) of one block; `id` counts through all blocks."""
+
+    id: int
+    block: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return self.stop - self.start
+
+
+class Layout:
+    """The grid of a run: the same at every peer, and the same for the whole run."""
+
+    def __init__(self, tensors: Sequence[StateTensor], tile_values: int) -> None:
+        """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense."""
+        if tile_values < 1:
+            raise ConfigError(f"sync.tile_values is {tile_values}, not positive", fix="set it to 1048576")
+        self.tile_values = tile_values
+        self.tensors = tuple(tensors)
+        self.num_columns = _count_columns(self.tensors)
+        self.blocks = tuple(_place(index, self.tensors) for index in range(1 + self.num_columns))
+        self._tile_ranges = _tile_ranges(self.blocks, tile_values)
+        self.tiles = tuple(
+            Tile(tile_range[at], block.index, start, min(start + tile_values, block.size))
+            for block, tile_range in zip(self.blocks, self._tile_ranges)
+            for at, start in enumerate(range(0, block.size, tile_values))
+        )
+        self._places = {placed.tensor.name: (block.index, placed) for block in self.blocks for placed in block.tensors}
+        if len(self._places) != len(self.tensors):
+            raise ConfigError("two tensors of the state have one name", fix="give each tensor its own name")
+
+    @property
+    def num_values(self) -> int:
+        """Values of the whole state."""
+        return sum(block.size for block in self.blocks)
+
+    def tile_ids_of(self, block: int) -> range:
+        """The global ids of a block's tiles."""
+        return self._tile_ranges[block]
+
+    def tiles_of(self, block: int) -> tuple[Tile, ...]:
+        """The tiles of a block, in order."""
+        tile_range = self._tile_ranges[block]
+        return self.tiles[tile_range.start : tile_range.stop]
+
+    def tile_at(self, block: int, offset: int) -> Tile:
+        """The tile that holds value `offset` of a block."""
+        if not 0 <= offset < self.blocks[block].size:
+            raise IndexError(f"value {offset} is outside block {block} of {self.blocks[block].size} values")
+        return self.tiles[self._tile_ranges[block].start + offset // self.tile_values]
+
+    def locate(self, name: str) -> tuple[int, int, tuple[int, ...]]:
+        """(block, offset in values, shape) of a tensor. Raises KeyError for an unknown name."""
+        block, placed = self._places[name]
+        return block, placed.offset, placed.tensor.shape
+
+    def view(self, block_array: NDArray[Any], name: str) -> NDArray[Any]:
+        """The tensor `name` as a view, in its shape, of its block's flat array."""
+        _, offset, shape = self.locate(name)
+        return block_array[offset : offset + math.prod(shape)].reshape(shape)
+
+    def tensor_at(self, block: int, offset: int) -> Placed:
+        """The tensor that holds value `offset` of a block."""
+        tensors = self.blocks[block].tensors
+        return tensors[bisect_right(tensors, offset, key=lambda placed: placed.offset) - 1]
+
+    @staticmethod
+    def root_of(tile_hashes: Iterable[Hash]) -> Hash:
+        """The root of a list of tile hashes: SHA-256 of their concatenation in the order of the tile ids."""
+        return sha256(*tile_hashes)
+
+
+def _count_columns(tensors: Sequence[StateTensor]) -> int:
+    columns = {tensor.column for tensor in tensors if tensor.column is not None}
+    if columns != set(range(len(columns))):
+        raise ConfigError(
+            f"the expert columns are {sorted(columns)}, not 0..{len(columns) - 1}",
+            fix="number the columns without gaps",
+        )
+    return len(columns)
+
+
+def _place(index: int, tensors: Sequence[StateTensor]) -> Block:
+    column = None if index == 0 else index - 1
+    placed, offset = [], 0
+    for tensor in tensors:
+        if tensor.column == column:
+            placed.append(Placed(tensor, offset))
+            offset += tensor.size
+    return Block(index, offset, tuple(placed))
+
+
+def _tile_ranges(blocks: Sequence[Block], tile_values: int) -> tuple[range, ...]:
+    ranges, first = [], 0
+    for block in blocks:
+        stop = first + -(-block.size // tile_values)
+        ranges.append(range(first, stop))
+        first = stop
+    return tuple(ranges)
