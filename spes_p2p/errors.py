@@ -1,0 +1,82 @@
+"""The error tree of the project: every error that a user can meet, each with the fix.
+
+A known error is raised with what was wrong (the value) and what mends it; the CLI prints both in one line and no
+traceback. What is not in this tree is a bug of ours and keeps its traceback.
+
+    SpesError
+    ├── ConfigError          the user's YAML, overrides or flags
+    ├── DataError            corpus, tokenizer, shards
+    ├── CheckpointError      a saved file is missing, cut short or does not fit
+    ├── StateError           the committed state on disk is damaged or does not fit
+    ├── StorageFull          no space left where we write
+    ├── NetworkError         we could not reach somebody
+    │   ├── PeerRefused      the host answered and refused: nobody listens there
+    │   ├── PeerClosed       the connection was cut in the middle
+    │   └── PeerSilent       no answer within the time allowed
+    ├── IdentityInUse        another process runs with our libp2p identity
+    ├── ClockSkewed          our wall clock is too far from the swarm's for the DHT
+    ├── RemoteProtocolError  the other side broke the protocol (their fault)
+    └── LocalProtocolError   we asked for something the protocol does not allow (our fault)
+"""
+
+from __future__ import annotations
+
+
+class SpesError(Exception):
+    """Base of all known errors. `str(error)` says what was wrong with the value; `fix` says what mends it."""
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+class ConfigError(SpesError):
+    """A wrong value, an unknown key, or settings that do not go together."""
+
+
+class DataError(SpesError):
+    """Text, tokenizer or token shards that cannot be used."""
+
+
+class CheckpointError(SpesError):
+    """A checkpoint that is missing, cut short, or of another run."""
+
+
+class StateError(SpesError):
+    """A committed state on disk that is damaged or does not fit the run."""
+
+
+class StorageFull(SpesError):
+    """The disk is full; what was written before stays valid."""
+
+
+class NetworkError(SpesError):
+    """A peer could not be reached, or a stream broke."""
+
+
+class PeerRefused(NetworkError):
+    """The host of the peer refuses connections: the process is gone."""
+
+
+class PeerClosed(NetworkError):
+    """The connection ended in the middle of an exchange."""
+
+
+class PeerSilent(NetworkError):
+    """No byte arrived within the time allowed."""
+
+
+class IdentityInUse(SpesError):
+    """Another live process uses the same libp2p identity."""
+
+
+class ClockSkewed(SpesError):
+    """This machine's clock differs from the swarm's by more than the DHT accepts."""
+
+
+class RemoteProtocolError(SpesError):
+    """A message from another peer that the protocol does not allow."""
+
+
+class LocalProtocolError(SpesError):
+    """A call of ours that the protocol does not allow: a bug on our side."""

@@ -1,0 +1,27 @@
+"""Names of things: peer ids and hashes. No behaviour beyond printing them short."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NewType
+
+PeerId = NewType("PeerId", str)
+"""A libp2p peer id in base58, as everybody writes it (tests use short names)."""
+
+Hash = NewType("Hash", bytes)
+"""A SHA-256 digest, 32 bytes."""
+
+NO_HASH = Hash(b"\0" * 32)
+
+
+def sha256(*parts: bytes | memoryview) -> Hash:
+    """SHA-256 over the concatenation of `parts`."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return Hash(digest.digest())
+
+
+def short(identifier: str | bytes) -> str:
+    """The few characters that tell one id from another in a line of text (the end of a libp2p id differs first)."""
+    return identifier.hex()[:10] if isinstance(identifier, bytes) else identifier[-6:]

@@ -1,0 +1,116 @@
+"""What the rest of the project may ask of a network, as small Protocols; implementations stand beside this file.
+
+`hivemind_backend` speaks libp2p through hivemind, `memory_backend` runs a whole swarm inside one event loop on a
+virtual clock. Nothing here knows rounds, tensors or files. All coroutines run on one asyncio loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from spes_p2p.ids import PeerId
+
+CHUNK_BYTES = 256 * 2**10
+"""Size of one message of a stream: the best of the sizes measured on libp2p streams."""
+
+
+class Clock(Protocol):
+    """Monotonic seconds; deadlines never come from wall clocks."""
+
+    def now(self) -> float: ...
+
+
+class Signer(Protocol):
+    """Signs with this peer's own libp2p key."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    @property
+    def public_key(self) -> bytes: ...
+
+    def sign(self, data: bytes) -> bytes: ...
+
+
+class Verifier(Protocol):
+    """Checks signatures of others."""
+
+    def verify(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
+        """True when `public_key` hashes to `peer` and `signature` over `data` was made with it; never raises."""
+        ...
+
+
+@dataclass(frozen=True)
+class Blob:
+    """What a handler answers to a fetch: a buffer that must stay valid until it was sent."""
+
+    data: bytes | memoryview
+    header: bytes = b""
+    """Small, goes before the data (at most 64 KiB)."""
+
+
+class Handler(Protocol):
+    """The serving side of one peer. `caller` is the authenticated peer id of the connection."""
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        """Answers one small message. May raise RemoteProtocolError to refuse."""
+        ...
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        """Finds the bytes that `request` names. May raise RemoteProtocolError to refuse."""
+        ...
+
+
+class Transport(Protocol):
+    """Calls and byte streams between peers.
+
+    Every method raises PeerRefused (host refuses: process is gone), PeerClosed (cut), PeerSilent (nothing arrived for
+    `timeout_seconds`), or RemoteProtocolError (the other side refused the request, with its words).
+    """
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Our own multiaddresses, with /p2p/ id, as others should dial them."""
+        ...
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """Remembers where a peer may be dialled."""
+        ...
+
+    async def serve(self, handler: Handler) -> None: ...
+
+    async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes: ...
+
+    async def fetch(self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int) -> tuple[bytes, bytes]:
+        """(header, data) of the Blob that the peer's handler answers.
+
+        `timeout_seconds` is the longest pause between two chunks, not the whole transfer. The stream carries its length
+        and SHA-256; a cut stream is resumed at its offset a few times before PeerClosed is raised. A Blob larger than
+        `max_bytes` is refused (RemoteProtocolError) before it is read.
+        """
+        ...
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def bytes_received(self) -> int: ...
+
+    async def close(self) -> None: ...
+
+
+class Directory(Protocol):
+    """The DHT: small signed records under a key, one per publishing peer, that expire."""
+
+    async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
+        """Stores `value` under (key, own peer id), signed with the own key. `value` is at most 512 KiB."""
+        ...
+
+    async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
+        """All valid records under `key`: badly signed, expired or oversized ones are dropped and counted."""
+        ...

@@ -1,0 +1,9 @@
+"""What all tests share: one torch thread in every process that uses torch, and nothing heavy for those that do not."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch and numpy when they load, here and in child processes
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
