@@ -1,0 +1,179 @@
+"""YAML text and dotted overrides to a checked Config, and back; every mistake becomes a ConfigError that says the fix.
+
+What a joining peer may override, and the fingerprint, are in `fingerprint`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from spes_p2p.config.fields import is_private
+from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.errors import ConfigError
+
+_MOST_MISTAKES_SHOWN = 3
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The run in the YAML file `path`, with dotted `overrides` such as `model.num_experts=8` on top.
+
+    Raises ConfigError where the file is missing or is not a correct config.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no config file {path}", fix="check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} cannot be read: {error}", fix="give a YAML text file") from error
+    return config_from_text(text, overrides, origin=str(path))
+
+
+def config_from_text(text: str, overrides: Sequence[str] = (), origin: str = "the config") -> Config:
+    """As `load_config`, from YAML text; `origin` names it in errors."""
+    tree = _parse(text, origin)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{origin} is not a tree of sections", fix="start it with `run:`, `model:`, ...")
+    for override in overrides:
+        _set(tree, *parse_override(override))
+    return config_from_tree(tree)
+
+
+def config_from_tree(tree: Mapping[str, Any]) -> Config:
+    """Checks a tree of plain values against the schema."""
+    try:
+        return Config.model_validate(_tuples(dict(tree)))
+    except ValidationError as error:
+        raise _explained(error) from error
+
+
+def config_to_yaml(config: Config) -> str:
+    """All fields, defaults too; `config_from_text` gives the same Config back."""
+    return _dump(config.model_dump(mode="json"))
+
+
+def published_yaml(config: Config) -> str:
+    """The config as an organiser publishes it: without what concerns only the organiser's own machine."""
+    tree = config.model_dump(mode="json")
+    for key, field in fields_of_tree():
+        if is_private(field):
+            section, name = key.split(".")
+            del tree[section][name]
+    return _dump({name: section for name, section in tree.items() if section})
+
+
+def bundled_config(name: str) -> Path:
+    """Path of a config that comes with spes-p2p (`tiny`, `small`, ...), in a clone or in an installation."""
+    folders = [Path(__file__).parents[2] / "configs", Path(sys.prefix) / "share/spes-p2p/configs"]
+    for folder in folders:
+        if (path := folder / f"{name}.yaml").is_file():
+            return path
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise ConfigError(f"no config named {name} comes with spes-p2p", fix=f"choose one of: {', '.join(known)}")
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """`model.num_experts=8` to ("model.num_experts", 8); the value is YAML. The key must exist."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals:
+        raise ConfigError(f"override {override!r} has no value", fix="write it as section.name=value")
+    known = dict(fields_of_tree())
+    if key not in known:
+        raise _unknown(key, known)
+    value = _parse(text, f"the value of {key}")
+    if known[key].annotation is str and not isinstance(value, str):
+        value = text  # a folder named 2024 is text
+    return key, value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    section, name = key.split(".")
+    if not isinstance(tree.get(section) or {}, dict):
+        return  # a wrong section: the schema check says it
+    tree[section] = {**(tree.get(section) or {}), name: value}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-4 is a number, and a key that stands twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            line = node.start_mark.line + 1
+            raise ConfigError(f"key {twice} stands twice in the section at line {line}", fix="remove one of them")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}", fix="mend that line") from error
+
+
+def _dump(tree: dict[str, Any]) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, allow_unicode=True)
+
+
+def _unknown(key: str, known: Iterable[str]) -> ConfigError:
+    """Names the nearest known key: of the same section first, else one with such a name anywhere."""
+    known = list(known)
+    section, _, name = key.rpartition(".")
+    siblings = [other for other in known if other.startswith(f"{section}.")] if section else known
+    near = difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(key, known, n=1)
+    near = near or [other for other in known if other.rpartition(".")[2] == name][:1]
+    fix = f"did you mean {near[0]}?" if near else f"known are: {', '.join(siblings or known)}"
+    return ConfigError(f"unknown key {key}", fix=fix)
+
+
+def _explained(error: ValidationError) -> ConfigError:
+    mistakes: dict[str, ConfigError] = {}
+    for details in error.errors():
+        mistake = _mistake(details)
+        first = mistakes.setdefault(str(mistake), mistake)
+        if mistake.fix not in first.fix:  # a field of several types has a mistake for each of them
+            first.fix += f", or: {mistake.fix}"
+    shown = list(mistakes.values())[:_MOST_MISTAKES_SHOWN]
+    message = "; ".join(map(str, shown))
+    if len(mistakes) > len(shown):
+        message += f"; and {len(mistakes) - len(shown)} more mistakes"
+    return ConfigError(message, fix="; ".join(mistake.fix for mistake in shown))
+
+
+def _mistake(details: Any) -> ConfigError:
+    where = [str(part) for part in details["loc"]]
+    key, value = ".".join(where[:2]), details["input"]
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        names = list(Config.model_fields) if len(where) == 1 else [name for name, _ in fields_of_tree()]
+        return _unknown(key, names)
+    if kind == "missing":
+        return ConfigError(f"{key} is missing", fix=f"add {key} to the config")
+    shown = repr(_lists(value)) if len(repr(value)) < 60 else type(value).__name__
+    part = "" if len(where) == 2 or not where[-1].isdigit() else " in part"
+    return ConfigError(f"{key} is{part} {shown}", fix=str(details["msg"]).replace("Input should", f"{key} should"))
+
+
+def _tuples(value: Any) -> Any:
+    """The schema has tuples (frozen configs can be compared and hashed) where YAML has lists."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _lists(value: Any) -> Any:
+    return list(map(_lists, value)) if isinstance(value, tuple) else value

@@ -1,0 +1,227 @@
+"""The sections of the config tree, every field explained where it stands and checked against its own section.
+
+Checks across sections are in `schema`. Symbols in the descriptions: E experts, H inner steps a round.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from spes_p2p.config.fields import Section, agreed, local
+from spes_p2p.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Schedule = tuple[tuple[Natural, Positive], ...]
+
+
+class RunConfig(Section):
+    """Which run this is."""
+
+    run_id: str = agreed(
+        "Name of the run, in the DHT and in folders.", "tiny", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+    )
+    seed: int = agreed("Seed of the initial values and of the order of the data.", 0, ge=0, lt=2**63)
+
+
+class ModelConfig(Section):
+    """The decoder-only Mixture-of-Experts transformer."""
+
+    vocab_size: Positive = agreed("Number of token ids of the tokenizer.")
+    embedding_rows: Positive = agreed("Rows of the embedding and of the output head (default: vocab_size).")
+    d_model: Positive = agreed("Width of the residual stream.")
+    num_layers: Positive = agreed("Number of transformer layers; each has attention and E experts.")
+    num_heads: Positive = agreed("Query heads.")
+    num_kv_heads: Positive = agreed("Key and value heads; fewer than num_heads is grouped-query (default: num_heads).")
+    head_dim: Positive = agreed("Width of one head (default: d_model / num_heads).")
+    num_experts: Positive = agreed("E, the experts of every layer, and so the expert columns of the run.")
+    top_k: Positive = agreed("Experts that each token is sent to.")
+    expert_ffn: Positive = agreed("Inner width of one SwiGLU expert.")
+    norm_topk: bool = agreed("Scale the top-k router weights so that they add up to one.", False)
+    qk_norm: Literal["none", "full", "head"] = agreed(
+        "RMSNorm on queries and keys: none, full width, or per head.", "full"
+    )
+    rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
+    rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
+    init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
+    expert_backend: Literal["auto", "grouped_mm", "eager"] = local("How this machine computes experts.", "auto")
+    activation_checkpointing: Literal["none", "full"] = local(
+        "Recompute layers in the backward pass to save memory.", "none"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        derived = {"embedding_rows": data.get("vocab_size"), "num_kv_heads": data.get("num_heads")}
+        width, heads = data.get("d_model"), data.get("num_heads")
+        if "head_dim" not in data and type(width) is int and type(heads) is int and heads > 0:
+            if width % heads:
+                raise ConfigError(
+                    f"model.d_model is {width}, not divisible by model.num_heads ({heads})",
+                    fix="change one of them, or set model.head_dim",
+                )
+            derived["head_dim"] = width // heads
+        return {name: value for name, value in derived.items() if value is not None} | data
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads is {self.num_heads}, not divisible by model.num_kv_heads ({self.num_kv_heads})",
+                fix="choose num_kv_heads as a divisor of num_heads",
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim is {self.head_dim}, but rotary positions need pairs", fix="make it even")
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"model.top_k is {self.top_k}, more than model.num_experts ({self.num_experts})",
+                fix=f"set model.top_k to at most {self.num_experts}",
+            )
+        if self.embedding_rows < self.vocab_size:
+            raise ConfigError(
+                f"model.embedding_rows is {self.embedding_rows}, fewer than model.vocab_size ({self.vocab_size})",
+                fix="leave embedding_rows out, or round vocab_size up",
+            )
+        return self
+
+
+class DataConfig(Section):
+    """The tokens."""
+
+    source: Literal["leased", "local"] = local(
+        "leased: blocks of the run's dataset; local: this peer's own.", "leased", private=True
+    )
+    path: str = local(
+        "Folder of token shards with manifest.json, or a text file that lists raw memmaps.", "", private=True
+    )
+    sequence_length: Positive = agreed("Tokens of one training sequence.")
+    block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
+    mask_repetitions: bool = agreed(
+        "Give no loss to sequences that repeat a pattern of 1 to 13 tokens 32 times.", False
+    )
+    held_out_fraction: float = agreed("Part of the dataset that nobody trains on, for evaluation.", 0.01, ge=0, le=0.5)
+
+
+class OptimizerConfig(Section):
+    """One inner step."""
+
+    name: Literal["adamw"] = agreed("The inner optimizer.", "adamw")
+    lr: float = agreed("Highest learning rate.", gt=0)
+    betas: tuple[float, float] = agreed("AdamW's decay rates of both moments.", (0.9, 0.95))
+    eps: float = agreed("AdamW's epsilon.", 1e-8, gt=0)
+    weight_decay: float = agreed("Decoupled weight decay, on every parameter.", 0.1, ge=0)
+    grad_clip: float = agreed("Gradient norms above this are scaled down to it.", 1.0, gt=0)
+    batch_sequences: Positive = agreed("Sequences of one inner step of one peer.")
+    micro_batch_sequences: Positive = local("Sequences that go through the device at once (default: batch_sequences).")
+    load_balancing_weight: float = agreed("Weight of the load-balancing loss of the router.", 0.01, ge=0)
+    router_z_weight: float = agreed("Weight of the mean square logsumexp of the router logits.", 0.001, ge=0)
+    output_z_weight: float = agreed("Weight of the mean square logsumexp of the output logits.", 1e-5, ge=0)
+    decayed_aux_loss: bool = agreed(
+        "Load balancing of owned experts from 0.7 to 1.0 over the first 20% of the run.", False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "batch_sequences" in data:
+            return {"micro_batch_sequences": data["batch_sequences"]} | data
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if self.batch_sequences % self.micro_batch_sequences:
+            raise ConfigError(
+                f"optimizer.batch_sequences is {self.batch_sequences}, not divisible by "
+                f"optimizer.micro_batch_sequences ({self.micro_batch_sequences})",
+                fix=f"set micro_batch_sequences to a divisor of {self.batch_sequences}",
+            )
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ConfigError(f"optimizer.betas has {beta}", fix="both must be at least 0 and below 1")
+        return self
+
+
+class SchedulerConfig(Section):
+    """Cosine learning rate with a linear warm-up, over the global step."""
+
+    warmup_steps: Natural = agreed("Steps over which the learning rate rises from zero.")
+    total_steps: Positive = agreed("Step at which it has fallen to min_ratio * lr, where it stays.")
+    min_ratio: float = agreed("Last learning rate as a part of the highest.", 0.1, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> SchedulerConfig:
+        if self.warmup_steps >= self.total_steps:
+            raise ConfigError(
+                f"scheduler.warmup_steps is {self.warmup_steps}, not below scheduler.total_steps ({self.total_steps})",
+                fix="shorten the warm-up or lengthen the run",
+            )
+        return self
+
+
+class SyncConfig(Section):
+    """The exchange that ends each round."""
+
+    enabled: bool = agreed("False: peers never exchange anything (only for a control experiment).", True)
+    steps_per_round: Positive | Schedule = agreed("H, or a schedule [[until step, H], ..., [0, H]]; 0 is for ever.")
+    codec: Literal["fp32"] = agreed("How values travel.", "fp32")
+    merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
+    merge_alpha: float = agreed(
+        "How far an expert moves to its neighbours at step 0; 0 turns the merge off.", 0.05, ge=0, le=1
+    )
+    merge_decay_steps: Positive = agreed("Step at which the merge has faded out.", 10_000)
+    merge_top_k: Positive = agreed("Neighbours of an expert in a merge (at most E - 1 are taken).", 4)
+    tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=2**26)
+    slice_tiles: Positive = agreed("Most tiles that are reduced together.", 16)
+    outer: Literal["none"] = agreed("Outer optimizer on the averaged change.", "none")
+
+    @model_validator(mode="after")
+    def _check(self) -> SyncConfig:
+        if isinstance(self.steps_per_round, tuple):
+            _check_schedule(self.steps_per_round)
+        return self
+
+
+def _check_schedule(schedule: tuple[tuple[int, int], ...]) -> None:
+    shown = [list(entry) for entry in schedule]
+    if not schedule or schedule[-1][0] != 0:
+        raise ConfigError(
+            f"sync.steps_per_round is {shown}, which ends", fix="let the last entry be [0, H]: H for ever"
+        )
+    ends = [0, *(until for until, _ in schedule[:-1])]
+    if any(later <= earlier for earlier, later in pairwise(ends)):
+        raise ConfigError(
+            f"sync.steps_per_round is {shown}, whose steps do not rise",
+            fix="order it by step, for example [[100, 5], [300, 10], [0, 50]]",
+        )
+
+
+class SwarmConfig(Section):
+    """Who takes part."""
+
+    min_peers: Positive = agreed("Peers that must have come before the first round starts.", 1)
+    experts_per_peer: Positive = agreed("Expert columns that a peer claims if its owner says nothing.")
+    target_replicas: Positive = agreed("Owners that each column should have.", 1)
+    heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, gt=0, le=60)
+
+
+class EvalConfig(Section):
+    """The held-out loss that each peer measures for itself."""
+
+    every_rounds: Natural = local("Rounds between two evaluations; 0 is never.", 1)
+    sequences: Positive = local("Held-out sequences of one evaluation.", 64)
+
+
+class OutputConfig(Section):
+    """What one peer writes down."""
+
+    dir: str = local("Folder of metrics, state and checkpoints.", "", private=True)
+    keep_checkpoints: Positive = local("Newest checkpoints that are kept.", 2, private=True)
+    checkpoint_every_rounds: Positive = local("Rounds between two checkpoints.", 1, private=True)
+    log_every_steps: Positive = local("Inner steps between two step events.", 1, private=True)
+    tensorboard: bool = local("Write TensorBoard files too.", False, private=True)
+    wandb: bool = local("Report to Weights & Biases too (WANDB_MODE=offline works).", False, private=True)
