@@ -1,9 +1,9 @@
 """Where every value of the state lies: tensors in blocks, blocks cut into tiles.
 
-Block 0 holds the shared tensors, block 1 + e those of expert column e, each in the order in which the tensors are given
-(design section 4 "Bytes"; the canonical list comes from the name table of interop). A block is a flat array of row-major
-fp32 values without padding. Tiles are cut inside each block, so that no tile spans two blocks; their global ids count
-through the blocks. Pure arithmetic: no files, no torch.
+Block 0 holds the shared tensors, block 1 + e those of expert column e, each in the order in which the tensors are
+given (design section 4 "Bytes"; the canonical list comes from the name table of interop). A block is a flat array of
+row-major fp32 values without padding. Tiles are cut inside each block, so that no tile spans two blocks; their global
+ids count through the blocks. Pure arithmetic: no files, no torch.
 """
 
 from __future__ import annotations

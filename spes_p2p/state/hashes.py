@@ -1,0 +1,39 @@
+"""Hashes of tiles and roots: SHA-256 over the raw bytes, on a few threads where there are many tiles.
+
+hashlib lets go of the interpreter lock while it hashes, so threads are enough. What the hashes are compared with is
+up to the callers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from spes_p2p.ids import Hash, sha256
+
+HASH_BYTES = 32
+_THREADS = min(4, os.cpu_count() or 1)
+_BATCH = 64  # tiles in flight: bounds what is held of a long iterator
+
+
+def hash_tile(data: bytes | memoryview) -> Hash:
+    """The hash of one tile's bytes."""
+    return sha256(data)
+
+
+def hash_tiles(tiles: Iterable[bytes | memoryview], threads: int = _THREADS) -> Iterator[Hash]:
+    """The hash of each tile, in order; reads ahead no more than a few tiles."""
+    with ThreadPoolExecutor(threads) as pool:
+        batch: list[bytes | memoryview] = []
+        for tile in tiles:
+            batch.append(tile)
+            if len(batch) == _BATCH:
+                yield from pool.map(hash_tile, batch)
+                batch.clear()
+        yield from pool.map(hash_tile, batch)
+
+
+def split_hashes(joined: bytes) -> tuple[Hash, ...]:
+    """The tile hashes that a hash file or message holds one after the other."""
+    return tuple(Hash(joined[at : at + HASH_BYTES]) for at in range(0, len(joined), HASH_BYTES))

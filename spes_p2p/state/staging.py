@@ -1,0 +1,288 @@
+"""A version in the making: tiles come in any order, `finish` completes and syncs it, `publish` shows it to the store.
+
+Two kinds of tiles are staged. Wire tiles are what the round hands out (with the fp32 codec: the values); they stay
+readable for serving. State tiles are values of the new state that differ from the wire: made by the merge, or fetched
+by hash. What is in neither keeps the parent's value. Block files are shared by hard links wherever they are equal: an
+untouched block with the parent version, an unmerged one with the wire area. All writes are whole tiles and may come
+from several threads. Which tiles a round needs, and whether their hashes are the right ones, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spes_p2p.errors import LocalProtocolError, StateError, StorageFull
+from spes_p2p.ids import NO_HASH, Hash
+from spes_p2p.state.files import link_or_copy, remove_folder, reserve, sync, write_at, write_whole
+from spes_p2p.state.hashes import hash_tile
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
+from spes_p2p.state.version import DTYPE, HASHES_FILE, WIRE_FOLDER, Version, block_file, bytes_of, map_block
+
+TileData = NDArray[np.float32] | bytes | memoryview
+"""Values of one tile: flat fp32, or their little-endian bytes."""
+
+
+class TileArea:
+    """Block files in one folder with the tiles that were written so far."""
+
+    def __init__(self, folder: Path, layout: Layout, hashes: dict[int, Hash] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.layout = layout
+        self.hashes = hashes or {}
+        self._ids = {tile_hash: tile_id for tile_id, tile_hash in self.hashes.items()}
+        self._files = {layout.tiles[tile_id].block for tile_id in self.hashes}
+        self._filled: set[int] = set()
+        self._maps: dict[int, Values] = {}
+        self._lock = threading.Lock()
+
+    def path(self, block: int) -> Path:
+        return self.folder / block_file(block)
+
+    def write(self, tile: Tile, data: memoryview, tile_hash: Hash) -> None:
+        with self._lock:
+            if tile.block not in self._files:
+                reserve(self.path(tile.block), self.layout.blocks[tile.block].size * VALUE_BYTES)
+                self._files.add(tile.block)
+        write_at(self.path(tile.block), tile.start * VALUE_BYTES, data)
+        self.hashes[tile.id] = tile_hash
+        self._ids[tile_hash] = tile.id
+        self._filled.discard(tile.id)
+
+    def fill(self, block: int, missing: Callable[[int], memoryview]) -> None:
+        """Completes a block file with the bytes that `missing(tile id)` gives for the tiles not written."""
+        for tile in self.layout.tiles_of(block):
+            if tile.id not in self.hashes and tile.id not in self._filled:
+                write_at(self.path(block), tile.start * VALUE_BYTES, missing(tile.id))
+                self._filled.add(tile.id)
+
+    def has_block(self, block: int) -> bool:
+        return block in self._files
+
+    def block(self, block: int) -> Values:
+        if block not in self._maps:
+            self._maps[block] = map_block(self.path(block), self.layout.blocks[block].size)
+        return self._maps[block]
+
+    def tile(self, tile_id: int) -> memoryview:
+        tile = self.layout.tiles[tile_id]
+        return bytes_of(self.block(tile.block)[tile.start : tile.stop])
+
+    def find(self, tile_hash: Hash) -> memoryview | None:
+        tile_id = self._ids.get(tile_hash, -1)
+        return self.tile(tile_id) if self.hashes.get(tile_id) == tile_hash else None
+
+    def forget(self, tile_ids: Iterable[int]) -> None:
+        for tile_id in tile_ids:
+            self.hashes.pop(tile_id, None)
+        needed = {self.layout.tiles[tile_id].block for tile_id in self.hashes}
+        for block in self._files - needed:
+            self._files.discard(block)
+            self._maps.pop(block, None)
+            self._filled.difference_update(self.layout.tile_ids_of(block))
+            self.path(block).unlink()
+
+    def sync(self) -> None:
+        for block in self._files:
+            sync(self.path(block))
+
+
+class Staging:
+    """What `StateStore.stage` returns. Raises StorageFull from any write when the disk is full, and is gone then."""
+
+    def __init__(
+        self,
+        folder: Path,
+        round: int,
+        layout: Layout,
+        parent: Version | None,
+        publish: Callable[[Staging], Version],
+        finished: Version | None = None,
+    ) -> None:
+        """`finished`: what a folder from before a restart holds; it can be read, published or discarded, not changed."""
+        self.folder = folder
+        self.round = round
+        self.layout = layout
+        self.parent = parent
+        self._publish = publish
+        self._finished = finished
+        self._resumed = finished is not None
+        self._open = True
+        self._state = TileArea(folder, layout)
+        wire_hashes = finished.wire_hashes if finished else ()
+        known = {tile_id: tile_hash for tile_id, tile_hash in enumerate(wire_hashes) if tile_hash != NO_HASH}
+        self._wire = TileArea(folder / WIRE_FOLDER, layout, known)
+
+    def write_tile(self, tile_id: int, data: TileData, tile_hash: Hash | None = None) -> Hash:
+        """Stages what the round hands out for a tile; again for a tile that was done again. Its wire hash.
+
+        `tile_hash`: the hash where the caller has just computed it from the same bytes.
+        """
+        return self._write(self._wire, tile_id, data, tile_hash)
+
+    def write_state(self, tile_id: int, data: TileData, tile_hash: Hash | None = None) -> Hash:
+        """Stages a tile of the new state that differs from the wire: merged, or fetched. Its state hash."""
+        return self._write(self._state, tile_id, data, tile_hash)
+
+    def has(self, tile_id: int) -> bool:
+        """True when the tile was staged, of either kind (all of them, where this was finished before a restart)."""
+        return self._resumed or tile_id in self._wire.hashes or tile_id in self._state.hashes
+
+    def has_wire(self, tile_id: int) -> bool:
+        """True when the wire tile was staged."""
+        return tile_id in self._wire.hashes
+
+    def wire_tile(self, tile_id: int) -> memoryview | None:
+        """The bytes of a staged wire tile, or None."""
+        return self._wire.tile(tile_id) if tile_id in self._wire.hashes else None
+
+    def wire_hash(self, tile_id: int) -> Hash:
+        """The wire hash of a tile, NO_HASH where it was not staged."""
+        return self._wire.hashes.get(tile_id, NO_HASH)
+
+    def find(self, tile_hash: Hash) -> memoryview | None:
+        """The staged bytes with this wire or state hash, or None."""
+        found = self._wire.find(tile_hash) or self._state.find(tile_hash)
+        return self._finished.find(tile_hash) if found is None and self._finished else found
+
+    def block(self, index: int) -> Values:
+        """A block as it is before the merge: staged wire tiles, the parent's values elsewhere. Read-only."""
+        with self._room_or_gone():
+            if self._wire.has_block(index):
+                self._wire.fill(index, self._before)
+                return self._wire.block(index)
+        if self.parent is None:
+            raise StateError(f"block {index} of round {self.round} was not staged", fix="fetch its tiles first")
+        return self.parent.block(index)
+
+    def forget(self, tile_ids: Iterable[int]) -> None:
+        """Takes staged wire tiles back: these tiles keep the parent's values."""
+        self._check_writable()
+        self._wire.forget(tuple(tile_ids))
+
+    def finish(self) -> tuple[Hash, ...]:
+        """Completes all blocks, syncs them to disk, and returns the state hash of every tile.
+
+        A finished staging survives a restart (`StateStore.staged`). Raises StateError where a tile has no value at all.
+        """
+        self._check_writable()
+        with self._room_or_gone():
+            for block in self.layout.blocks:
+                self._complete(block.index)
+            self._state.sync()
+            self._wire.sync()
+            tile_ids = range(len(self.layout.tiles))
+            write_whole(self._wire.folder / HASHES_FILE, b"".join(self.wire_hash(tile_id) for tile_id in tile_ids))
+            write_whole(self.folder / HASHES_FILE, b"".join(self._state_hash(tile_id) for tile_id in tile_ids))
+            sync(self.folder.parent)
+        self._finished = Version(self.folder, self.round, self.layout)
+        return self._finished.tile_hashes
+
+    def reopen(self, keep_state: bool = True) -> None:
+        """Lets tiles be written after `finish`; `keep_state=False` forgets the state tiles, for wire tiles that change."""
+        self._check_open()
+        if self._resumed:
+            raise LocalProtocolError(f"the staging of round {self.round} is from before a restart", fix="stage it anew")
+        (self.folder / HASHES_FILE).unlink(missing_ok=True)
+        sync(self.folder)
+        self._finished = None
+        if not keep_state:
+            self._state.forget(tuple(self._state.hashes))
+        for block in self.layout.blocks:
+            if not self._state.has_block(block.index):
+                self._state.path(block.index).unlink(missing_ok=True)
+
+    @property
+    def finished(self) -> Version | None:
+        """The staged version as it will be published, once `finish` was called."""
+        return self._finished
+
+    def publish(self) -> Version:
+        """Makes the finished staging the store's version of its round, at once; this object ends."""
+        self._check_open()
+        if self._finished is None:
+            raise LocalProtocolError(f"the staging of round {self.round} is not finished", fix="call finish() first")
+        version = self._publish(self)
+        self._open = False
+        return version
+
+    def discard(self) -> None:
+        """Removes everything staged. Harmless when it is gone already."""
+        if self._open:
+            self._open = False
+            remove_folder(self.folder)
+
+    def _write(self, area: TileArea, tile_id: int, data: TileData, tile_hash: Hash | None) -> Hash:
+        self._check_writable()
+        tile = self.layout.tiles[tile_id]
+        view = _tile_bytes(tile, data)
+        tile_hash = tile_hash or hash_tile(view)
+        with self._room_or_gone():
+            area.write(tile, view, tile_hash)
+        return tile_hash
+
+    def _before(self, tile_id: int) -> memoryview:
+        if tile_id in self._wire.hashes:
+            return self._wire.tile(tile_id)
+        if self.parent is None:
+            raise StateError(f"tile {tile_id} of round {self.round} was not staged", fix="fetch it from another peer")
+        return self.parent.tile(tile_id)
+
+    def _state_hash(self, tile_id: int) -> Hash:
+        staged = self._state.hashes.get(tile_id) or self._wire.hashes.get(tile_id)
+        return staged or _present(self.parent).tile_hashes[tile_id]
+
+    def _complete(self, block: int) -> None:
+        path = self._state.path(block)
+        if self._state.has_block(block):
+            self._state.fill(block, self._before)
+            return
+        path.unlink(missing_ok=True)  # of a finish() that did not come to its end
+        if self._wire.has_block(block):
+            self._wire.fill(block, self._before)
+            link_or_copy(self._wire.path(block), path)
+        elif self.parent is not None:
+            link_or_copy(self.parent.block_path(block), path)
+        elif self.layout.blocks[block].size == 0:
+            path.touch()
+        else:
+            raise StateError(f"block {block} of round {self.round} was not staged", fix="fetch its tiles first")
+
+    @contextmanager
+    def _room_or_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageFull:
+            self.discard()
+            raise
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise LocalProtocolError(f"the staging of round {self.round} is published or discarded")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._finished is not None:
+            raise LocalProtocolError(f"the staging of round {self.round} is finished", fix="call reopen() first")
+
+
+def _present(parent: Version | None) -> Version:
+    assert parent is not None  # _complete has refused the rest
+    return parent
+
+
+def _tile_bytes(tile: Tile, data: TileData) -> memoryview:
+    if isinstance(data, np.ndarray):
+        if data.dtype != DTYPE:
+            raise LocalProtocolError(f"tile {tile.id} was given as {data.dtype}, not as little-endian fp32")
+        data = bytes_of(np.ascontiguousarray(data).reshape(-1))
+    view = memoryview(data).cast("B")
+    if len(view) != tile.size * VALUE_BYTES:
+        raise LocalProtocolError(f"tile {tile.id} has {tile.size * VALUE_BYTES} bytes, but {len(view)} were given")
+    return view

@@ -1,0 +1,191 @@
+"""The committed state on disk: complete versions by round, and the stagings that become versions.
+
+    store/
+      lock                 one process at a time may write here
+      round-00000007/      a version (see `version`), never changed once it is there
+      staging-00000008/    a version in the making (see `staging`); -LABEL at the end where a round has several
+
+A crash at any byte leaves the versions as they were: versions appear by a rename, after all their bytes are synced.
+What a crash leaves of a staging is removed by the next start, unless it was finished: an elector that has accepted it
+must still have it after a restart. When versions are made and dropped is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from spes_p2p.errors import StateError
+from spes_p2p.ids import Hash
+from spes_p2p.state.files import publish_folder, recover_folders, remove_folder
+from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
+from spes_p2p.state.staging import Staging
+from spes_p2p.state.version import Version
+
+__all__ = ["Staging", "StateStore", "Version"]
+
+TileSource = Callable[[Tile], Values]
+_ROUND = re.compile(r"round-(\d{8,})")
+_STAGING = re.compile(r"staging-(\d{8,})(?:-(.+))?")
+
+
+class StateStore:
+    """All versions in `directory`. The process of a peer that talks to the network writes, others open it read-only."""
+
+    def __init__(self, directory: Path | str, layout: Layout, read_only: bool = False) -> None:
+        """Opens or creates the store.
+
+        `problems` lists versions on disk that cannot be read (they are left alone). Raises StateError where another
+        process writes to the store.
+        """
+        self.directory = Path(directory)
+        self.layout = layout
+        self.problems: list[StateError] = []
+        self._versions: dict[int, Version] = {}
+        self._stagings: dict[tuple[int, str], Staging] = {}
+        self._lock: IO[bytes] | None = None
+        if not read_only:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.directory / "lock")
+            recover_folders(self.directory)
+        self._read_versions()
+        if not read_only:
+            self._read_stagings()
+
+    def rounds(self) -> tuple[int, ...]:
+        """The rounds whose versions are here, oldest first."""
+        return tuple(sorted(self._versions))
+
+    def latest(self) -> Version | None:
+        """The version of the highest round, or None in an empty store."""
+        return self._versions[max(self._versions)] if self._versions else None
+
+    def version(self, round: int) -> Version:
+        """The version of a round. Raises StateError where it is not here."""
+        if round not in self._versions:
+            raise StateError(f"{self.directory} has no state of round {round}, only of {self.rounds()}", fix="catch up")
+        return self._versions[round]
+
+    def create_initial(self, values: BlockSource | TileSource, round: int = 0) -> Version:
+        """Stores a first version from whole blocks, or from `values(tile)`, which holds no block in memory."""
+        make_tile = values if callable(values) else _tiles_from_blocks(values)
+        staging = self.stage(round, None)
+        for tile in self.layout.tiles:
+            staging.write_state(tile.id, make_tile(tile))
+        staging.finish()
+        return staging.publish()
+
+    def adopt(self, folder: Path, round: int) -> Version:
+        """Takes a version from a folder such as a checkpoint's state, by hard links where that is possible."""
+        source = Version(folder, round, self.layout)
+        target = self.directory / f"staging-{round:08d}-adopted"
+        target.mkdir()
+        source.link_into(target)
+        staged = Version(target, round, self.layout)
+        return Staging(target, round, self.layout, None, self._publish, staged).publish()
+
+    def stage(self, round: int, parent_round: int | None, label: str = "") -> Staging:
+        """A new empty staging for `round`, whose tiles default to those of the parent version (None: no default).
+
+        Replaces an earlier staging of this round and label. Different labels let several proposals for one round be
+        staged beside each other; publishing one of them discards the others.
+        """
+        parent = None if parent_round is None else self.version(parent_round)
+        if (round, label) in self._stagings:
+            self._stagings.pop((round, label)).discard()
+        folder = self.directory / (f"staging-{round:08d}" + (f"-{label}" if label else ""))
+        staging = Staging(folder, round, self.layout, parent, self._publish)
+        self._stagings[round, label] = staging
+        return staging
+
+    def staged(self, round: int, label: str = "") -> Staging | None:
+        """The staging of a round that is under way, or was finished before a restart."""
+        return self._stagings.get((round, label))
+
+    def find(self, tile_hash: Hash) -> memoryview | None:
+        """The bytes with this hash, wire or state, in any staging or version that is here: for serving."""
+        places: tuple[Staging | Version, ...] = (*self._stagings.values(), *self._versions.values())
+        found = (place.find(tile_hash) for place in reversed(places))
+        return next((data for data in found if data is not None), None)
+
+    def drop(self, round: int) -> None:
+        """Removes a version and its wire tiles; maps that are in use, and checkpoints that link to it, stay good."""
+        version = self.version(round)
+        del self._versions[round]
+        remove_folder(version.folder)
+
+    def verify(self, round: int) -> None:
+        """Hashes a version again. Raises StateError naming the damaged file and tile, and the fix."""
+        self.version(round).verify()
+
+    def link_into(self, directory: Path, round: int) -> tuple[str, ...]:
+        """Hard-links the files of a version into a folder (copies across devices); their names."""
+        return self.version(round).link_into(directory)
+
+    def close(self) -> None:
+        """Lets another process write here. Finished stagings wait for the next start, others end."""
+        for staging in self._stagings.values():
+            if staging.finished is None:
+                staging.discard()
+        self._stagings.clear()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _publish(self, staging: Staging) -> Version:
+        target = self.directory / f"round-{staging.round:08d}"
+        publish_folder(staging.folder, target)
+        version = Version(target, staging.round, self.layout)
+        self._versions[staging.round] = version
+        for round_label in [at for at in self._stagings if at[0] <= staging.round]:
+            other = self._stagings.pop(round_label)
+            if other is not staging:
+                other.discard()
+        return version
+
+    def _read_versions(self) -> None:
+        for folder in sorted(self.directory.glob("round-*")):
+            if match := _ROUND.fullmatch(folder.name):
+                round = int(match[1])
+                try:
+                    self._versions[round] = Version(folder, round, self.layout)
+                except StateError as error:
+                    self.problems.append(error)
+
+    def _read_stagings(self) -> None:
+        for folder in sorted(self.directory.glob("staging-*")):
+            if match := _STAGING.fullmatch(folder.name):
+                round, label = int(match[1]), match[2] or ""
+                try:
+                    finished = Version(folder, round, self.layout)
+                except StateError:  # the process ended before finish(): these tiles were promised to nobody
+                    remove_folder(folder)
+                else:
+                    staging = Staging(folder, round, self.layout, None, self._publish, finished)
+                    self._stagings[round, label] = staging
+
+
+def _locked(path: Path) -> IO[bytes]:
+    lock = open(path, "ab")  # noqa: SIM115: held until close()
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise StateError(
+            f"{path.parent} is in use by another process", fix="end that process, or choose another output folder"
+        ) from error
+    return lock
+
+
+def _tiles_from_blocks(source: BlockSource) -> TileSource:
+    held: list[tuple[int, Values]] = []
+
+    def tile_values(tile: Tile) -> Values:
+        if not held or held[0][0] != tile.block:
+            held[:] = [(tile.block, source.block(tile.block))]
+        return held[0][1][tile.start : tile.stop]
+
+    return tile_values
