@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(_tuples(dict(tree)))
     except ValidationError as error:
-        raise _explained(error) from error
+        raise _explained(error, tree) from error
 
 
 def config_to_yaml(config: Config) -> str:
@@ -87,7 +87,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise ConfigError(f"override {override!r} has no value", fix="write it as section.name=value")
     known = dict(fields_of_tree())
     if key not in known:
-        raise _unknown(key, known)
+        raise _unknown(key)
     value = _parse(text, f"the value of {key}")
     if known[key].annotation is str and not isinstance(value, str):
         value = text  # a folder named 2024 is text
@@ -129,51 +129,52 @@ def _dump(tree: dict[str, Any]) -> str:
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, allow_unicode=True)
 
 
-def _unknown(key: str, known: Iterable[str]) -> ConfigError:
+def _unknown(key: str) -> ConfigError:
     """Names the nearest known key: of the same section first, else one with such a name anywhere."""
-    known = list(known)
+    leaves = [name for name, _ in fields_of_tree()]
     section, _, name = key.rpartition(".")
-    siblings = [other for other in known if other.startswith(f"{section}.")] if section else known
-    near = difflib.get_close_matches(key, siblings, n=1) or difflib.get_close_matches(key, known, n=1)
-    near = near or [other for other in known if other.rpartition(".")[2] == name][:1]
-    fix = f"did you mean {near[0]}?" if near else f"known are: {', '.join(siblings or known)}"
-    return ConfigError(f"unknown key {key}", fix=fix)
+    siblings = [leaf for leaf in leaves if leaf.startswith(f"{section}.")] if section else list(Config.model_fields)
+    near = difflib.get_close_matches(key, siblings, n=1)
+    near = near or [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    near = near or difflib.get_close_matches(key, leaves, n=1)
+    known = siblings or list(Config.model_fields)
+    return ConfigError(f"unknown key {key}", fix=f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
 
 
-def _explained(error: ValidationError) -> ConfigError:
-    mistakes: dict[str, ConfigError] = {}
-    for details in error.errors():
-        mistake = _mistake(details)
-        first = mistakes.setdefault(str(mistake), mistake)
-        if mistake.fix not in first.fix:  # a field of several types has a mistake for each of them
-            first.fix += f", or: {mistake.fix}"
-    shown = list(mistakes.values())[:_MOST_MISTAKES_SHOWN]
+def _explained(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
+    """One sentence for each wrong key, unknown ones first."""
+    by_key: dict[str, list[Any]] = {}
+    for details in sorted(error.errors(), key=lambda details: details["type"] != "extra_forbidden"):
+        by_key.setdefault(".".join(map(str, details["loc"][:2])), []).append(details)
+    mistakes = [_mistake(key, errors, tree) for key, errors in by_key.items()]
+    shown = mistakes[:_MOST_MISTAKES_SHOWN]
     message = "; ".join(map(str, shown))
     if len(mistakes) > len(shown):
         message += f"; and {len(mistakes) - len(shown)} more mistakes"
     return ConfigError(message, fix="; ".join(mistake.fix for mistake in shown))
 
 
-def _mistake(details: Any) -> ConfigError:
-    where = [str(part) for part in details["loc"]]
-    key, value = ".".join(where[:2]), details["input"]
-    kind = details["type"]
+def _mistake(key: str, errors: list[Any], tree: Mapping[str, Any]) -> ConfigError:
+    kind, section = errors[0]["type"], key.partition(".")[0]
     if kind == "extra_forbidden":
-        names = list(Config.model_fields) if len(where) == 1 else [name for name, _ in fields_of_tree()]
-        return _unknown(key, names)
-    if kind == "missing":
+        return _unknown(key)
+    if kind == "missing" and len(errors[0]["loc"]) <= 2:
         return ConfigError(f"{key} is missing", fix=f"add {key} to the config")
-    shown = repr(_lists(value)) if len(repr(value)) < 60 else type(value).__name__
-    part = "" if len(where) == 2 or not where[-1].isdigit() else " in part"
-    return ConfigError(f"{key} is{part} {shown}", fix=str(details["msg"]).replace("Input should", f"{key} should"))
+    if key == section:
+        return ConfigError(f"{key} is {_brief(tree[key])}, not a section", fix=f"put the keys of {key} under it")
+    wanted = str(errors[0]["msg"])
+    if len(errors) > 1 or len(errors[0]["loc"]) > 2:  # a list, or one of several types: say what the field means
+        wanted = str(dict(fields_of_tree())[key].description)
+    return ConfigError(f"{key} is {_brief(tree[section][key.partition('.')[2]])}", fix=f"{key}: {wanted}")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__} of {len(text)} characters"
 
 
 def _tuples(value: Any) -> Any:
     """The schema has tuples (frozen configs can be compared and hashed) where YAML has lists."""
     if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
+        return {str(key): _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-def _lists(value: Any) -> Any:
-    return list(map(_lists, value)) if isinstance(value, tuple) else value

@@ -1,0 +1,93 @@
+"""The fingerprint covers what peers agree on and nothing else, and a peer may change only what it does not cover."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.config.fields import is_local
+from spes_p2p.config.fingerprint import (
+    apply_peer_overrides,
+    differences,
+    fingerprint,
+    local_keys,
+    split_overrides,
+)
+from spes_p2p.config.load import bundled_config, config_from_text, config_from_tree, load_config, published_yaml
+from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.errors import ConfigError
+
+TINY = load_config(bundled_config("tiny"))
+TREE = TINY.model_dump()
+OTHER_VALUES: dict[str, Any] = {
+    "run.run_id": "other",
+    "model.embedding_rows": 300,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 64,
+    "model.qk_norm": "head",
+    "model.expert_backend": "eager",
+    "model.activation_checkpointing": "full",
+    "data.source": "local",
+    "data.path": "elsewhere",
+    "optimizer.batch_sequences": 16,
+    "optimizer.micro_batch_sequences": 4,
+    "optimizer.betas": (0.8, 0.9),
+    "sync.steps_per_round": 7,
+    "output.dir": "elsewhere",
+}
+ONLY_ONE_VALUE = {"optimizer.name", "sync.codec", "sync.outer"}
+
+
+def other(key: str) -> Config:
+    """TINY with another value of one field."""
+    section, name = key.split(".")
+    value = TREE[section][name]
+    changed = OTHER_VALUES.get(key, not value if isinstance(value, bool) else value - 1 if value == 257 else None)
+    if changed is None:
+        changed = value + 1 if isinstance(value, int) and key != "swarm.experts_per_peer" else value / 2
+        changed = int(changed) if isinstance(value, int) else changed
+    return config_from_tree({**TREE, section: {**TREE[section], name: changed}})
+
+
+@pytest.mark.parametrize(("key", "local"), [(k, is_local(f)) for k, f in fields_of_tree() if k not in ONLY_ONE_VALUE])
+def test_exactly_the_agreed_fields_change_the_fingerprint(key: str, local: bool) -> None:
+    changed = other(key)
+    assert changed != TINY
+    assert (fingerprint(changed) == fingerprint(TINY)) is local
+    assert [difference.key for difference in differences(TINY, changed)] == ([] if local else [key])
+
+
+def test_differences_give_both_values() -> None:
+    (difference,) = differences(TINY, other("sync.steps_per_round"))
+    assert difference == ("sync.steps_per_round", [[40, 10], [0, 20]], 7)
+
+
+def test_fingerprint_does_not_depend_on_how_the_config_was_written() -> None:
+    text = (
+        "sync: {merge_interval: 20, merge_decay_steps: 400, tile_values: 65536, steps_per_round: [[40, 10], [0, 20]]}\n"
+    )
+    rest = published_yaml(TINY).split("sync:")[0].replace("rope_theta: 10000.0", "rope_theta: 10000")
+    swarm = "swarm: {experts_per_peer: 3, min_peers: 3}\n"
+    assert fingerprint(config_from_text(rest + text + swarm)) == fingerprint(TINY)
+
+
+def test_peer_may_choose_local_fields_only() -> None:
+    chosen = apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=2", "output.dir=mine"])
+    assert chosen.optimizer.micro_batch_sequences == 2
+    assert fingerprint(chosen) == fingerprint(TINY)
+    with pytest.raises(ConfigError, match=r"model\.top_k=1 cannot be chosen by one peer.* agreed on 2") as error:
+        apply_peer_overrides(TINY, ["output.dir=mine", "model.top_k=1"])
+    assert "optimizer.micro_batch_sequences" in error.value.fix
+    with pytest.raises(ConfigError, match="not divisible"):
+        apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=3"])
+
+
+@given(st.lists(st.sampled_from([key for key, _ in fields_of_tree()])))
+def test_split_overrides_loses_nothing(keys: list[str]) -> None:
+    agreed, local = split_overrides([f"{key}=1" for key in keys])
+    assert sorted(agreed + local) == sorted(f"{key}=1" for key in keys)
+    assert all(override.partition("=")[0] in local_keys() for override in local)

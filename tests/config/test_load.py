@@ -1,0 +1,135 @@
+"""Reading configs: overrides, unknown keys, and every wrong value answered with the value and the fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.config.load import bundled_config, config_from_text, config_to_yaml, load_config, published_yaml
+from spes_p2p.config.schema import Config, fields_of_tree, steps_per_round_at
+from spes_p2p.errors import ConfigError
+
+TINY = bundled_config("tiny")
+
+
+def tiny(*overrides: str) -> Config:
+    return load_config(TINY, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "fix"),
+    [
+        ("model.num_expert=8", "unknown key model.num_expert", "did you mean model.num_experts?"),
+        ("num_experts=8", "unknown key num_experts", "did you mean model.num_experts?"),
+        ("modle.d_model=8", "unknown key modle.d_model", "did you mean model.d_model?"),
+        ("zzz=8", "unknown key zzz", "run, model, data"),
+        ("model.num_experts", "has no value", "section.name=value"),
+        ("model.num_experts='8'", "model.num_experts is '8'", "integer"),
+        ("model.num_experts=true", "model.num_experts is True", "integer"),
+        ("model.qk_norm=some", "model.qk_norm is 'some'", "'none', 'full' or 'head'"),
+        ("optimizer.lr=-1", "optimizer.lr is -1", "greater than 0"),
+        ("optimizer.lr=.inf", "optimizer.lr is inf", "finite"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas has 1.0", "below 1"),
+        ("run.run_id=a/b", "run.run_id is 'a/b'", "pattern"),
+        ("sync.codec=int8", "sync.codec is 'int8'", "'fp32'"),
+        ("sync.merge_alpha=1.5", "sync.merge_alpha is 1.5", "less than or equal to 1"),
+        ("sync.merge_top_k=0", "sync.merge_top_k is 0", "greater than or equal to 1"),
+        ("model.d_model=130", "model.d_model is 130, not divisible by model.num_heads (4)", "model.head_dim"),
+        ("model.num_kv_heads=3", "not divisible by model.num_kv_heads (3)", "divisor"),
+        ("model.head_dim=31", "model.head_dim is 31", "even"),
+        ("model.top_k=9", "model.top_k is 9, more than model.num_experts (8)", "at most 8"),
+        ("model.embedding_rows=256", "model.embedding_rows is 256, fewer than model.vocab_size (257)", "vocab_size"),
+        ("optimizer.micro_batch_sequences=3", "not divisible by optimizer.micro_batch_sequences (3)", "divisor of 8"),
+        ("scheduler.warmup_steps=1000", "not below scheduler.total_steps (1000)", "shorten"),
+        ("swarm.experts_per_peer=9", "swarm.experts_per_peer is 9, more than model.num_experts (8)", "at most 8"),
+        ("sync.steps_per_round=0", "sync.steps_per_round is 0", "[[until step, H], ..., [0, H]]"),
+        ("sync.steps_per_round=[[100, 5]]", "which ends", "[0, H]"),
+        ("sync.steps_per_round=[[100, 5], [50, 9], [0, 9]]", "do not rise", "order it by step"),
+        ("sync.steps_per_round=[[0, 5], [0, 9]]", "do not rise", "order it by step"),
+    ],
+)
+def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, message: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny(override)
+    assert message in str(error.value)
+    assert fix in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("3", "not a tree of sections"),
+        ("model: 3", "model is 3, not a section"),
+        ("model:\n  d_model: 3\n  d_model: 4", "d_model stands twice"),
+        ("3: 4", "unknown key 3"),
+        ("{}", "model is missing; data is missing; optimizer is missing; and 3 more mistakes"),
+    ],
+)
+def test_wrong_text_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_from_text(text)
+    assert message in str(error.value)
+    assert error.value.fix
+
+
+def test_missing_file_and_binary_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_overrides_are_typed_as_yaml_and_text_fields_stay_text() -> None:
+    config = tiny(
+        "optimizer.lr=1e-4", "model.norm_topk=true", "data.path=2024", "sync.steps_per_round=[[9, 2], [0, 5]]"
+    )
+    assert config.optimizer.lr == 1e-4
+    assert config.model.norm_topk is True
+    assert config.data.path == "2024"
+    assert config.sync.steps_per_round == ((9, 2), (0, 5))
+
+
+def test_derived_defaults_follow_overrides() -> None:
+    config = tiny("model.d_model=256", "model.vocab_size=300", "optimizer.batch_sequences=6")
+    assert (config.model.head_dim, config.model.num_kv_heads) == (64, 4)
+    assert config.model.embedding_rows == 300
+    assert config.optimizer.micro_batch_sequences == 6
+
+
+def test_schedule_gives_the_steps_of_a_round_that_starts_at_a_step() -> None:
+    config = tiny("sync.steps_per_round=[[100, 5], [300, 10], [0, 50]]")
+    assert [steps_per_round_at(config, step) for step in (0, 99, 100, 299, 300, 10**9)] == [5, 5, 10, 10, 50, 50]
+    assert steps_per_round_at(tiny("sync.steps_per_round=7"), 10**9) == 7
+
+
+def test_yaml_round_trip_keeps_every_value() -> None:
+    config = tiny("optimizer.lr=0.1234567890123", "output.dir=here: there", "sync.steps_per_round=[[9, 2], [0, 5]]")
+    assert config_from_text(config_to_yaml(config)) == config
+
+
+def test_published_config_leaves_out_the_organisers_own_settings() -> None:
+    config = tiny("data.path=/home/me/shards", "output.dir=/home/me/out", "optimizer.micro_batch_sequences=2")
+    text = published_yaml(config)
+    assert "/home/me" not in text
+    assert "output" not in text
+    assert config_from_text(text).optimizer.micro_batch_sequences == 2
+
+
+def test_every_field_is_explained() -> None:
+    assert [key for key, field in fields_of_tree() if not field.description] == []
+
+
+def test_unknown_bundled_config_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as error:
+        bundled_config("huge")
+    assert "tiny" in error.value.fix
+
+
+def test_reading_a_config_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, spes_p2p.config.fingerprint; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
