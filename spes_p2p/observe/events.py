@@ -1,0 +1,197 @@
+"""What happens in a peer, as a few typed events, and the bus that hands them to sinks (files, terminal, dashboards).
+
+An event in JSON is one object with `event` (its kind) and `time` (Unix seconds) beside its fields. Numbers that are not
+finite become null there. Nothing that watches may stop the training: a sink that fails is reported once and dropped,
+one that has no disk space is asked again with the next event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import threading
+import time as wall_time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from spes_p2p.errors import SpesError, StorageFull
+
+
+@dataclass(frozen=True)
+class Step:
+    """One inner step of this peer."""
+
+    event: ClassVar[str] = "step"
+    step: int
+    """Global step: the committed one plus the own steps of this round."""
+    loss: float
+    """Cross entropy, nats a token, without the auxiliary losses."""
+    tokens: int
+    """Tokens of this step, all ranks of this peer together."""
+    tokens_per_second: float
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A certificate was applied here."""
+
+    event: ClassVar[str] = "round"
+    round: int
+    step: int
+    """Global step after the round."""
+    roster_size: int
+    commit: Literal["committed", "degraded"]
+    tokens: int
+    """Tokens that this round counted, all peers together."""
+    bytes_sent: int
+    bytes_received: int
+    """Both: of this peer, in this round."""
+    seconds: Mapping[str, float]
+    """Duration of each phase."""
+    model_hash: str
+    """State root, hexadecimal."""
+    merge_alpha: float = 0.0
+    stale_columns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another peer came or went."""
+
+    event: ClassVar[str] = "peer"
+    change: Literal["joined", "left", "lost"]
+    who: str
+    round: int
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Held-out loss of the committed model."""
+
+    event: ClassVar[str] = "eval"
+    round: int
+    step: int
+    loss: float
+    """Cross entropy, nats a token."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Warning:  # noqa: A001 (the name of the event)
+    """Something that mended itself, or that somebody should look at."""
+
+    event: ClassVar[str] = "warning"
+    message: str
+
+
+@dataclass(frozen=True)
+class Error:
+    """Something that did not mend itself, and what to do."""
+
+    event: ClassVar[str] = "error"
+    message: str
+    fix: str = ""
+
+    @classmethod
+    def of(cls, error: SpesError) -> Error:
+        return cls(str(error), error.fix)
+
+
+Event = Step | Round | Peer | Eval | Warning | Error
+KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Step, Round, Peer, Eval, Warning, Error)}
+
+
+def to_json(time: float, event: Event) -> str:
+    """One line of `metrics.jsonl`, without the line end."""
+    fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
+    return json.dumps({"event": event.event, "time": time, **fields}, allow_nan=False)
+
+
+def from_json(line: str | bytes) -> tuple[float, Event]:
+    """(time, event) of one line. Raises ValueError where it is not an event that this version knows."""
+    values = json.loads(line)
+    try:
+        kind = KINDS[values.pop("event")]
+        time = float(values.pop("time"))
+        return time, kind(**{name: _typed(name, value) for name, value in values.items()})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not an event: {line!r:.200}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _typed(name: str, value: Any) -> Any:
+    if value is None:  # only floats are ever written as null
+        return math.nan
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Sink(Protocol):
+    """Where events go. `write` may raise StorageFull (asked again later) or anything else (dropped)."""
+
+    def write(self, time: float, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventBus:
+    """Hands every event to all sinks, in one order, from any thread."""
+
+    def __init__(self, *sinks: Sink, clock: Callable[[], float] = wall_time.time) -> None:
+        self._sinks = list(sinks)
+        self._full: set[int] = set()
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def add(self, sink: Sink) -> None:
+        with self._lock:
+            self._sinks.append(sink)
+
+    def emit(self, event: Event) -> None:
+        """Never raises."""
+        with self._lock:
+            time, waiting = self._clock(), deque([event])
+            while waiting:
+                current = waiting.popleft()
+                for sink in list(self._sinks):
+                    waiting.extend(self._write(sink, time, current))
+
+    def close(self) -> None:
+        """Closes all sinks; later events go nowhere."""
+        with self._lock:
+            sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 (a sink's own trouble must not hide how the run ended)
+                logging.getLogger(__name__).warning("%s did not close: %s", type(sink).__name__, error)
+
+    def _write(self, sink: Sink, time: float, event: Event) -> list[Event]:
+        """What there is to say of this sink afterwards."""
+        name = type(sink).__name__
+        try:
+            sink.write(time, event)
+        except StorageFull as error:
+            known = id(sink) in self._full
+            self._full.add(id(sink))
+            return [] if known else [Error(f"{name} loses events: {error}", error.fix)]
+        except Exception as error:  # noqa: BLE001 (whatever it is, training goes on without this sink)
+            self._sinks.remove(sink)
+            return [Warning(f"{name} failed and is off from now on: {type(error).__name__}: {error}")]
+        if id(sink) in self._full:
+            self._full.discard(id(sink))
+            return [Warning(f"{name} writes again")]
+        return []

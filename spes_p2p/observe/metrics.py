@@ -1,0 +1,42 @@
+"""Small helpers for numbers over time and numbers for people: averages, and short texts with units."""
+
+from __future__ import annotations
+
+
+class Ema:
+    """Exponential moving average whose first value is exact. `weight` is that of a new value."""
+
+    def __init__(self, weight: float = 0.1) -> None:
+        self.weight = weight
+        self.value: float | None = None
+
+    def add(self, value: float) -> float:
+        self.value = value if self.value is None else self.value + self.weight * (value - self.value)
+        return self.value
+
+
+def count_text(count: float) -> str:
+    """12345 to "12.3k"."""
+    return _scaled(count, 1000, ("", "k", "M", "B", "T"))
+
+
+def bytes_text(count: float) -> str:
+    """12345678 to "12.3 MB"."""
+    return _scaled(count, 1000, (" B", " kB", " MB", " GB", " TB"))
+
+
+def seconds_text(seconds: float) -> str:
+    """75 to "1:15", 3700 to "1:01:40", 4.2 to "4.2 s"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if abs(count) < base * 0.9995:
+            return f"{count:.0f}{unit}" if unit == units[0] else f"{count:.1f}{unit}"
+        count /= base
+    return f"{count:.1f}{units[-1]}"

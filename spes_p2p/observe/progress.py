@@ -1,0 +1,77 @@
+"""Live display on a terminal: one peer, or several side by side. Where there is no terminal, `sinks.PlainLines` serves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from spes_p2p.observe.events import Event, Sink
+from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
+from spes_p2p.observe.sinks import PlainLines
+from spes_p2p.observe.view import PeerView
+
+_COLUMNS = ("step", "loss", "held-out", "tokens/s", "round", "peers", "sent", "received", "next sync")
+
+
+def row(view: PeerView) -> list[str]:
+    """The cells of one peer, in the order of the table's columns."""
+    speed, wait = view.tokens_per_second.value, view.seconds_to_sync()
+    return [
+        str(view.step),
+        _number(view.smooth_loss.value),
+        _number(view.eval_loss),
+        "-" if speed is None else count_text(speed),
+        f"{view.round}" + (" (degraded)" if view.commit == "degraded" else ""),
+        "-" if view.roster_size is None else str(view.roster_size),
+        bytes_text(view.bytes_sent),
+        bytes_text(view.bytes_received),
+        "-" if wait is None else "now" if wait == 0 else f"in {seconds_text(wait)}",
+    ]
+
+
+def render(views: Mapping[str, PeerView]) -> RenderableType:
+    """A table with a row for each named peer, and their newest messages under it."""
+    table = Table("peer", *_COLUMNS, box=None, pad_edge=False)
+    for name, view in views.items():
+        table.add_row(name, *row(view))
+    messages = [f"{name}: {message}" for name, view in views.items() for message in view.messages]
+    return Group(table, *(Text(message, style="dim") for message in messages))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+class LiveProgress:
+    """A sink that keeps one peer's row up to date at the bottom of the terminal."""
+
+    def __init__(
+        self, peer: str, steps_per_round: Callable[[int], int] | None = None, console: Console | None = None
+    ) -> None:
+        self._peer = peer
+        self._view = PeerView(steps_per_round)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+        self._live.start()
+
+    def write(self, time: float, event: Event) -> None:
+        self._view.apply(time, event)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        return render({self._peer: self._view})
+
+
+def progress_sink(peer: str, steps_per_round: Callable[[int], int] | None = None, stream: TextIO | None = None) -> Sink:
+    """The live display where `stream` (standard output) is a terminal, else plain lines."""
+    stream = stream if stream is not None else sys.stdout
+    if stream.isatty():
+        return LiveProgress(peer, steps_per_round, Console(file=stream))
+    return PlainLines(stream)

@@ -1,0 +1,176 @@
+"""Where events are written: `metrics.jsonl`, lines of text, TensorBoard, Weights & Biases; and reading the file again.
+
+TensorBoard and wandb are optional and loaded only when asked for. The live terminal display is in `progress`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.observe.events import Event, Sink, from_json, to_json
+from spes_p2p.observe.text import line, scalars
+
+METRICS_FILE = "metrics.jsonl"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class JsonLines:
+    """Appends one JSON object a line; every line reaches the system before `write` returns, whole or not at all."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._size = _cut_unfinished_line(self._file)
+
+    def write(self, time: float, event: Event) -> None:
+        data = to_json(time, event).encode() + b"\n"
+        try:
+            written = os.write(self._file, data)
+            if written < len(data):
+                os.write(self._file, data[written:])
+        except OSError as error:
+            os.ftruncate(self._file, self._size)
+            if error.errno in _FULL:
+                raise StorageFull(f"no space left for {self._path}", fix="free some space on that disk") from error
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _cut_unfinished_line(file: int) -> int:
+    """A crash can leave half a line at the end: removes it. Returns the size that is left."""
+    size = keep = os.fstat(file).st_size
+    while keep > 0:
+        start = max(0, keep - 65536)
+        newline = os.pread(file, keep - start, start).rfind(b"\n")
+        keep = start + newline + 1 if newline >= 0 else start
+        if newline >= 0:
+            break
+    if keep < size:
+        os.ftruncate(file, keep)
+    return keep
+
+
+class EventReader:
+    """Reads a `metrics.jsonl` that another process is still writing: each `read` gives what is new and whole."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._offset = 0
+        self.skipped = 0
+        """Lines that were no events of this version."""
+
+    def read(self) -> list[tuple[float, Event]]:
+        """(time, event) of the lines since the last call; none while the file does not exist."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [event for text in whole.splitlines() if (event := self._parsed(text)) is not None]
+
+    def _parsed(self, text: bytes) -> tuple[float, Event] | None:
+        try:
+            return from_json(text)
+        except ValueError:
+            self.skipped += 1
+            return None
+
+
+class PlainLines:
+    """One line of text an event, for logs and pipes."""
+
+    def __init__(self, stream: TextIO | None = None, prefix: str = "") -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._prefix = prefix
+
+    def write(self, time: float, event: Event) -> None:
+        print(self._prefix + line(event), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class TensorBoard:
+    """Scalars over the global step, as TensorBoard files in `folder`. Raises ConfigError where it is not installed."""
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _not_installed("output.tensorboard", "tensorboard", error) from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, time: float, event: Event) -> None:
+        step, numbers = scalars(event)
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, global_step=step, walltime=time)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Scalars over the global step to Weights & Biases; WANDB_MODE=offline keeps them in `folder`.
+
+    Raises ConfigError where wandb is not installed.
+    """
+
+    def __init__(self, folder: str | Path, run_id: str, peer: str, settings: Mapping[str, Any] | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _not_installed("output.wandb", "wandb", error) from error
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project="spes-p2p", group=run_id, name=peer, dir=str(folder), config=dict(settings or {})
+        )
+        # Steps of training and of rounds come interleaved, so the global step is an axis and not wandb's own counter.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, time: float, event: Event) -> None:
+        step, numbers = scalars(event)
+        if numbers:
+            self._run.log({"step": step, **numbers})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _not_installed(key: str, extra: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"{key} is true, but {extra} cannot be imported ({error})",
+        fix=f"pip install 'spes-p2p[{extra}]', or set {key}=false",
+    )
+
+
+def file_sinks(
+    folder: str | Path,
+    *,
+    tensorboard: bool = False,
+    wandb: bool = False,
+    run_id: str = "",
+    peer: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> list[Sink]:
+    """What a peer always writes (`metrics.jsonl`), and what it asked for. Raises ConfigError for what is missing."""
+    folder = Path(folder)
+    sinks: list[Sink] = []
+    if tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard"))
+    if wandb:
+        sinks.append(Wandb(folder, run_id, peer, settings))
+    return [JsonLines(folder / METRICS_FILE), *sinks]

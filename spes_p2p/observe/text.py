@@ -1,0 +1,71 @@
+"""Events as lines that people read, and as flat numbers that dashboards plot."""
+
+from __future__ import annotations
+
+from spes_p2p.ids import short
+from spes_p2p.observe.events import Error, Eval, Event, Peer, Round, Step, Warning
+from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
+
+
+def line(event: Event) -> str:
+    """One line of text for one event."""
+    match event:
+        case Step():
+            return (
+                f"step {event.step}  loss {event.loss:.4f}  {count_text(event.tokens_per_second)} tokens/s  "
+                f"lr {event.lr:.2e}  grad norm {event.grad_norm:.2f}"
+            )
+        case Round():
+            return _round_line(event)
+        case Peer():
+            return f"peer {short(event.who)} {event.change} (round {event.round})"
+        case Eval():
+            return f"eval at step {event.step} (round {event.round}): held-out loss {event.loss:.4f}"
+        case Warning():
+            return f"warning: {event.message}"
+        case Error():
+            return f"error: {event.message}" + (f" / fix: {event.fix}" if event.fix else "")
+
+
+def _round_line(event: Round) -> str:
+    parts = [
+        f"round {event.round} {event.commit} at step {event.step}: {event.roster_size} peers",
+        f"{count_text(event.tokens)} tokens",
+        f"sent {bytes_text(event.bytes_sent)}",
+        f"received {bytes_text(event.bytes_received)}",
+        f"{seconds_text(sum(event.seconds.values()))}",
+        f"model {event.model_hash[:10]}",
+    ]
+    if event.merge_alpha:
+        parts.append(f"merged with alpha {event.merge_alpha:.3g}")
+    if event.stale_columns:
+        parts.append(f"stale columns {', '.join(map(str, event.stale_columns))}")
+    return ", ".join(parts)
+
+
+def scalars(event: Event) -> tuple[int, dict[str, float]]:
+    """(global step, name to number) of what a dashboard plots; no numbers for events that are only text."""
+    match event:
+        case Step():
+            return event.step, {
+                "train/loss": event.loss,
+                "train/lr": event.lr,
+                "train/grad_norm": event.grad_norm,
+                "speed/tokens_per_second": event.tokens_per_second,
+            }
+        case Round():
+            return event.step, {
+                "round/number": event.round,
+                "round/roster_size": event.roster_size,
+                "round/degraded": float(event.commit == "degraded"),
+                "round/tokens": event.tokens,
+                "round/bytes_sent": event.bytes_sent,
+                "round/bytes_received": event.bytes_received,
+                "round/merge_alpha": event.merge_alpha,
+                "round/stale_columns": len(event.stale_columns),
+                **{f"seconds/{phase}": seconds for phase, seconds in event.seconds.items()},
+            }
+        case Eval():
+            return event.step, {"eval/loss": event.loss}
+        case _:
+            return 0, {}
