@@ -6,6 +6,7 @@ virtual clock. Nothing here knows rounds, tensors or files. All coroutines run o
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,13 @@ class Clock(Protocol):
     """Monotonic seconds; deadlines never come from wall clocks."""
 
     def now(self) -> float: ...
+
+
+class LoopClock:
+    """The clock of the running asyncio loop: monotonic on a real loop, virtual on a virtual one."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 class Signer(Protocol):
@@ -84,7 +92,9 @@ class Transport(Protocol):
 
     async def serve(self, handler: Handler) -> None: ...
 
-    async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes: ...
+    async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
+        """The handler's answer. The request may arrive although this raises, and may arrive twice."""
+        ...
 
     async def fetch(self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int) -> tuple[bytes, bytes]:
         """(header, data) of the Blob that the peer's handler answers.
@@ -93,6 +103,10 @@ class Transport(Protocol):
         and SHA-256; a cut stream is resumed at its offset a few times before PeerClosed is raised. A Blob larger than
         `max_bytes` is refused (RemoteProtocolError) before it is read.
         """
+        ...
+
+    async def check_refused(self, peer: PeerId) -> bool:
+        """True when a fresh TCP dial to the peer is refused by its host: the process is gone. Any doubt is False."""
         ...
 
     @property
@@ -108,9 +122,21 @@ class Directory(Protocol):
     """The DHT: small signed records under a key, one per publishing peer, that expire."""
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
-        """Stores `value` under (key, own peer id), signed with the own key. `value` is at most 512 KiB."""
+        """Stores `value` under (key, own peer id), signed with the own key. `value` is at most 512 KiB.
+
+        Raises NetworkError when no other peer took it although there are others, and LocalProtocolError when it is too
+        large or lives too long (envelope.MAX_TTL_SECONDS).
+        """
         ...
 
     async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
-        """All valid records under `key`: badly signed, expired or oversized ones are dropped and counted."""
+        """All valid records under `key`: badly signed, expired or oversized ones are dropped and counted.
+
+        Raises PeerSilent when the answer takes longer than `timeout_seconds`.
+        """
+        ...
+
+    @property
+    def dropped(self) -> int:
+        """Records that were refused so far."""
         ...

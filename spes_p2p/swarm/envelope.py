@@ -1,0 +1,89 @@
+"""The signed envelope of one record in the DHT: bound to its key, its publisher and its end, bounded in size and time.
+
+Pure: what a node stores and what a reader believes is decided here, with a Signer and a Verifier passed in. Leaves out
+where envelopes are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p import wire
+from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.ports import Signer, Verifier
+
+MAX_VALUE_BYTES = 512 * 2**10
+MAX_KEY_CHARACTERS = 256
+MAX_TTL_SECONDS = 3600.0
+"""No record lives longer: its publisher repeats it. One that ended later could not be changed by its own publisher."""
+CLOCK_SLACK_SECONDS = 10.0
+"""Two clocks in one DHT are at most 3 s apart; more than this beyond the longest life is nonsense."""
+MAX_ENVELOPE_BYTES = MAX_VALUE_BYTES + 4096
+_PURPOSE = "spes-p2p record 1"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What the publisher signs. `purpose` keeps the signature from being taken for one of something else."""
+
+    purpose: str
+    key: str
+    peer: str
+    expiration: float
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Envelope:
+    statement: Statement
+    public_key: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Record:
+    """A value that `peer` published under `key`, valid until `expiration` (wall clock seconds)."""
+
+    key: str
+    peer: PeerId
+    expiration: float
+    value: bytes
+
+
+def seal(signer: Signer, key: str, value: bytes, expiration: float) -> bytes:
+    """The envelope of `value` under `key`. Raises LocalProtocolError for what readers would drop for its size."""
+    if len(value) > MAX_VALUE_BYTES or len(key) > MAX_KEY_CHARACTERS:
+        raise LocalProtocolError(
+            f"a record of {len(value)} bytes under a key of {len(key)} characters, "
+            f"at most {MAX_VALUE_BYTES} and {MAX_KEY_CHARACTERS} are allowed"
+        )
+    statement = Statement(_PURPOSE, key, signer.peer_id, expiration, value)
+    return wire.pack(Envelope(statement, signer.public_key, signer.sign(wire.pack(statement))))
+
+
+def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId, now: float) -> Record:
+    """The record in `data`, found under (`key`, `peer`); None: under a key that is not known.
+
+    Raises RemoteProtocolError where it is malformed, too large, expired, valid for too long, made for another key or
+    peer, or not signed by `peer`.
+    """
+    envelope = wire.unpack(Envelope, data, max_bytes=MAX_ENVELOPE_BYTES)
+    statement = envelope.statement
+    if statement.purpose != _PURPOSE or len(statement.key) > MAX_KEY_CHARACTERS:
+        raise RemoteProtocolError("not a record of the directory")
+    if len(statement.value) > MAX_VALUE_BYTES:
+        raise RemoteProtocolError(f"a record of {len(statement.value)} bytes, at most {MAX_VALUE_BYTES} are allowed")
+    if not now < statement.expiration <= now + MAX_TTL_SECONDS + CLOCK_SLACK_SECONDS:
+        raise RemoteProtocolError(f"a record that ends {statement.expiration - now:.0f} s from now")
+    if statement.peer != peer or key not in (None, statement.key):
+        raise RemoteProtocolError(f"a record of {statement.peer!r} for {statement.key!r} in the place of another")
+    if not verifier.verify(peer, envelope.public_key, wire.pack(statement), envelope.signature):
+        raise RemoteProtocolError(f"a record in the name of {statement.peer!r} that it did not sign")
+    return Record(statement.key, peer, statement.expiration, statement.value)
+
+
+def check_ttl(ttl_seconds: float) -> None:
+    """Raises LocalProtocolError for a life that readers would not accept."""
+    if not 0 < ttl_seconds <= MAX_TTL_SECONDS:
+        raise LocalProtocolError(f"a record for {ttl_seconds:g} s, allowed are more than 0 to {MAX_TTL_SECONDS:g}")

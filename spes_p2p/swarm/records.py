@@ -1,0 +1,237 @@
+"""What peers write into the directory: typed records, their keys, and what may stand in them.
+
+Pure: parsing is strict and bounded, since everybody can write. Leaves out signatures (`envelope`) and where records are
+kept. Whoever reads a record knows its publisher from the directory; a record that names another peer is malformed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from spes_p2p import wire
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId
+
+T = TypeVar("T")
+RUNS_KEY = "spes-p2p/runs"
+ROLES = ("peer", "bootstrap")
+MAX_COUNT = 2**60
+"""Bound of steps and tokens: far above any run, far below what overflows when a few are added."""
+MAX_ROUND = 2**40
+MAX_SPEED = 1e12
+MAX_COLUMNS = 4096
+MAX_ADDRESSES = 16
+MAX_ADDRESS_CHARACTERS = 256
+MAX_HEAD_BYTES = 64 * 2**10
+MAX_CERTIFICATE_BYTES = 192 * 2**10
+MAX_MANIFEST_BYTES = 288 * 2**10
+MAX_RECORD_BYTES = 500 * 2**10
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PEER_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_VERSION = re.compile(r"[!-~]{1,64}")
+_ADDRESS = re.compile(r"/[!-~]+")
+
+
+def peers_key(run_id: str) -> str:
+    return f"spes-p2p/{run_id}/peers"
+
+
+def heads_key(run_id: str) -> str:
+    return f"spes-p2p/{run_id}/heads"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run, as anybody in it announces it under RUNS_KEY."""
+
+    run_id: str
+    fingerprint: Hash
+    organiser: PeerId
+    wire_version: int
+    round: int
+    """The newest round that the publisher knows as committed."""
+    head: bytes
+    """What the publisher says of that round; b"" before genesis."""
+    addresses: tuple[str, ...]
+    """Multiaddresses of the publisher, with /p2p/ id."""
+
+    def __post_init__(self) -> None:
+        _matches("run_id", self.run_id, _RUN_ID)
+        _size("fingerprint", self.fingerprint, 32, 32)
+        _matches("organiser", self.organiser, _PEER_ID)
+        _between("wire_version", self.wire_version, 0, 2**16)
+        _between("round", self.round, 0, MAX_ROUND)
+        _size("head", self.head, 0, MAX_HEAD_BYTES)
+        _addresses(self.addresses)
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """One peer of a run, as it describes itself under `peers_key`."""
+
+    run_id: str
+    peer: PeerId
+    addresses: tuple[str, ...]
+    """Where it may be dialled; none in client mode."""
+    version: str
+    round: int
+    step: int
+    tokens: int
+    """Trained by this peer since it joined."""
+    tokens_per_second: float
+    owned: tuple[int, ...]
+    """Columns, ascending."""
+    role: str
+    client_mode: bool
+    joined_at_seconds: int
+    """Wall clock of the peer, seconds since 1970; for people, nothing is decided by it."""
+
+    def __post_init__(self) -> None:
+        _matches("run_id", self.run_id, _RUN_ID)
+        _matches("peer", self.peer, _PEER_ID)
+        _addresses(self.addresses)
+        _matches("version", self.version, _VERSION)
+        _between("round", self.round, 0, MAX_ROUND)
+        _between("step", self.step, 0, MAX_COUNT)
+        _between("tokens", self.tokens, 0, MAX_COUNT)
+        _between("tokens_per_second", self.tokens_per_second, 0, MAX_SPEED)
+        _between("joined_at_seconds", self.joined_at_seconds, 0, 2**40)
+        _columns(self.owned)
+        if self.role not in ROLES:
+            raise ValueError(f"role is {self.role!r}, not one of {ROLES}")
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """The newest certificate that a peer has, under `heads_key`. Only a hint: certificates prove themselves."""
+
+    round: int
+    manifest_hash: Hash
+    certificate: bytes
+    manifest: bytes
+    """b"" when it is too large for the directory; then it is fetched from the publisher by its hash."""
+
+    def __post_init__(self) -> None:
+        _between("round", self.round, 0, MAX_ROUND)
+        _size("manifest_hash", self.manifest_hash, 32, 32)
+        _size("certificate", self.certificate, 0, MAX_CERTIFICATE_BYTES)
+        _size("manifest", self.manifest, 0, MAX_MANIFEST_BYTES)
+
+
+def parse_run(publisher: PeerId, data: bytes) -> RunRecord:
+    """Raises RemoteProtocolError. Anybody in a run may announce it."""
+    return wire.unpack(RunRecord, data, max_bytes=MAX_RECORD_BYTES)
+
+
+def parse_peer(publisher: PeerId, data: bytes) -> PeerRecord:
+    """Raises RemoteProtocolError, also where the record describes another peer than its publisher."""
+    record = wire.unpack(PeerRecord, data, max_bytes=MAX_RECORD_BYTES)
+    if record.peer != publisher:
+        raise RemoteProtocolError(f"{publisher} published a record of {record.peer}")
+    return record
+
+
+def parse_head(publisher: PeerId, data: bytes) -> HeadRecord:
+    """Raises RemoteProtocolError."""
+    return wire.unpack(HeadRecord, data, max_bytes=MAX_RECORD_BYTES)
+
+
+def parse_all(
+    parse: Callable[[PeerId, bytes], T], published: Mapping[PeerId, bytes]
+) -> tuple[dict[PeerId, T], dict[PeerId, str]]:
+    """(records by publisher, what was wrong with the others)."""
+    records, wrong = {}, {}
+    for publisher, data in published.items():
+        try:
+            records[publisher] = parse(publisher, data)
+        except RemoteProtocolError as error:
+            wrong[publisher] = str(error)
+    return records, wrong
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """All that is announced of one run: same id and same fingerprint."""
+
+    run_id: str
+    fingerprint: Hash
+    records: Mapping[PeerId, RunRecord]
+    """By publisher."""
+
+    @property
+    def organisers(self) -> tuple[PeerId, ...]:
+        """One, unless somebody lies; whoever joins checks genesis against it."""
+        return tuple(sorted({record.organiser for record in self.records.values()}))
+
+    @property
+    def round(self) -> int:
+        return max(record.round for record in self.records.values())
+
+    @property
+    def wire_versions(self) -> tuple[int, ...]:
+        return tuple(sorted({record.wire_version for record in self.records.values()}))
+
+    def addresses(self) -> dict[PeerId, tuple[str, ...]]:
+        """Where its publishers may be dialled, those with the newest round first."""
+        newest_first = sorted(self.records.items(), key=lambda item: (-item[1].round, item[0]))
+        return {peer: record.addresses for peer, record in newest_first if record.addresses}
+
+
+def group_runs(records: Mapping[PeerId, RunRecord]) -> list[RunGroup]:
+    """The runs of a directory, those with most publishers first, then by id."""
+    groups: dict[tuple[str, Hash], dict[PeerId, RunRecord]] = {}
+    for publisher, record in sorted(records.items()):
+        groups.setdefault((record.run_id, record.fingerprint), {})[publisher] = record
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [RunGroup(run_id, fingerprint, members) for (run_id, fingerprint), members in ordered]
+
+
+def newest_heads(records: Mapping[PeerId, HeadRecord]) -> list[tuple[HeadRecord, tuple[PeerId, ...]]]:
+    """Different heads with their publishers, highest round first; of equal ones the one that brings most bytes."""
+    publishers: dict[tuple[int, Hash], list[PeerId]] = {}
+    best: dict[tuple[int, Hash], HeadRecord] = {}
+    for publisher, record in sorted(records.items()):
+        name = (record.round, record.manifest_hash)
+        publishers.setdefault(name, []).append(publisher)
+        if name not in best or _weight(record) > _weight(best[name]):
+            best[name] = record
+    return [(best[name], tuple(publishers[name])) for name in sorted(best, key=lambda name: (-name[0], name[1]))]
+
+
+def _weight(record: HeadRecord) -> int:
+    return len(record.certificate) + len(record.manifest)
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}, not between {low} and {high}")
+
+
+def _size(name: str, value: bytes, low: int, high: int) -> None:
+    if not low <= len(value) <= high:
+        raise ValueError(f"{name} has {len(value)} bytes, not between {low} and {high}")
+
+
+def _matches(name: str, value: str, pattern: re.Pattern[str]) -> None:
+    if not pattern.fullmatch(value):
+        raise ValueError(f"{name} is {value[:80]!r}, which it may not be")
+
+
+def _addresses(addresses: Iterable[str]) -> None:
+    listed = tuple(addresses)
+    _between("the number of addresses", len(listed), 0, MAX_ADDRESSES)
+    for address in listed:
+        _between("the length of an address", len(address), 1, MAX_ADDRESS_CHARACTERS)
+        _matches("an address", address, _ADDRESS)
+
+
+def _columns(columns: tuple[int, ...]) -> None:
+    _between("the number of owned columns", len(columns), 0, MAX_COLUMNS)
+    if any(left >= right for left, right in itertools.pairwise(columns)):
+        raise ValueError("owned columns are not ascending")
+    for column in columns[:1] + columns[-1:]:
+        _between("an owned column", column, 0, 2**16)

@@ -1,0 +1,321 @@
+"""The fetch protocol on one byte stream: frames, length, hash, resume at an offset, stall time-outs, server limits.
+
+Knows no network library: a backend brings a ByteStream and gets `fetch_stream` for the asking and StreamServer for the
+serving side. On the wire:
+
+    asker   REQUEST (offset, max_bytes, body)
+    server  WAIT*                      one a second while the request waits for a free slot
+            REFUSED words | BLOB (total_bytes, header), then the bytes from offset to the end, then SHA-256
+    asker   closes; the server holds the stream open until then, since closing it earlier may cut off its tail
+
+The SHA-256 goes over the blob's head and all its bytes, also those of earlier attempts, and follows the data, so that
+neither side has to read the data twice. A stream that ends early has no valid hash and is never taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from spes_p2p import wire
+from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import PeerId, short
+from spes_p2p.swarm.calls import MAX_WORDS, printable
+from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler
+
+MAX_REQUEST_BYTES = 64 * 2**10
+MAX_HEADER_BYTES = 64 * 2**10
+MAX_RESUMES = 4
+KEEPALIVE_SECONDS = 1.0
+_RESUME_PAUSE_SECONDS = 0.05
+_DIGEST_BYTES = 32
+_REQUEST, _WAIT, _REFUSED, _BLOB = b"Q", b"W", b"N", b"B"
+_FRAME_SLACK = 64
+_HASHES_PER_TURN = 4
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class ByteStream(Protocol):
+    """One open two-way stream; both methods raise PeerClosed when it broke."""
+
+    async def read(self, max_bytes: int) -> bytes:
+        """The next 1 to `max_bytes` bytes; b"" at the end, which may also mean that the stream was cut."""
+        ...
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Takes `data`; returns once more may follow (at most a few chunks are in flight)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Traffic:
+    """Bytes of calls and streams so far, without the overhead of encryption."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    offset: int
+    max_bytes: int
+    body: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.offset <= self.max_bytes:
+            raise ValueError(f"offset {self.offset} is not between 0 and {self.max_bytes}")
+
+
+@dataclass(frozen=True)
+class BlobHead:
+    total_bytes: int
+    header: bytes
+
+    def __post_init__(self) -> None:
+        if self.total_bytes < 0 or len(self.header) > MAX_HEADER_BYTES:
+            raise ValueError(f"a blob of {self.total_bytes} bytes with a header of {len(self.header)} bytes")
+
+
+async def write_frame(stream: ByteStream, kind: bytes, body: bytes = b"") -> None:
+    await stream.write(kind + len(body).to_bytes(4, "big") + body)
+
+
+async def read_frame(stream: ByteStream, max_bytes: int) -> tuple[bytes, bytes]:
+    """(kind, body) of the next frame. Raises RemoteProtocolError when it announces more than `max_bytes`."""
+    start = await read_exactly(stream, 5)
+    size = int.from_bytes(start[1:], "big")
+    if size > max_bytes:
+        raise RemoteProtocolError(f"a frame of {size} bytes, at most {max_bytes} are allowed")
+    return start[:1], await read_exactly(stream, size)
+
+
+async def read_exactly(stream: ByteStream, size: int) -> bytes:
+    pieces, missing = [], size
+    while missing:
+        piece = await stream.read(missing)
+        if not piece:
+            raise PeerClosed(f"the stream ended {missing} bytes early")
+        pieces.append(piece)
+        missing -= len(piece)
+    return b"".join(pieces)
+
+
+# ---- asking ----
+
+
+async def fetch_stream(
+    open_stream: Callable[[], Awaitable[ByteStream]],
+    peer: PeerId,
+    request: bytes,
+    timeout_seconds: float,
+    max_bytes: int,
+    traffic: Traffic,
+) -> tuple[bytes, bytes]:
+    """(header, data) of the blob of `peer` that `request` names.
+
+    Opens a stream, and another one at the offset reached when it is cut, at most MAX_RESUMES times. Raises PeerClosed,
+    PeerSilent (no byte for `timeout_seconds`), RemoteProtocolError (refused, too large, wrong hash) and what
+    `open_stream` raises. Holds the received bytes, and once more as much for the moment of joining them.
+    """
+    if len(request) > MAX_REQUEST_BYTES:
+        raise LocalProtocolError(f"a fetch request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are allowed")
+    download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic)
+    for attempt in range(MAX_RESUMES + 1):
+        stream = await open_stream()
+        try:
+            return await download.run(stream)
+        except PeerClosed:
+            if attempt == MAX_RESUMES:
+                raise
+        finally:
+            stream.close()
+        await asyncio.sleep(_RESUME_PAUSE_SECONDS * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+class _Download:
+    """What one fetch has so far, over all its streams."""
+
+    def __init__(self, name: str, request: bytes, timeout_seconds: float, max_bytes: int, traffic: Traffic) -> None:
+        self._name = name
+        self._request, self._timeout_seconds, self._max_bytes = request, timeout_seconds, max_bytes
+        self._traffic = traffic
+        self._head: BlobHead | None = None
+        self._digest = hashlib.sha256()
+        self._pieces: list[bytes] = []
+        self._received = 0
+
+    async def run(self, stream: ByteStream) -> tuple[bytes, bytes]:
+        ask = FetchRequest(self._received, self._max_bytes, self._request)
+        await self._in_time(write_frame(stream, _REQUEST, wire.pack(ask)))
+        head = self._accept(await self._read_head(stream))
+        while self._received < head.total_bytes:
+            piece = await self._in_time(stream.read(min(CHUNK_BYTES, head.total_bytes - self._received)))
+            if not piece:
+                raise PeerClosed(f"{self._name} cut the stream after {self._received} of {head.total_bytes} bytes")
+            self._take(piece)
+        if await self._in_time(read_exactly(stream, _DIGEST_BYTES)) != self._digest.digest():
+            raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong SHA-256")
+        return head.header, b"".join(self._pieces)
+
+    async def _read_head(self, stream: ByteStream) -> BlobHead:
+        kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + _FRAME_SLACK))
+        while kind == _WAIT:
+            kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + _FRAME_SLACK))
+        if kind == _REFUSED:
+            raise RemoteProtocolError(f"{self._name} refused: {printable(body)}")
+        if kind != _BLOB:
+            raise RemoteProtocolError(f"{self._name} sent a frame of kind {kind!r} instead of a blob")
+        return wire.unpack(BlobHead, body)
+
+    def _accept(self, head: BlobHead) -> BlobHead:
+        if head.total_bytes > self._max_bytes:
+            raise RemoteProtocolError(
+                f"{self._name} sent a blob of {head.total_bytes} bytes, at most {self._max_bytes} are allowed"
+            )
+        if self._head is None:
+            self._head = head
+            self._digest.update(wire.pack(head))
+        if head != self._head:
+            raise RemoteProtocolError(f"the blob of {self._name} changed while it was fetched")
+        return head
+
+    def _take(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._digest.update(piece)
+        self._received += len(piece)
+        self._traffic.received += len(piece)
+
+    async def _in_time(self, step: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await step
+        except TimeoutError as error:
+            raise PeerSilent(
+                f"{self._name} sent no byte for {self._timeout_seconds:g} s after {self._received} bytes"
+            ) from error
+
+
+# ---- serving ----
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """What a server of streams allows, so that no asker can take its memory or block the others."""
+
+    max_streams: int = 16
+    max_streams_per_peer: int = 8
+    max_waiting: int = 256
+    stall_seconds: float = 60.0
+    """An asker that takes no byte for so long loses its stream."""
+
+
+DEFAULT_LIMITS = StreamLimits()
+
+
+class StreamServer:
+    """Serves the blobs of one handler: `max_streams` at once, the others wait in line."""
+
+    def __init__(self, handler: Handler, traffic: Traffic, limits: StreamLimits = DEFAULT_LIMITS) -> None:
+        self._handler, self._traffic, self._limits = handler, traffic, limits
+        self._slots = asyncio.Semaphore(limits.max_streams)
+        self._peer_slots: dict[PeerId, asyncio.Semaphore] = {}
+        self._users: dict[PeerId, int] = {}
+        self.lost = 0
+        """Streams that ended before the asker had everything."""
+
+    async def serve(self, caller: PeerId, stream: ByteStream) -> None:
+        """Serves one stream to its end; never raises because of what the other side does."""
+        try:
+            await self._serve(caller, stream)
+        except (NetworkError, RemoteProtocolError, TimeoutError) as error:
+            self.lost += 1
+            logger.debug("a stream to %s ended early: %s", caller, error)
+        finally:
+            stream.close()
+
+    async def _serve(self, caller: PeerId, stream: ByteStream) -> None:
+        kind, body = await self._in_time(read_frame(stream, MAX_REQUEST_BYTES + _FRAME_SLACK))
+        try:
+            if kind != _REQUEST:
+                raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
+            request = wire.unpack(FetchRequest, body)
+            async with self._slot(caller, stream):
+                await self._send(stream, request, await self._find(caller, request))
+        except RemoteProtocolError as error:
+            await self._in_time(write_frame(stream, _REFUSED, str(error).encode()[:MAX_WORDS]))
+        await self._in_time(stream.read(1))  # the asker closes when it has everything
+
+    async def _find(self, caller: PeerId, request: FetchRequest) -> Blob:
+        try:
+            blob = await self._handler.on_fetch(caller, request.body)
+        except RemoteProtocolError:
+            raise
+        except Exception as error:  # a bug of ours: the asker must not wait for its time-out because of it
+            logger.exception("the handler of a fetch failed")
+            raise RemoteProtocolError("the handler failed") from error
+        size = memoryview(blob.data).nbytes
+        if size > request.max_bytes or request.offset > size:
+            raise RemoteProtocolError(
+                f"the blob has {size} bytes, asked for {request.offset} to at most {request.max_bytes}"
+            )
+        return blob
+
+    async def _send(self, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
+        data = memoryview(blob.data).cast("B")
+        head = wire.pack(BlobHead(data.nbytes, blob.header))
+        digest = hashlib.sha256(head)
+        await self._in_time(write_frame(stream, _BLOB, head))
+        for start in range(0, request.offset, CHUNK_BYTES):  # what the asker has already
+            digest.update(data[start : min(start + CHUNK_BYTES, request.offset)])
+            if start // CHUNK_BYTES % _HASHES_PER_TURN == 0:
+                await asyncio.sleep(0)
+        for start in range(request.offset, data.nbytes, CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            digest.update(chunk)
+            await self._in_time(stream.write(chunk))
+            self._traffic.sent += chunk.nbytes
+        await self._in_time(stream.write(digest.digest()))
+
+    @asynccontextmanager
+    async def _slot(self, caller: PeerId, stream: ByteStream) -> AsyncIterator[None]:
+        if sum(self._users.values()) >= self._limits.max_streams + self._limits.max_waiting:
+            raise RemoteProtocolError("too many streams are waiting here")
+        mine = self._peer_slots.setdefault(caller, asyncio.Semaphore(self._limits.max_streams_per_peer))
+        self._users[caller] = self._users.get(caller, 0) + 1
+        try:
+            async with self._acquired(mine, stream), self._acquired(self._slots, stream):
+                yield
+        finally:
+            self._users[caller] -= 1
+            if not self._users[caller]:
+                del self._users[caller], self._peer_slots[caller]
+
+    @asynccontextmanager
+    async def _acquired(self, slots: asyncio.Semaphore, stream: ByteStream) -> AsyncIterator[None]:
+        """Holds one of `slots`; tells the asker while it waits for it."""
+        turn = asyncio.ensure_future(slots.acquire())
+        try:
+            while not turn.done():
+                await asyncio.wait((turn,), timeout=KEEPALIVE_SECONDS)
+                if not turn.done():
+                    await self._in_time(write_frame(stream, _WAIT))
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                slots.release()
+            else:
+                turn.cancel()
+
+    async def _in_time(self, step: Awaitable[T]) -> T:
+        async with asyncio.timeout(self._limits.stall_seconds):
+            return await step

@@ -1,0 +1,297 @@
+"""The in-memory network: the same promises as the real one, and every fault on demand, repeated by its seed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm import envelope
+from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
+from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.streams import StreamLimits
+from spes_p2p.testing.virtual_time import run_virtual
+
+A, B = PeerId("anna"), PeerId("ben")
+DATA = bytes(range(256)) * 8192  # 2 MiB
+
+
+class Echo:
+    """Answers with what it got; refuses "no"; serves DATA, or as many bytes as the request says."""
+
+    def __init__(self) -> None:
+        self.calls: list[bytes] = []
+        self.serving = self.most_serving = 0
+        self.pause_seconds = 0.0
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        self.calls.append(request)
+        await asyncio.sleep(self.pause_seconds)
+        if request == b"no":
+            raise RemoteProtocolError("not today")
+        if request == b"bug":
+            raise KeyError("a bug")
+        return caller.encode() + b":" + request
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        self.serving += 1
+        self.most_serving = max(self.most_serving, self.serving)
+        await asyncio.sleep(self.pause_seconds)
+        self.serving -= 1
+        if request == b"no":
+            raise RemoteProtocolError("not today")
+        return Blob(memoryview(DATA), b"head")
+
+
+async def pair(network: MemoryNetwork) -> tuple[MemoryPeer, MemoryPeer, Echo]:
+    echo = Echo()
+    one, other = network.peer(A), network.peer(B)
+    await other.transport.serve(echo)
+    return one, other, echo
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+
+    run_virtual(main())
+
+
+def test_call_and_fetch() -> None:
+    async def test() -> None:
+        one, other, _ = await pair(MemoryNetwork())
+        assert await one.transport.call(B, b"hello", 1.0) == b"anna:hello"
+        assert await one.transport.fetch(B, b"x", 1.0, 2**22) == (b"head", DATA)
+        assert one.transport.bytes_received == other.transport.bytes_sent == len(DATA) + len(b"anna:hello") + 1
+
+    run(test)
+
+
+def test_refusals_come_with_the_words_and_bugs_do_not_leak() -> None:
+    async def test() -> None:
+        one, _, _ = await pair(MemoryNetwork())
+        with pytest.raises(RemoteProtocolError, match="ben refused: not today"):
+            await one.transport.call(B, b"no", 1.0)
+        with pytest.raises(RemoteProtocolError, match="ben refused: not today"):
+            await one.transport.fetch(B, b"no", 1.0, 2**22)
+        with pytest.raises(RemoteProtocolError, match="the handler failed"):
+            await one.transport.call(B, b"bug", 1.0)
+        with pytest.raises(LocalProtocolError):
+            await one.transport.call(B, bytes(3 * 2**20), 1.0)
+
+    run(test)
+
+
+def test_a_blob_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    async def test() -> None:
+        one, other, _ = await pair(MemoryNetwork())
+        with pytest.raises(RemoteProtocolError, match="2097152 bytes"):
+            await one.transport.fetch(B, b"x", 1.0, 1000)
+        assert other.transport.bytes_sent == 0
+
+    run(test)
+
+
+def test_dead_frozen_and_silent_peers_are_told_apart() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, _, echo = await pair(network)
+        network.freeze(B)
+        with pytest.raises(PeerSilent):
+            await one.transport.call(B, b"late", 1.0)
+        assert not await one.transport.check_refused(B)
+        network.thaw(B)
+        assert await one.transport.call(B, b"x", 1.0) == b"anna:x"
+        assert echo.calls == [b"late", b"x"]  # what was sent to a frozen process arrives when it wakes
+        network.kill(B)
+        with pytest.raises(PeerRefused):
+            await one.transport.call(B, b"x", 1.0)
+        with pytest.raises(PeerRefused):
+            await one.transport.fetch(B, b"x", 1.0, 2**22)
+        assert await one.transport.check_refused(B)
+        network.kill(B, silent=True)
+        with pytest.raises(PeerSilent):
+            await one.transport.call(B, b"x", 1.0)
+        assert not await one.transport.check_refused(B)
+
+    run(test)
+
+
+def test_a_kill_in_the_middle_of_a_call_is_a_closed_one() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, _, echo = await pair(network)
+        echo.pause_seconds = 10.0
+        asyncio.get_running_loop().call_later(1.0, network.kill, B)
+        with pytest.raises(PeerClosed):
+            await one.transport.call(B, b"x", 60.0)
+        assert now() < 2.0
+
+    run(test)
+
+
+def test_a_restarted_peer_answers_again_and_its_old_self_cannot() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, old, _ = await pair(network)
+        new = network.restart(B)
+        with pytest.raises(PeerClosed, match="serves nothing yet"):
+            await one.transport.call(B, b"x", 1.0)
+        await new.transport.serve(Echo())
+        assert await one.transport.call(B, b"x", 1.0) == b"anna:x"
+        with pytest.raises(LocalProtocolError):
+            await old.transport.call(A, b"x", 1.0)
+
+    run(test)
+
+
+def test_partitions_silence_and_heal() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, _, echo = await pair(network)
+        network.partition(["anna"], ["ben"])
+        with pytest.raises(PeerSilent):
+            await one.transport.call(B, b"x", 2.0)
+        assert now() == pytest.approx(2.0)
+        assert not await one.transport.check_refused(B)
+        network.heal()
+        await one.transport.call(B, b"y", 1.0)
+        assert echo.calls == [b"y"]
+
+    run(test)
+
+
+def test_a_cut_stream_is_resumed_where_it_ended() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, _, _ = await pair(network)
+        for place in (1_000_000, 500_000, 3):
+            network.cut_stream("ben", after_bytes=place)
+        assert await one.transport.fetch(B, b"x", 1.0, 2**22) == (b"head", DATA)
+        assert one.transport.bytes_received == len(DATA)  # nothing was sent for twice
+        network.cut_stream("ben", after_bytes=100, times=5)
+        with pytest.raises(PeerClosed):
+            await one.transport.fetch(B, b"x", 1.0, 2**22)
+
+    run(test)
+
+
+def test_a_stall_ends_a_stream_and_a_slow_one_goes_on() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        network.set_link("ben", None, LinkShape(bytes_per_second=100_000))
+        one, _, _ = await pair(network)
+        await one.transport.fetch(B, b"x", 5.0, 2**22)
+        assert 20 < now() < 25  # 2 MiB at 100 kB/s, with a time-out for each pause of 5 s only
+        asyncio.get_running_loop().call_later(5.0, network.freeze, "ben")
+        with pytest.raises(PeerSilent, match="sent no byte for 5 s"):
+            await one.transport.fetch(B, b"x", 5.0, 2**22)
+
+    run(test)
+
+
+def test_streams_wait_in_line_and_say_so() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, other, echo = await pair(network)
+        other.transport._limits = StreamLimits(max_streams=2, max_streams_per_peer=2, max_waiting=2)
+        await other.transport.serve(echo)
+        echo.pause_seconds = 4.0
+        fetches = [asyncio.create_task(one.transport.fetch(B, b"x", 5.0, 2**22)) for _ in range(5)]
+        outcomes = await asyncio.gather(*fetches, return_exceptions=True)
+        assert [isinstance(outcome, tuple) for outcome in outcomes].count(True) == 4
+        refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        assert "too many streams" in str(refused)
+        assert echo.most_serving == 2
+
+    run(test)
+
+
+def test_losses_and_copies_are_drawn_from_the_seed() -> None:
+    async def tries(seed: int) -> list[bytes | str]:
+        network = MemoryNetwork(seed, LinkShape(loss=0.2, duplication=0.3))
+        one, _, echo = await pair(network)
+        outcomes: list[bytes | str] = []
+        for index in range(60):
+            try:
+                outcomes.append(await one.transport.call(B, b"%d" % index, 1.0))
+            except PeerSilent as error:
+                outcomes.append(str(error))
+        answered = sum(isinstance(outcome, bytes) for outcome in outcomes)
+        assert answered < 60
+        assert answered < len(echo.calls)  # some were carried out twice, or without the caller learning of it
+        return [*outcomes, *echo.calls]
+
+    first, again, other = (run_virtual(tries(seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_signatures_bind_peer_key_and_data() -> None:
+    keys = FakeKeys()
+    signer, forger = keys.signer(A), FakeKeys(b"another secret").signer(A)
+    signature = signer.sign(b"data")
+    assert keys.verify(A, signer.public_key, b"data", signature)
+    assert not keys.verify(A, signer.public_key, b"other", signature)
+    assert not keys.verify(B, signer.public_key, b"data", signature)
+    assert not keys.verify(A, forger.public_key, b"data", forger.sign(b"data"))
+    assert not keys.verify(A, signer.public_key, b"data", b"")
+
+
+def test_the_directory_keeps_one_record_a_peer_until_it_expires() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, other, _ = await pair(network)
+        await one.directory.publish("key", b"old", 3600.0)
+        await one.directory.publish("key", b"new", 60.0)
+        await other.directory.publish("key", b"ben's", 60.0)
+        assert await other.directory.read("key") == {A: b"new", B: b"ben's"}
+        network.kill(A)
+        assert await other.directory.read("key") == {A: b"new", B: b"ben's"}
+        await asyncio.sleep(100)
+        assert await other.directory.read("key") == {A: b"new"}  # a shorter life does not undo a longer one
+        with pytest.raises(LocalProtocolError):
+            await other.directory.publish("key", b"x", 1e9)
+        with pytest.raises(LocalProtocolError):
+            await other.directory.publish("key", bytes(2**20), 60.0)
+
+    run(test)
+
+
+def test_forged_and_misplaced_records_are_dropped_and_counted() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, other, _ = await pair(network)
+        forged = envelope.seal(FakeKeys(b"another secret").signer(B), "key", b"forged", 100.0)
+        misplaced = envelope.seal(other.signer, "another key", b"misplaced", 100.0)
+        endless = envelope.seal(other.signer, "key", b"endless", 1e9)
+        for data in (forged, misplaced, endless, b"junk"):
+            one.directory.plant("key", B, data)
+            assert await one.directory.read("key") == {}
+            other.directory.store("key", B, data, 100.0)
+        assert (one.directory.dropped, other.directory.dropped) == (4, 4)
+
+    run(test)
+
+
+def test_each_side_of_a_partition_sees_its_own_records_and_healing_merges_them() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, other, _ = await pair(network)
+        await other.directory.publish("key", b"before", 600.0)
+        network.partition(["anna"], ["ben"])
+        await other.directory.publish("key", b"after", 600.0)
+        assert await one.directory.read("key") == {B: b"before"}
+        network.heal()
+        assert await one.directory.read("key") == {B: b"after"}
+
+    run(test)

@@ -1,0 +1,120 @@
+"""Records of the directory: round trips, bounds, grouping, and bytes from anybody."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p import wire
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.swarm import envelope, records
+from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
+
+ANNA, BEN = PeerId("anna"), PeerId("ben")
+RUN = RunRecord("tiny", sha256(b"config"), ANNA, 1, 3, b"head", ("/ip4/10.0.0.1/tcp/4000/p2p/anna",))
+PEER = PeerRecord("tiny", ANNA, RUN.addresses, "0.1", 3, 300, 10**6, 1234.5, (0, 3, 4), "peer", False, 1_700_000_000)
+HEAD = HeadRecord(3, sha256(b"manifest"), b"certificate", b"manifest")
+
+
+@pytest.mark.parametrize(
+    ("parse", "record"), [(records.parse_run, RUN), (records.parse_peer, PEER), (records.parse_head, HEAD)]
+)
+def test_records_survive_the_wire(parse: Any, record: Any) -> None:
+    assert parse(ANNA, wire.pack(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("record", "change"),
+    [
+        (RUN, {"run_id": "../etc"}),
+        (RUN, {"fingerprint": Hash(b"short")}),
+        (RUN, {"round": -1}),
+        (RUN, {"round": 2**63 - 1}),
+        (RUN, {"addresses": ("/ip4/1.2.3.4",) * 17}),
+        (RUN, {"addresses": ("/ip4/1.2.3.4\x1b[2J",)}),
+        (PEER, {"tokens": 2**62}),
+        (PEER, {"tokens_per_second": -1.0}),
+        (PEER, {"owned": (3, 3)}),
+        (PEER, {"owned": (-1, 3)}),
+        (PEER, {"role": "king"}),
+        (HEAD, {"manifest": b"x" * (records.MAX_MANIFEST_BYTES + 1)}),
+        (HEAD, {"manifest_hash": Hash(b"")}),
+    ],
+)
+def test_nonsense_is_refused_when_made_and_when_read(record: Any, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        dataclasses.replace(record, **change)
+    forged = object.__new__(type(record))
+    for field in dataclasses.fields(record):
+        object.__setattr__(forged, field.name, change.get(field.name, getattr(record, field.name)))
+    with pytest.raises(RemoteProtocolError):
+        wire.unpack(type(record), wire.pack(forged))
+
+
+def test_a_peer_describes_only_itself() -> None:
+    with pytest.raises(RemoteProtocolError, match="ben published a record of anna"):
+        records.parse_peer(BEN, wire.pack(PEER))
+
+
+PARSERS = [records.parse_run, records.parse_peer, records.parse_head]
+
+
+@given(data=st.binary(max_size=300), index=st.integers(0, 2))
+def test_any_bytes_parse_or_are_refused(data: bytes, index: int) -> None:
+    _parses_or_refuses(index, data)
+
+
+@given(place=st.integers(0, 400), new=st.binary(min_size=1, max_size=9), index=st.integers(0, 2))
+def test_damaged_records_parse_or_are_refused(place: int, new: bytes, index: int) -> None:
+    data = wire.pack((RUN, PEER, HEAD)[index])
+    place %= len(data)
+    _parses_or_refuses(index, data[:place] + new + data[place + len(new) :])
+
+
+def _parses_or_refuses(index: int, data: bytes) -> None:
+    try:
+        PARSERS[index](ANNA, data)
+    except RemoteProtocolError:
+        return
+
+
+@given(data=st.binary(max_size=400))
+def test_any_bytes_are_no_envelope(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        envelope.open_envelope(FakeKeys(), data, "key", ANNA, now=0.0)
+
+
+@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_one_flipped_bit_spoils_an_envelope(place: int, bit: int) -> None:
+    data = bytearray(envelope.seal(FakeKeys().signer(ANNA), "key", b"value", 100.0))
+    data[place % len(data)] ^= 1 << bit
+    with pytest.raises(RemoteProtocolError):
+        envelope.open_envelope(FakeKeys(), bytes(data), "key", ANNA, now=0.0)
+
+
+def test_runs_are_grouped_by_id_and_fingerprint() -> None:
+    other = dataclasses.replace(RUN, fingerprint=sha256(b"other"), round=9)
+    later = dataclasses.replace(RUN, round=5, addresses=("/ip4/10.0.0.2/tcp/1",))
+    groups = records.group_runs({ANNA: RUN, BEN: later, PeerId("carl"): other})
+    assert [(group.round, sorted(group.records)) for group in groups] == [(5, [ANNA, BEN]), (9, ["carl"])]
+    assert list(groups[0].addresses()) == [BEN, ANNA]
+    assert groups[0].organisers == (ANNA,)
+
+
+def test_heads_come_newest_first_with_all_their_publishers() -> None:
+    bare = dataclasses.replace(HEAD, manifest=b"")
+    old = dataclasses.replace(HEAD, round=2)
+    heads = records.newest_heads({ANNA: bare, BEN: HEAD, PeerId("carl"): old})
+    assert heads == [(HEAD, (ANNA, BEN)), (old, (PeerId("carl"),))]
+
+
+def test_malformed_records_are_told_apart_not_fatal() -> None:
+    good, wrong = records.parse_all(records.parse_run, {ANNA: wire.pack(RUN), BEN: b"junk"})
+    assert good == {ANNA: RUN}
+    assert list(wrong) == [BEN]
