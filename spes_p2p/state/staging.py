@@ -105,7 +105,7 @@ class Staging:
         publish: Callable[[Staging], Version],
         finished: Version | None = None,
     ) -> None:
-        """`finished`: what a folder from before a restart holds; it can be read, published or discarded, not changed."""
+        """`finished`: what a folder from before a restart holds; to be read, published or discarded, not changed."""
         self.folder = folder
         self.round = round
         self.layout = layout
@@ -185,7 +185,7 @@ class Staging:
         return self._finished.tile_hashes
 
     def reopen(self, keep_state: bool = True) -> None:
-        """Lets tiles be written after `finish`; `keep_state=False` forgets the state tiles, for wire tiles that change."""
+        """Lets tiles be written after finish; `keep_state=False` forgets the state tiles, where wire tiles change."""
         self._check_open()
         if self._resumed:
             raise LocalProtocolError(f"the staging of round {self.round} is from before a restart", fix="stage it anew")

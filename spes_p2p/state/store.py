@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from spes_p2p.errors import StateError
+from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.ids import Hash
-from spes_p2p.state.files import publish_folder, recover_folders, remove_folder
+from spes_p2p.state.files import publish_folder, recover_folders, remove_folder, storing, sync
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.version import Version
@@ -82,8 +82,15 @@ class StateStore:
         """Takes a version from a folder such as a checkpoint's state, by hard links where that is possible."""
         source = Version(folder, round, self.layout)
         target = self.directory / f"staging-{round:08d}-adopted"
+        if target.exists():
+            remove_folder(target)
         target.mkdir()
-        source.link_into(target)
+        try:
+            source.link_into(target)
+        except StorageFull:
+            remove_folder(target)
+            raise
+        sync(target)
         staged = Version(target, round, self.layout)
         return Staging(target, round, self.layout, None, self._publish, staged).publish()
 
@@ -97,7 +104,8 @@ class StateStore:
         if (round, label) in self._stagings:
             self._stagings.pop((round, label)).discard()
         folder = self.directory / (f"staging-{round:08d}" + (f"-{label}" if label else ""))
-        staging = Staging(folder, round, self.layout, parent, self._publish)
+        with storing(folder, 0):
+            staging = Staging(folder, round, self.layout, parent, self._publish)
         self._stagings[round, label] = staging
         return staging
 
@@ -169,7 +177,7 @@ class StateStore:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    lock = open(path, "ab")  # noqa: SIM115: held until close()
+    lock = open(path, "ab")  # noqa: SIM115 (held until close)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
