@@ -1,0 +1,216 @@
+"""The bank against experts written out one by one with plain autograd, for both backends and many owned sets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.experts.backends import Backend, Eager, GroupedMM
+from spes_p2p.experts.bank import MATRICES, ExpertBank, Matrix
+
+E, D, FFN, TOP_K = 6, 8, 12, 2
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+OWNED = [(), (0,), (0, 1), (1, 4), (5,), (0, 2, 3, 5), tuple(range(E))]
+
+
+def make_bank(
+    owned: tuple[int, ...], backend: Backend, width: int = D, ffn: int = FFN, dtype: torch.dtype = torch.float32
+) -> ExpertBank:
+    """A bank with values that depend on the expert alone, not on who owns it."""
+    bank = ExpertBank(E, width, ffn, owned, backend, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for which in MATRICES:
+        for expert in range(E):
+            bank.load(expert, which, 0.3 * torch.randn(bank.read(expert, which).shape, generator=generator))
+    return bank
+
+
+class Run(NamedTuple):
+    """An output and its gradients."""
+
+    y_TD: Tensor
+    dx_TD: Tensor
+    dweight_TK: Tensor
+    dw: dict[Matrix, Tensor | None]
+
+
+def run_bank(bank: ExpertBank, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Run:
+    x_TD, weight_TK = x_TD.clone().requires_grad_(), weight_TK.clone().requires_grad_()
+    y_TD = bank(x_TD, expert_TK, weight_TK)
+    (y_TD.float() * torch.linspace(-1, 1, y_TD.numel()).view_as(y_TD)).sum().backward()
+    assert x_TD.grad is not None
+    assert weight_TK.grad is not None
+    grads = {which: None if (master := bank.master(which)) is None else master.grad for which in MATRICES}
+    return Run(y_TD.detach(), x_TD.grad, weight_TK.grad, grads)
+
+
+def run_plain(bank: ExpertBank, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Run:
+    """The definition, token by token, every expert trained."""
+    x_TD, weight_TK = x_TD.clone().requires_grad_(), weight_TK.clone().requires_grad_()
+    w = {m: torch.stack([bank.read(e, m).float() for e in range(E)]).requires_grad_() for m in MATRICES}
+    rows = []
+    for x, experts, weights in zip(x_TD, expert_TK.tolist(), weight_TK):
+        parts = [(F.silu(w["gate"][e] @ x) * (w["up"][e] @ x)) @ w["down"][e].T for e in experts]
+        rows.append(sum(weight * part for weight, part in zip(weights, parts)))
+    y_TD = torch.stack([torch.as_tensor(row) for row in rows])
+    (y_TD * torch.linspace(-1, 1, y_TD.numel()).view_as(y_TD)).sum().backward()
+    assert x_TD.grad is not None
+    assert weight_TK.grad is not None
+    return Run(y_TD.detach(), x_TD.grad, weight_TK.grad, {m: w[m].grad for m in MATRICES})
+
+
+def assert_close(left: Tensor, right: Tensor, tolerance: float) -> None:
+    assert left.shape == right.shape
+    assert (left.float() - right.float()).abs().max() <= tolerance * max(float(right.float().abs().max()), 1e-3)
+
+
+def routing(kind: str, tokens: int) -> Tensor:
+    """Distinct experts for each token."""
+    generator = torch.Generator().manual_seed(2)
+    if kind == "one expert gets all":
+        return torch.tensor([[4, 0]]).expand(tokens, TOP_K)
+    experts = 3 if kind == "half get none" else E
+    return torch.stack([torch.randperm(experts, generator=generator)[:TOP_K] for _ in range(tokens)])
+
+
+@pytest.mark.parametrize("backend", [Eager(), GroupedMM()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("owned", OWNED, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("all", 33), ("half get none", 7), ("one expert gets all", 5), ("one token", 1)]
+)
+def test_equals_experts_written_out(backend: Backend, owned: tuple[int, ...], kind: str, tokens: int) -> None:
+    check(make_bank(owned, backend), kind, tokens)
+
+
+@pytest.mark.parametrize("backend", [Eager(), GroupedMM()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(("width", "ffn", "dtype"), [(7, 5, torch.float32), (8, 16, torch.bfloat16)])
+def test_odd_widths_and_bf16(backend: Backend, width: int, ffn: int, dtype: torch.dtype) -> None:
+    check(make_bank((1, 4), backend, width, ffn, dtype), "all", 33)
+
+
+def check(bank: ExpertBank, kind: str, tokens: int) -> None:
+    bank.refresh()
+    tolerance = TOLERANCE[bank.bank("gate").dtype]
+    width = bank.bank("gate").shape[2]
+    torch.manual_seed(3)
+    inputs = torch.randn(tokens, width), routing(kind, tokens), torch.rand(tokens, TOP_K)
+    got, want = run_bank(bank, *inputs), run_plain(bank, *inputs)
+    assert_close(got.y_TD, want.y_TD, tolerance)
+    assert_close(got.dx_TD, want.dx_TD, tolerance)
+    assert_close(got.dweight_TK, want.dweight_TK, tolerance)
+    for which in MATRICES:
+        gradient, expected = got.dw[which], want.dw[which]
+        assert expected is not None
+        if bank.owned:
+            assert gradient is not None
+            assert gradient.dtype == torch.float32
+            assert_close(gradient, expected[list(bank.owned)], tolerance)
+        else:
+            assert gradient is None
+
+
+def test_a_master_without_tokens_has_a_zero_gradient() -> None:
+    bank = make_bank((5,), GroupedMM())
+    got = run_bank(bank, torch.randn(4, D), torch.tensor([[0, 1]]).expand(4, 2), torch.rand(4, 2))
+    for which in MATRICES:
+        gradient = got.dw[which]
+        assert gradient is not None
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_the_bank_is_no_parameter_and_not_in_the_state_dict() -> None:
+    bank = make_bank((1, 4), Eager())
+    assert {name: tuple(value.shape) for name, value in bank.state_dict().items()} == {
+        "gate": (2, FFN, D),
+        "up": (2, FFN, D),
+        "down": (2, D, FFN),
+    }
+    assert not any(buffer.requires_grad for buffer in bank.buffers())
+    assert not list(make_bank((), Eager()).parameters())
+
+
+def test_refresh_shows_the_masters_to_the_forward_pass() -> None:
+    bank = make_bank((1, 4), Eager())
+    master = bank.master("up")
+    assert master is not None
+    with torch.no_grad():
+        master[1] += 1.0
+    before = bank.bank("up").clone()
+    bank.refresh()
+    changed = (bank.bank("up") != before).flatten(1).any(1)
+    assert changed.tolist() == [slot == bank.slot(4) for slot in range(E)]
+
+
+def test_set_owned_moves_no_value() -> None:
+    bank = make_bank((1, 4), Eager())
+    values = {(e, which): bank.read(e, which).clone() for e in range(E) for which in MATRICES}
+    for owned in [(0, 4, 5), (), (2,), tuple(range(E))]:
+        bank.set_owned(owned)
+        assert bank.owned == owned
+        assert all(torch.equal(bank.read(e, which), value) for (e, which), value in values.items())
+        assert_slots_agree(bank)
+
+
+def assert_slots_agree(bank: ExpertBank) -> None:
+    """The output does not depend on who is owned."""
+    torch.manual_seed(3)
+    inputs = torch.randn(9, D), routing("all", 9), torch.rand(9, TOP_K)
+    assert torch.allclose(bank(*inputs), make_bank((), Eager())(*inputs), rtol=1e-6, atol=1e-6)
+    assert bank.owned_mask().nonzero().flatten().tolist() == list(bank.owned)
+
+
+def test_set_owned_keeps_a_masters_fp32_values_and_does_nothing_twice() -> None:
+    bank = make_bank((1, 4), Eager(), dtype=torch.bfloat16)
+    master = bank.master("gate")
+    assert master is not None
+    fine = master[1].detach().clone()
+    assert not torch.equal(fine, fine.bfloat16().float())
+    bank.set_owned((1, 4))
+    assert bank.master("gate") is master
+    bank.set_owned((3, 4))
+    assert torch.equal(bank.read(4, "gate"), fine)
+
+
+@pytest.mark.parametrize("owned", [(6,), (-1,), (2, 2), (3, 1)])
+def test_owned_out_of_range_or_order_is_refused(owned: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="not rising numbers below num_experts"):
+        make_bank(owned, Eager())
+
+
+def test_values_are_nan_until_loaded() -> None:
+    bank = ExpertBank(E, D, FFN, (0,), Eager())
+    assert bank.read(0, "gate").isnan().all()
+    assert bank.read(3, "down").isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_wait_for_the_device_and_the_same_values() -> None:
+    width, ffn, owned = 64, 32, (1, 4)
+    host = make_bank(owned, Eager(), width, ffn, torch.bfloat16)
+    device = ExpertBank(E, width, ffn, owned, GroupedMM(), torch.device("cuda"), torch.bfloat16)
+    for which in MATRICES:
+        for expert in range(E):
+            device.load(expert, which, host.read(expert, which))
+    x_TD, expert_TK, weight_TK = torch.randn(40, width), routing("half get none", 40), torch.rand(40, TOP_K)
+    want = run_bank(host, x_TD, expert_TK, weight_TK)
+    inputs = x_TD.cuda().requires_grad_(), expert_TK.cuda(), weight_TK.cuda()
+    slope = torch.linspace(-1, 1, x_TD.numel()).view_as(x_TD).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y_TD = device(*inputs)
+        (y_TD.float() * slope).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(y_TD.detach().cpu(), want.y_TD, 2e-2)
+    for which in MATRICES:
+        master, expected = device.master(which), want.dw[which]
+        assert master is not None
+        assert master.grad is not None
+        assert expected is not None
+        assert_close(master.grad.cpu(), expected, 2e-2)
