@@ -1,0 +1,76 @@
+"""Causal grouped-query attention with rotary positions and optional QK norm. No cache, no dropout, no bias.
+
+Legend: B sequences, S positions, D d_model, H query heads, G key-value heads, C head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spes_p2p.model.layers import Linear, RMSNorm
+
+if TYPE_CHECKING:
+    from spes_p2p.config.schema import ModelConfig
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the rotary position embedding, fp32."""
+
+    cos_SC: Tensor
+    sin_SC: Tensor
+
+
+def rotation(length: int, head_dim: int, theta: float, device: torch.device) -> Rotation:
+    """Angles position * theta^(-2i / C), each for the pair of channels i and i + C/2 (RoFormer, arXiv 2104.09864)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1.0 / theta**exponents)
+    angles_SC = torch.cat((angles, angles), dim=-1)
+    return Rotation(angles_SC.cos(), angles_SC.sin())
+
+
+def rotate(x_BHSC: Tensor, turn: Rotation) -> Tensor:
+    """Turns each pair of channels by its angle."""
+    low, high = x_BHSC.chunk(2, dim=-1)
+    turned = torch.cat((-high, low), dim=-1)
+    return x_BHSC * turn.cos_SC.to(x_BHSC.dtype) + turned * turn.sin_SC.to(x_BHSC.dtype)
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(C)) v for each head; every key-value head serves H / G query heads."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.norm_per_head = config.qk_norm == "head"
+        query_width, key_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = Linear(config.d_model, query_width, device)
+        self.key = Linear(config.d_model, key_width, device)
+        self.value = Linear(config.d_model, key_width, device)
+        self.output = Linear(query_width, config.d_model, device)
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
+        if config.qk_norm != "none":
+            norm_widths = (config.head_dim,) * 2 if self.norm_per_head else (query_width, key_width)
+            self.query_norm, self.key_norm = (RMSNorm(width, config.rms_eps, device) for width in norm_widths)
+
+    def forward(self, x_BSD: Tensor, turn: Rotation) -> Tensor:
+        """[B, S, D] to [B, S, D]; position s sees positions 0..s."""
+        q_BHSC = rotate(self._heads(self.query(x_BSD), self.query_norm), turn)
+        k_BGSC = rotate(self._heads(self.key(x_BSD), self.key_norm), turn)
+        v_BGSC = self._heads(self.value(x_BSD), None)
+        grouped = q_BHSC.shape[1] != k_BGSC.shape[1]
+        y_BHSC = F.scaled_dot_product_attention(q_BHSC, k_BGSC, v_BGSC, is_causal=True, enable_gqa=grouped)
+        return self.output(y_BHSC.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """[B, S, heads * C] to [B, heads, S, C], normalised over the full width or over each head."""
+        if norm is not None and not self.norm_per_head:
+            x = norm(x)
+        x_heads = x.unflatten(-1, (-1, self.head_dim))
+        if norm is not None and self.norm_per_head:
+            x_heads = norm(x_heads)
+        return x_heads.transpose(1, 2)

@@ -1,0 +1,47 @@
+"""The two smallest pieces: a linear map and RMSNorm, both without initial values of their own.
+
+Values are NaN until loaded from the committed state (params.py): a tensor that nobody loaded cannot go unseen, and no
+time goes into random numbers that would be overwritten.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def unloaded(*shape: int, device: torch.device | None = None) -> nn.Parameter:
+    """A fp32 parameter of NaN, to be loaded."""
+    return nn.Parameter(torch.full(shape, torch.nan, device=device))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products on `x` run in: autocast's where it is on, else that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype
+
+
+class Linear(nn.Module):
+    """y = x @ weight.T without bias; weight [out, in]."""
+
+    def __init__(self, in_width: int, out_width: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.weight = unloaded(out_width, in_width, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32, given out in the compute dtype."""
+
+    def __init__(self, width: int, eps: float, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = unloaded(width, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] to the same shape."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(compute_dtype(x))

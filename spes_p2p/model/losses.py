@@ -1,0 +1,83 @@
+"""The training loss and its parts (design section 3, formulas of SPES, arXiv 2602.11543).
+
+total = cross entropy
+      + load_balancing * E / (L * T * k) * sum over layers l and experts e of f_e * n_le * p_le
+      + router_z * sum over layers of mean(logsumexp(router logits)^2)
+      + output_z * mean(logsumexp(output logits)^2)
+with n tokens routed to the expert, p mean router probability, T tokens of the micro-batch, and f_e = 1, save with the
+decayed auxiliary loss, where it is a factor for owned experts. Even routing makes the second term's value 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spes_p2p.model.router import Routing
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the terms beside the cross entropy; 0 turns one off (it is still reported)."""
+
+    load_balancing: float = 0.01
+    router_z: float = 0.001
+    output_z: float = 1e-5
+
+
+class LossParts(NamedTuple):
+    """Scalars in fp32. `total` is what to differentiate; the parts are without their weights."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    """Mean over the counted target tokens, in nats; 0 if none counts."""
+    load_balancing: Tensor
+    router_z: Tensor
+    output_z: Tensor
+    targets: Tensor
+    """How many target tokens were counted: the weight of this micro-batch among others."""
+
+
+class HeadSums(NamedTuple):
+    """Sums over the counted targets."""
+
+    cross_entropy: Tensor
+    output_z: Tensor
+
+
+def head_sums(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: Tensor) -> HeadSums:
+    """Cross entropy and squared logsumexp from the last hidden states, summed over the rows that count (1, not 0)."""
+    logits_NV = F.linear(x_ND, head_VD).float()
+    log_total_N = logits_NV.logsumexp(dim=-1)
+    chosen_N = logits_NV.gather(1, target_N[:, None]).squeeze(1)
+    return HeadSums(((log_total_N - chosen_N) * counted_N).sum(), (log_total_N.square() * counted_N).sum())
+
+
+def load_balancing_loss(routings: Sequence[Routing], factor_E: Tensor) -> Tensor:
+    """E / (L T k) * sum of f_e n_le p_le."""
+    products = [(factor_E * routing.count_E * routing.mean_probability_E).sum() for routing in routings]
+    num_assignments = routings[0].expert_TK.numel()
+    return factor_E.numel() / (len(routings) * num_assignments) * torch.stack(products).sum()
+
+
+def combine(
+    sums: HeadSums, targets: Tensor, routings: Sequence[Routing], factor_E: Tensor, weights: LossWeights
+) -> LossParts:
+    """All parts and their weighted sum. Router terms count every token, masked or not: experts saw them all."""
+    cross_entropy, output_z = (total / targets.clamp(min=1) for total in sums)
+    load_balancing = load_balancing_loss(routings, factor_E)
+    router_z = torch.stack([routing.z_loss for routing in routings]).sum()
+    total = (
+        cross_entropy
+        + weights.load_balancing * load_balancing
+        + weights.router_z * router_z
+        + weights.output_z * output_z
+    )
+    return LossParts(
+        total, cross_entropy.detach(), load_balancing.detach(), router_z.detach(), output_z.detach(), targets
+    )

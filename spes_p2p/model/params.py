@@ -1,0 +1,133 @@
+"""The parameters of a model as tensors with places, and copying blocks of the committed state in and out.
+
+A block is a flat fp32 array (shared parameters, or one expert column). Which tensors it holds, in which order, is told
+by a table from above (interop/hf), since that order goes by Hugging Face names, which the model does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from spes_p2p.errors import StateError
+from spes_p2p.experts.bank import MATRICES, Matrix
+from spes_p2p.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """A shared parameter, by its name inside the model."""
+
+    parameter: str
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """One matrix of one expert in one layer."""
+
+    layer: int
+    expert: int
+    which: Matrix
+
+
+Place = SharedPlace | ExpertPlace
+Table = Sequence[Sequence[Place]]
+"""For each block, the places of its tensors in order; block 0 is shared, block 1 + e is column e."""
+
+
+def named_shared(model: Transformer) -> dict[str, nn.Parameter]:
+    """The shared parameters by name: all that are not masters of experts."""
+    masters = {id(master) for master in masters_of(model)}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in masters}
+
+
+def masters_of(model: Transformer) -> Iterator[nn.Parameter]:
+    """The fp32 masters [O, out, in] of the owned experts, by layer, then gate, up, down; none if none is owned."""
+    for bank in model.banks:
+        for which in MATRICES:
+            master = bank.master(which)
+            if master is not None:
+                yield master
+
+
+def expert_matrix(model: Transformer, layer: int, expert: int, which: Matrix) -> Tensor:
+    """One matrix [out, in], as a view without gradient: the fp32 master if owned, else the bank's copy."""
+    return model.banks[layer].read(expert, which)
+
+
+def place(model: Transformer, where: Place) -> Tensor:
+    """The tensor at a place, as a view without gradient."""
+    if isinstance(where, ExpertPlace):
+        return expert_matrix(model, where.layer, where.expert, where.which)
+    return model.get_parameter(where.parameter).detach()
+
+
+@torch.no_grad()
+def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray[np.float32]) -> None:
+    """Copies a block of the state into the model; a column goes into the banks and, where owned, into the masters.
+
+    Raises StateError unless `flat` is fp32 with exactly the values of the block.
+    """
+    pieces = _pieces(model, table, block_index)
+    _check(flat, block_index, pieces[-1][2])
+    for where, start, stop in pieces:
+        values = torch.from_numpy(np.array(flat[start:stop])).view(place(model, where).shape)
+        if isinstance(where, ExpertPlace):
+            model.banks[where.layer].load(where.expert, where.which, values)
+        else:
+            place(model, where).copy_(values)
+
+
+def read_block(model: Transformer, table: Table, block_index: int) -> NDArray[np.float32]:
+    """The block's values as the model has them: [block size] fp32.
+
+    Foreign columns come from the bank, so on CUDA rounded to bf16: the committed state is their source, not this.
+    """
+    pieces = _pieces(model, table, block_index)
+    flat = np.empty(pieces[-1][2], dtype=np.float32)
+    for where, start, stop in pieces:
+        flat[start:stop] = place(model, where).float().cpu().numpy().reshape(-1)
+    return flat
+
+
+@torch.no_grad()
+def init_normal_(model: Transformer, seed: int) -> None:
+    """Random values for unit tests: normal, cut at three standard deviations; norms are ones.
+
+    The same for any owned set. Runs start from the committed state instead, whose bits are the same on all machines.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    std = model.config.init_std
+    for parameter in named_shared(model).values():
+        parameter.copy_(_cut_normal(parameter.shape, std, generator) if parameter.dim() > 1 else torch.ones(()))
+    for bank in model.banks:
+        for which in MATRICES:
+            for expert in range(bank.num_experts):
+                bank.load(expert, which, _cut_normal(bank.read(expert, which).shape, std, generator))
+
+
+def _cut_normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-3 * std, b=3 * std, generator=generator)
+
+
+def _pieces(model: Transformer, table: Table, block_index: int) -> list[tuple[Place, int, int]]:
+    """(place, start, stop) of each tensor of a block, in values of its flat array."""
+    pieces, start = [], 0
+    for where in table[block_index]:
+        stop = start + place(model, where).numel()
+        pieces.append((where, start, stop))
+        start = stop
+    return pieces
+
+
+def _check(flat: NDArray[np.float32], block_index: int, size: int) -> None:
+    if flat.dtype != np.float32 or flat.shape != (size,):
+        raise StateError(
+            f"block {block_index} is {flat.dtype} of shape {flat.shape}, not float32 of shape ({size},)",
+            fix="check that model and state come from the same config",
+        )

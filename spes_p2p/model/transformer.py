@@ -1,0 +1,153 @@
+"""The decoder-only MoE transformer, from tokens to logits or to the loss. Hugging Face names live in interop/hf.py.
+
+Each layer: x += attention(norm(x)); x += experts(norm(x)). The output head is not tied to the embedding. Values are NaN
+until loaded (params.py). Nothing here knows peers, rounds or optimizers.
+
+Legend: B sequences, S positions, N counted positions of all sequences, D d_model, V embedding rows, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spes_p2p.experts.backends import Backend, resolve_backend
+from spes_p2p.experts.bank import ExpertBank
+from spes_p2p.model.attention import Attention, Rotation, rotation
+from spes_p2p.model.layers import Linear, RMSNorm, unloaded
+from spes_p2p.model.losses import HeadSums, LossParts, LossWeights, combine, head_sums
+from spes_p2p.model.moe import MoE
+from spes_p2p.model.router import Routing
+
+if TYPE_CHECKING:
+    from spes_p2p.config.schema import ModelConfig
+
+_HEAD_ROWS = 2048  # positions whose logits are held at once when checkpointing: at V = 151,936 in fp32 1.2 GB
+
+
+class Layer(nn.Module):
+    """Attention and experts, each behind a norm and around a residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        owned: Sequence[int],
+        backend: Backend,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, config.rms_eps, device)
+        self.attention = Attention(config, device)
+        self.moe_norm = RMSNorm(config.d_model, config.rms_eps, device)
+        self.moe = MoE(config, owned, backend, device, dtype)
+
+    def forward(self, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Routing]:
+        """[B, S, D] to [B, S, D], and how the tokens were routed."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), turn)
+        y_BSD, routing = self.moe(self.moe_norm(x_BSD))
+        return x_BSD + y_BSD, routing
+
+
+class Transformer(nn.Module):
+    """The model of one peer: everything for the forward pass, trainable where it is shared or owned."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        owned: Sequence[int],
+        loss_weights: LossWeights | None = None,
+        device: torch.device | str | None = None,
+        expert_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocates the model; `device` may be "meta".
+
+        `owned` are the expert columns trained here. `expert_dtype`, the dtype of the banks, is by default bf16 on CUDA
+        and fp32 elsewhere. Raises ConfigError for owned experts out of range or a backend that does not run here.
+        """
+        super().__init__()
+        device = torch.get_default_device() if device is None else torch.device(device)
+        dtype = expert_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.config = config
+        self.loss_weights = loss_weights or LossWeights()
+        self.backend, self.backend_reason = resolve_backend(config.expert_backend, device, dtype)
+        self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
+        self.layers = nn.ModuleList(Layer(config, owned, self.backend, device, dtype) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.d_model, config.rms_eps, device)
+        self.head = Linear(config.d_model, config.embedding_rows, device)
+        # DDP reads this: it must neither compare nor broadcast the banks, which ranks refresh alike by themselves
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
+
+    @property
+    def banks(self) -> tuple[ExpertBank, ...]:
+        """The expert bank of each layer."""
+        return tuple(cast(Layer, layer).moe.experts for layer in self.layers)
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """The expert columns trained here."""
+        return self.banks[0].owned
+
+    def set_owned(self, owned: Sequence[int]) -> None:
+        """Changes the expert columns trained here in every layer (see ExpertBank.set_owned for what must follow)."""
+        for bank in self.banks:
+            bank.set_owned(owned)
+
+    def refresh(self) -> None:
+        """Makes the forward pass see the masters: call it after every optimizer step."""
+        for bank in self.banks:
+            bank.refresh()
+
+    def logits(self, token_BS: Tensor) -> Tensor:
+        """Next-token logits [B, S, V] in the compute dtype."""
+        x_BSD, _ = self._hidden(token_BS)
+        return cast(Tensor, self.head(x_BSD))
+
+    def forward(
+        self, token_BS: Tensor, counted_B: Tensor | None = None, owned_balance_factor: float = 1.0
+    ) -> LossParts:
+        """The losses of predicting positions 1..S-1 of each sequence from what stands before them.
+
+        `counted_B` (bool) leaves whole sequences out of the cross entropy and the output z-loss. `owned_balance_factor`
+        scales the load-balancing term of owned experts (the decayed auxiliary loss of the SPES code).
+        """
+        x_BSD, routings = self._hidden(token_BS)
+        target_BS = token_BS[:, 1:].long()
+        counted_BS = torch.ones_like(target_BS, dtype=torch.float32)
+        if counted_B is not None:
+            counted_BS = counted_BS * counted_B[:, None]
+        sums = self._head_sums(x_BSD[:, :-1].flatten(0, 1), target_BS.flatten(), counted_BS.flatten())
+        factor_E = torch.where(self.banks[0].owned_mask(), owned_balance_factor, 1.0)
+        return combine(sums, counted_BS.sum(), routings, factor_E, self.loss_weights)
+
+    def _hidden(self, token_BS: Tensor) -> tuple[Tensor, list[Routing]]:
+        """The normalised last hidden states [B, S, D], and the routing of each layer."""
+        x_BSD = F.embedding(token_BS, self.embedding)
+        turn = rotation(token_BS.shape[1], self.config.head_dim, self.config.rope_theta, x_BSD.device)
+        routings = []
+        for layer in self.layers:
+            if self._checkpointing:
+                x_BSD, routing = checkpoint(layer, x_BSD, turn, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BSD, routing = layer(x_BSD, turn)
+            routings.append(routing)
+        return self.norm(x_BSD), routings
+
+    def _head_sums(self, x_ND: Tensor, target_N: Tensor, counted_N: Tensor) -> HeadSums:
+        if not self._checkpointing:
+            return head_sums(x_ND, self.head.weight, target_N, counted_N)
+        parts = [
+            checkpoint(head_sums, x, self.head.weight, target, counted, use_reentrant=False, preserve_rng_state=False)
+            for x, target, counted in zip(*(whole.split(_HEAD_ROWS) for whole in (x_ND, target_N, counted_N)))
+        ]
+        return HeadSums(*(torch.stack(column).sum() for column in zip(*parts)))
+
+    @property
+    def _checkpointing(self) -> bool:
+        """Whether activations are computed again in the backward pass instead of kept."""
+        return self.config.activation_checkpointing == "full" and torch.is_grad_enabled()
