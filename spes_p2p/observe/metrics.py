@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class Ema:
     """Exponential moving average whose first value is exact. `weight` is that of a new value."""
@@ -35,6 +37,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    if not math.isfinite(count):
+        return str(count)
     for unit in units[:-1]:
         if abs(count) < base * 0.9995:
             return f"{count:.0f}{unit}" if unit == units[0] else f"{count:.1f}{unit}"

@@ -1,4 +1,4 @@
-"""Live display on a terminal: one peer, or several side by side. Where there is no terminal, `sinks.PlainLines` serves."""
+"""Live display on a terminal: one peer, or several side by side. Elsewhere `sinks.PlainLines` serves."""
 
 from __future__ import annotations
 

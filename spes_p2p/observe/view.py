@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from spes_p2p.observe.events import Error, Eval, Event, Peer, Round, Step, Warning
@@ -38,7 +37,8 @@ class PeerView:
         self.bytes_received = 0
         self.eval_loss: float | None = None
         self.first_eval_loss: float | None = None
-        self.messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
+        self.messages: tuple[str, ...] = ()
+        """The newest last. Replaced as a whole, since a display may read it from another thread."""
         self._step_seconds = Ema(0.2)
         self._last_step_time: float | None = None
 
@@ -52,7 +52,7 @@ class PeerView:
                 self.eval_loss = event.loss
                 self.first_eval_loss = event.loss if self.first_eval_loss is None else self.first_eval_loss
             case Peer() | Warning() | Error():
-                self.messages.append(line(event))
+                self.messages = (*self.messages, line(event))[-_MESSAGES_KEPT:]
 
     def seconds_to_sync(self) -> float | None:
         """At the present speed; 0 while the sync is due."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -22,35 +22,42 @@ from spes_p2p.errors import ConfigError
 
 TINY = load_config(bundled_config("tiny"))
 TREE = TINY.model_dump()
-OTHER_VALUES: dict[str, Any] = {
-    "run.run_id": "other",
+OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would not fit the rest
     "model.embedding_rows": 300,
+    "model.vocab_size": 256,
     "model.num_heads": 8,
     "model.num_kv_heads": 2,
     "model.head_dim": 64,
-    "model.qk_norm": "head",
-    "model.expert_backend": "eager",
-    "model.activation_checkpointing": "full",
-    "data.source": "local",
-    "data.path": "elsewhere",
     "optimizer.batch_sequences": 16,
     "optimizer.micro_batch_sequences": 4,
     "optimizer.betas": (0.8, 0.9),
     "sync.steps_per_round": 7,
-    "output.dir": "elsewhere",
+    "swarm.experts_per_peer": 2,
 }
-ONLY_ONE_VALUE = {"optimizer.name", "sync.codec", "sync.outer"}
+ONLY_ONE_VALUE = {key for key, field in fields_of_tree() if len(get_args(field.annotation)) == 1}
 
 
 def other(key: str) -> Config:
     """TINY with another value of one field."""
     section, name = key.split(".")
-    value = TREE[section][name]
-    changed = OTHER_VALUES.get(key, not value if isinstance(value, bool) else value - 1 if value == 257 else None)
+    changed = OTHER_VALUES.get(key)
     if changed is None:
-        changed = value + 1 if isinstance(value, int) and key != "swarm.experts_per_peer" else value / 2
-        changed = int(changed) if isinstance(value, int) else changed
+        changed = _another(TREE[section][name], get_args(dict(fields_of_tree())[key].annotation))
     return config_from_tree({**TREE, section: {**TREE[section], name: changed}})
+
+
+def _another(value: Any, literals: tuple[Any, ...]) -> Any:
+    if literals:
+        return next(literal for literal in literals if literal != value)
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case float():
+            return value / 2
+        case _:
+            return value + "x"
 
 
 @pytest.mark.parametrize(("key", "local"), [(k, is_local(f)) for k, f in fields_of_tree() if k not in ONLY_ONE_VALUE])

@@ -1,0 +1,128 @@
+"""Events survive JSON, and no sink can stop the training, whatever happens to it."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.observe.events import Error, Eval, Event, EventBus, Peer, Round, Step, Warning, from_json, to_json
+
+STEP = Step(step=3, loss=2.5, tokens=1024, tokens_per_second=99.5, lr=1e-3, grad_norm=0.7)
+ROUND = Round(
+    round=2,
+    step=40,
+    roster_size=3,
+    commit="committed",
+    tokens=3072,
+    bytes_sent=10,
+    bytes_received=20,
+    seconds={"reduce": 0.5, "vote": 0.1},
+    model_hash="ab" * 32,
+    merge_alpha=0.04,
+    stale_columns=(1, 5),
+)
+EVENTS: list[Event] = [
+    STEP,
+    ROUND,
+    Peer("joined", "12D3KooWx", 4),
+    Eval(2, 40, 1.25, 4096),
+    Warning("a sink is slow"),
+    Error.of(ConfigError("x is 3", fix="make it 2")),
+]
+
+
+class Recorder:
+    """A sink that keeps what it gets; fails while `trouble` is set."""
+
+    def __init__(self, trouble: Exception | None = None) -> None:
+        self.events: list[Event] = []
+        self.trouble = trouble
+        self.closed = False
+
+    def write(self, time: float, event: Event) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.trouble is not None:
+            raise self.trouble
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.event)
+def test_event_survives_json(event: Event) -> None:
+    assert from_json(to_json(12.5, event)) == (12.5, event)
+
+
+def test_numbers_that_are_not_finite_become_null_and_nan_again() -> None:
+    text = to_json(0.0, Step(1, math.inf, 1, 1.0, 1.0, math.nan))
+    assert '"loss": null' in text
+    _, event = from_json(text)
+    assert isinstance(event, Step)
+    assert math.isnan(event.loss)
+
+
+@pytest.mark.parametrize("text", ["", "3", "{}", '{"event": "step", "time": 1}', '{"event": "dance", "time": 1}', "[1"])
+def test_what_is_no_event_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(text)
+
+
+def test_a_failing_sink_is_reported_once_and_dropped() -> None:
+    good, bad = Recorder(), Recorder(RuntimeError("cable cut"))
+    bus = EventBus(bad, good)
+    bus.emit(STEP)
+    bad.trouble = None
+    bus.emit(ROUND)
+    assert good.events == [STEP, Warning("Recorder failed and is off from now on: RuntimeError: cable cut"), ROUND]
+    assert bad.events == []
+
+
+def test_a_full_disk_is_reported_once_and_writing_goes_on_when_there_is_room() -> None:
+    good, full = Recorder(), Recorder(StorageFull("no space", fix="free some"))
+    bus = EventBus(good, full)
+    bus.emit(STEP)
+    bus.emit(STEP)
+    full.trouble = None
+    bus.emit(ROUND)
+    report = Error("Recorder loses events: no space", "free some")
+    assert good.events == [STEP, report, STEP, ROUND, Warning("Recorder writes again")]
+    assert full.events == [ROUND, Warning("Recorder writes again")]
+
+
+def test_all_sinks_failing_at_once_does_not_raise() -> None:
+    bus = EventBus(Recorder(RuntimeError("a")), Recorder(RuntimeError("b")))
+    bus.emit(STEP)
+    bus.emit(STEP)
+
+
+def test_close_closes_every_sink_even_after_one_fails() -> None:
+    bad, good = Recorder(RuntimeError("stuck")), Recorder()
+    bus = EventBus(bad, good)
+    bus.close()
+    assert bad.closed
+    assert good.closed
+    bus.emit(STEP)
+    assert good.events == []
+
+
+def test_events_of_many_threads_reach_all_sinks_in_one_order() -> None:
+    first, second = Recorder(), Recorder()
+    bus = EventBus(first)
+    bus.add(second)
+
+    def work(name: int) -> None:
+        for number in range(100):
+            bus.emit(Warning(f"{name} {number}"))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert first.events == second.events
+    assert len(first.events) == 400

@@ -1,0 +1,99 @@
+"""The live display is folded from events alone, and a pipe gets plain lines instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from spes_p2p.observe.events import Eval, Peer, Step
+from spes_p2p.observe.metrics import Ema, bytes_text, count_text, seconds_text
+from spes_p2p.observe.progress import LiveProgress, progress_sink, render
+from spes_p2p.observe.sinks import PlainLines
+from spes_p2p.observe.view import PeerView
+from tests.observe.test_events import ROUND, STEP
+
+
+def step(number: int, loss: float = 2.0) -> Step:
+    return dataclasses.replace(STEP, step=number, loss=loss)
+
+
+def test_time_to_the_next_sync_follows_speed_and_schedule() -> None:
+    view = PeerView(steps_per_round=lambda at: 10 if at < 40 else 20)
+    view.apply(0.0, step(1))
+    assert view.seconds_to_sync() is None
+    view.apply(2.0, step(2))
+    assert view.seconds_to_sync() == pytest.approx(8 * 2.0)
+    view.apply(100.0, dataclasses.replace(ROUND, step=40))
+    view.apply(130.0, step(41))
+    assert view.seconds_to_sync() == pytest.approx(19 * 2.0)
+    view.apply(132.0, step(70))
+    assert view.seconds_to_sync() == 0
+
+
+def test_view_keeps_first_and_last_and_adds_up() -> None:
+    view = PeerView()
+    for number, loss in enumerate([4.0, 3.0, 2.5]):
+        view.apply(float(number), step(number, loss))
+    for _ in range(2):
+        view.apply(9.0, ROUND)
+    view.apply(9.5, Eval(1, 20, 3.5, 10))
+    view.apply(9.5, Eval(2, 40, 3.0, 10))
+    assert (view.first_loss, view.loss) == (4.0, 2.5)
+    assert (view.first_eval_loss, view.eval_loss) == (3.5, 3.0)
+    assert (view.rounds_applied, view.bytes_sent, view.bytes_received, view.tokens) == (2, 20, 40, 6144)
+
+
+def test_display_shows_numbers_and_newest_messages() -> None:
+    view = PeerView()
+    console = Console(file=io.StringIO(), width=140)
+    console.print(render({"anna": view}))
+    view.apply(0.0, step(3))
+    view.apply(1.0, dataclasses.replace(ROUND, commit="degraded"))
+    for number in range(9):
+        view.apply(2.0, Peer("lost", f"peer-{number}", 2))
+    console.print(render({"anna": view}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 (degraded)" in text
+    assert "2.0000" in text
+    assert "peer peer-8 lost" in text
+    assert "peer peer-0 lost" not in text
+
+
+def test_live_display_ends_with_the_last_numbers() -> None:
+    stream = io.StringIO()
+    live = LiveProgress("anna", console=Console(file=stream, force_terminal=True, width=140))
+    live.write(0.0, step(77))
+    live.close()
+    assert "77" in stream.getvalue()
+
+
+def test_without_a_terminal_there_are_plain_lines() -> None:
+    assert isinstance(progress_sink("anna", stream=io.StringIO()), PlainLines)
+
+
+def test_average_starts_exact_and_follows() -> None:
+    average = Ema(0.5)
+    assert [average.add(value) for value in (4.0, 2.0, 2.0)] == [4.0, 3.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (count_text(999), "999"),
+        (count_text(12_345), "12.3k"),
+        (count_text(999_999), "1.0M"),
+        (count_text(5e15), "5000.0T"),
+        (count_text(float("nan")), "nan"),
+        (bytes_text(12_345_678), "12.3 MB"),
+        (bytes_text(0), "0 B"),
+        (seconds_text(4.2), "4.2 s"),
+        (seconds_text(59), "59 s"),
+        (seconds_text(75), "1:15"),
+        (seconds_text(3700), "1:01:40"),
+    ],
+)
+def test_numbers_for_people(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,118 @@
+"""Sinks write what they are given: real files, a really full one, a file cut by a crash, and missing extras."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.observe.events import Event, EventBus, Warning
+from spes_p2p.observe.sinks import EventReader, JsonLines, PlainLines, TensorBoard, Wandb, file_sinks
+from spes_p2p.observe.text import line, scalars
+from tests.observe.test_events import EVENTS, ROUND, STEP
+
+
+def test_metrics_file_has_one_event_a_line_with_event_and_time(tmp_path: Path) -> None:
+    bus = EventBus(*file_sinks(tmp_path / "new" / "folder"), clock=lambda: 7.5)
+    for event in EVENTS:
+        bus.emit(event)
+    lines = [json.loads(text) for text in (tmp_path / "new/folder/metrics.jsonl").read_text().splitlines()]
+    assert [(one["event"], one["time"]) for one in lines] == [(event.event, 7.5) for event in EVENTS]
+    bus.close()
+
+
+def test_reader_follows_a_file_that_is_still_written(tmp_path: Path) -> None:
+    reader = EventReader(tmp_path / "metrics.jsonl")
+    assert reader.read() == []
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.write(1.0, STEP)
+    assert reader.read() == [(1.0, STEP)]
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event": "from the future"}\n{"event": "st')
+    assert reader.read() == []
+    assert reader.skipped == 1
+    sink.close()
+
+
+def test_half_a_line_left_by_a_crash_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = json.dumps({"event": "warning", "time": 1.0, "message": "before"}) + "\n"
+    for left, kept in [(whole + '{"event": "st', whole), ("x" * 70_000, ""), (whole, whole), ("", "")]:
+        path.write_text(left)
+        sink = JsonLines(path)
+        assert path.read_text() == kept
+        sink.write(2.0, Warning("after"))
+        sink.close()
+        assert EventReader(path).read()[-1] == (2.0, Warning("after"))
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process may grow beyond 300 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_no_space_left_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> None:
+    text = io.StringIO()
+    bus = EventBus(JsonLines(tmp_path / "metrics.jsonl"), PlainLines(text))
+    for _ in range(4):
+        bus.emit(STEP)
+    assert [event for _, event in EventReader(tmp_path / "metrics.jsonl").read()] == [STEP, STEP]
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n")
+    assert text.getvalue().count("no space left") == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
+    bus.emit(STEP)
+    events = [event for _, event in EventReader(tmp_path / "metrics.jsonl").read()]
+    assert events == [STEP, STEP, STEP, Warning("JsonLines writes again")]
+    bus.close()
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.event)
+def test_text_of_every_event_is_one_line(event: Event) -> None:
+    stream = io.StringIO()
+    PlainLines(stream, prefix="peer 1: ").write(0.0, event)
+    assert stream.getvalue() == f"peer 1: {line(event)}\n"
+    assert "\n" not in line(event)
+
+
+def test_lines_say_what_matters() -> None:
+    assert line(STEP) == "step 3  loss 2.5000  100 tokens/s  lr 1.00e-03  grad norm 0.70"
+    assert "stale columns 1, 5" in line(ROUND)
+    assert "sent 10 B" in line(ROUND)
+    assert line(EVENTS[-1]) == "error: x is 3 / fix: make it 2"
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    bus = EventBus(*file_sinks(tmp_path, tensorboard=True))
+    bus.emit(STEP)
+    bus.emit(ROUND)
+    bus.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    expected = {**scalars(STEP)[1], **scalars(ROUND)[1]}
+    assert set(board.Tags()["scalars"]) == set(expected)
+    (loss,) = board.Scalars("train/loss")
+    assert (loss.step, loss.value) == (3, 2.5)
+
+
+def test_missing_extras_are_named_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"output\.wandb is true") as error:
+        Wandb(tmp_path, "run", "peer")
+    assert "pip install 'spes-p2p[wandb]'" in error.value.fix
+    with pytest.raises(ConfigError, match=r"output\.tensorboard is true") as error:
+        TensorBoard(tmp_path)
+    assert "output.tensorboard=false" in error.value.fix
