@@ -3,7 +3,7 @@
 Everything that is signed, hashed or sent is packed here, so that the same content has the same bytes everywhere.
 Decoding trusts nothing: field count, types, and sizes are checked against the annotations, and any mismatch is a
 RemoteProtocolError. Supported annotations: int (signed 64 bit), float (finite), bool, str, bytes, nested
-dataclasses, `tuple[X, ...]`, `tuple[X, Y]`, and `X | None`.
+dataclasses (generic ones with their argument), `tuple[X, ...]`, `tuple[X, Y]`, and `X | None`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def _typed(kind: Any, plain: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _record(typing.cast(type, kind), plain, where)
     origin = get_origin(kind)
+    if origin is not None and dataclasses.is_dataclass(origin):
+        return _record(typing.cast(type, origin), plain, where, get_args(kind))
     if origin is tuple:
         return _items(get_args(kind), plain, where)
     if origin in (Union, types.UnionType):
@@ -71,11 +73,15 @@ def _typed(kind: Any, plain: Any, where: str) -> Any:
     return _scalar(kind, plain, where)
 
 
-def _record(kind: type, plain: Any, where: str) -> Any:
+def _record(kind: type, plain: Any, where: str, arguments: tuple[Any, ...] = ()) -> Any:
     fields = _field_types(kind)
     if not isinstance(plain, list) or len(plain) != len(fields):
         raise RemoteProtocolError(f"{where}: expected {len(fields)} fields of {kind.__name__}, got {_brief(plain)}")
-    values = [_typed(annotation, item, f"{where}.{name}") for (name, annotation), item in zip(fields, plain)]
+    bound = dict(zip(getattr(kind, "__parameters__", ()), arguments, strict=True))
+    values = [
+        _typed(bound.get(annotation, annotation), item, f"{where}.{name}")
+        for (name, annotation), item in zip(fields, plain, strict=True)
+    ]
     try:
         return kind(*values)
     except ValueError as error:  # raised by a __post_init__ that checks a range
@@ -89,7 +95,7 @@ def _items(arguments: tuple[Any, ...], plain: Any, where: str) -> tuple[Any, ...
         return tuple(_typed(arguments[0], item, where) for item in plain)
     if len(plain) != len(arguments):
         raise RemoteProtocolError(f"{where}: expected {len(arguments)} items, got {len(plain)}")
-    return tuple(_typed(argument, item, where) for argument, item in zip(arguments, plain))
+    return tuple(_typed(argument, item, where) for argument, item in zip(arguments, plain, strict=True))
 
 
 def _scalar(kind: Any, plain: Any, where: str) -> Any:

@@ -1,0 +1,81 @@
+"""Who takes part in a run and who leads: pure functions over the members that a manifest names.
+
+A member is a peer in one incarnation: a peer that lost its voting record comes back as a new incarnation, which the
+chain knows nothing of, and so as a newcomer. Electors are the members that were members of the parent already. Nothing
+here measures time; who was heard is told from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from spes_p2p.ids import Hash, PeerId, sha256
+
+LINK_PUBLIC = 0
+"""Can be dialled from outside."""
+LINK_PRIVATE = 1
+"""Behind NAT: leads only when nobody better is there."""
+
+
+@dataclass(frozen=True, order=True)
+class Member:
+    """One peer of a run as a manifest names it."""
+
+    peer: PeerId
+    incarnation: int
+    elector: bool
+    link_class: int
+
+
+def electors(members: Iterable[Member]) -> tuple[Member, ...]:
+    """The members that vote on the child of the manifest that names them."""
+    return tuple(member for member in members if member.elector)
+
+
+def rank(parent: Hash, peer: PeerId) -> bytes:
+    """hash(parent, peer): orders peers afresh in each round, so that leading is nobody's office."""
+    return sha256(parent, peer.encode())
+
+
+def leader_order(parent: Hash, members: Iterable[Member]) -> tuple[PeerId, ...]:
+    """The electors in the order in which they lead ballots 0, 1, ...: by link class, then by `rank`."""
+    chosen = sorted(electors(members), key=lambda member: (member.link_class, rank(parent, member.peer)))
+    return tuple(member.peer for member in chosen)
+
+
+def is_majority(count: int, of: int) -> bool:
+    """A strict majority of `of` electors."""
+    return 2 * count > of
+
+
+def is_weighty_half(parent: Hash, heard: Collection[PeerId], all_electors: Collection[PeerId]) -> bool:
+    """Exactly half of the electors, with the lowest-ranked of all among them: counts as a majority when chains meet."""
+    if 2 * len(heard) != len(all_electors):
+        return False
+    return min(all_electors, key=lambda peer: rank(parent, peer)) in heard
+
+
+def next_members(
+    current: Iterable[Member], heard: Iterable[Member], newcomers: Iterable[Member], leavers: Collection[PeerId]
+) -> tuple[Member, ...]:
+    """Members of the child manifest: everyone heard, with newcomers, without leavers, sorted by peer id.
+
+    `heard` and `newcomers` carry the incarnation and link class that the peers announced; `with_votes` gives the votes.
+    """
+    taking_part = {member.peer: member for member in (*newcomers, *heard) if member.peer not in leavers}
+    return with_votes(current, tuple(member for _, member in sorted(taking_part.items())))
+
+
+def with_votes(current: Iterable[Member], chosen: Iterable[Member]) -> tuple[Member, ...]:
+    """`chosen` with the elector flags that follow from `current`, the members that the parent names.
+
+    A peer votes next time if it is a member already, in the same incarnation. Where none would be left to vote (the
+    last elector leaves and only newcomers stay), all do: the electors that go have signed it.
+    """
+    known = {(member.peer, member.incarnation) for member in current}
+    chosen = tuple(chosen)
+    none_left = not any((member.peer, member.incarnation) in known for member in chosen)
+    return tuple(
+        Member(m.peer, m.incarnation, none_left or (m.peer, m.incarnation) in known, m.link_class) for m in chosen
+    )

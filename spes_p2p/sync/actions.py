@@ -1,0 +1,113 @@
+"""What the round's state machine asks of its driver.
+
+Actions are carried out in order: a `Persist` is on disk before what follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.sync.messages import Commit, Contribution, Envelope, Plan, Proposal, Signed, Slice
+from spes_p2p.sync.votes import VoteRecord
+
+
+@dataclass(frozen=True)
+class Send:
+    """Deliver `envelope` to a peer; it may be lost, doubled or late."""
+
+    to: PeerId
+    envelope: Envelope
+
+
+@dataclass(frozen=True)
+class Persist:
+    """fsync the voting record. When that fails: drop the rest of the actions and call `Core.disk_full`."""
+
+    record: VoteRecord
+
+
+@dataclass(frozen=True)
+class CloseTraining:
+    """The round closes: finish the running step, then call `Core.trained` with `ready`."""
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Average slice `index` of `plan` from its contributors, stage it, then call `Core.reduced` with the report."""
+
+    plan: Signed[Plan]
+    index: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Get the tiles of a slice by hash from one of `holders` (best first), stage them, then call `Core.staged`.
+
+    `hashes` concatenates the tile hashes. When nobody has them: `Core.fetch_failed`.
+    """
+
+    piece: Slice
+    hashes: bytes
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Build:
+    """Compute the new state from the staged slices, then call `Core.built` with its roots and the merge.
+
+    The merge, if `alpha` is not 0, is the builder's to choose: neighbours by cosine similarity.
+    """
+
+    roster: tuple[Contribution, ...]
+    slices: tuple[Slice, ...]
+    hashes: tuple[bytes, ...]
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compute the new state that `proposal` names, on disk, then call `Core.verified` with its manifest's hash.
+
+    Where the own arithmetic gives another root the tiles that differ are fetched by hash.
+    """
+
+    proposal: Signed[Proposal]
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Make the verified state the committed one, then call `Core.applied`."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Fetch the headers from our tip to the newest that `holder` has, and its state; then call `Core.applied`.
+
+    `head` is what the holder says it has; nothing of it is trusted before its certificates are checked.
+    """
+
+    holder: PeerId
+    round: int
+    head: Hash
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Find out by a fresh dial whether the host of a silent peer refuses; if so call `Core.gone`."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that a person or a log should know. `kind` is one word, `peer` is whom it is about."""
+
+    kind: str
+    text: str
+    peer: PeerId | None = None
+
+
+Action = Send | Persist | CloseTraining | Reduce | Fetch | Build | Verify | Adopt | CatchUp | Probe | Notice

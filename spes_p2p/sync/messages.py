@@ -1,0 +1,309 @@
+"""What peers say to each other: frozen dataclasses, packed by `spes_p2p.wire`. No behaviour beyond hashing and signing.
+
+The durable ones are `Manifest` (what a round decided) and `Certificate` (that it is decided). The others serve one
+round and are forgotten with it. A message that must be trusted travels as `Signed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from spes_p2p.data.leases import Leases
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.swarm.membership import Member
+from spes_p2p.wire import pack
+
+WIRE_VERSION = 1
+MAX_MEMBERS = 1024
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One roster entry: the uncounted work that a peer brings into a round.
+
+    `tokens` is its weight, `steps` its inner steps, `sequences` how many leased sequences it used, from the front.
+    """
+
+    peer: PeerId
+    tokens: int
+    steps: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """At most `slice_tiles` whole tiles of one block that are reduced together by one peer.
+
+    `first_tile` counts through all tiles of the run. In a plan, `contributors` are those whose values should go in; in
+    a manifest, those whose values did.
+    """
+
+    block: int
+    first_tile: int
+    tiles: int
+    reducer: PeerId
+    contributors: tuple[PeerId, ...]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.first_tile, self.tiles)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The merge warm-up of a round: alpha (an fp32 value) and neighbours[layer][expert]."""
+
+    alpha: float
+    neighbours: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
+
+    `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
+    `ownership`, `members`, `leases` and `steps_per_round` are for the next round.
+    """
+
+    wire_version: int
+    fingerprint: Hash
+    round: int
+    parent: Hash
+    step: int
+    tokens: int
+    roster: tuple[Contribution, ...]
+    slices: tuple[Slice, ...]
+    wire_root: Hash
+    state_root: Hash
+    merge: Merge | None
+    members: tuple[Member, ...]
+    ownership: Ownership
+    column_rounds: tuple[int, ...]
+    leases: Leases
+    steps_per_round: int
+
+
+def manifest_hash(manifest: Manifest) -> Hash:
+    """The name of a manifest: SHA-256 of its packed bytes."""
+    return _content_hash(manifest)
+
+
+def _content_hash(value: Any) -> Hash:
+    """SHA-256 of the packed value, kept with the (immutable) value."""
+    known: Hash | None = value.__dict__.get("_content_hash")
+    if known is None:
+        known = sha256(pack(value))
+        object.__setattr__(value, "_content_hash", known)
+    return known
+
+
+MAJORITY = "majority"
+DEGRADED = "degraded"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """One signature of a certificate, with the key that checks it (libp2p ids are hashes of RSA keys)."""
+
+    peer: PeerId
+    public_key: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The commit of a manifest. `heard` is empty but for degraded ones; `ballot` is -1 there and 0 in genesis."""
+
+    parent: Hash
+    kind: str
+    ballot: int
+    manifest: Hash
+    heard: tuple[PeerId, ...]
+    seals: tuple[Seal, ...]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What an elector signs when it accepts: these bytes, with enough signatures, are the certificate."""
+
+    fingerprint: Hash
+    parent: Hash
+    ballot: int
+    manifest: Hash
+
+
+@dataclass(frozen=True)
+class DegradedVote:
+    """A vote of a minority that heard nobody else for long; a kind of its own, never added to acceptances."""
+
+    fingerprint: Hash
+    parent: Hash
+    heard: tuple[PeerId, ...]
+    manifest: Hash
+
+
+@dataclass(frozen=True)
+class Work:
+    """How far a peer has trained since the last commit that counted it.
+
+    `ready_in_seconds` is when a running step will be done (0 when ready); `expected_tokens` what it means to train in a
+    whole round; `seconds` how long it trained in this round.
+    """
+
+    ready: bool = False
+    tokens: int = 0
+    steps: int = 0
+    sequences: int = 0
+    seconds: float = 0.0
+    ready_in_seconds: float = 0.0
+    expected_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a peer wants: to take part, to leave, which columns; and what it can offer."""
+
+    joining: bool = False
+    leaving: bool = False
+    max_columns: int = 0
+    claims: tuple[int, ...] = ()
+    releases: tuple[int, ...] = ()
+    link_class: int = 0
+    uplink_bytes_per_second: int = 1
+    can_vote: bool = True
+
+
+@dataclass(frozen=True)
+class Ballots:
+    """An elector's voting state for the child of its head, as far as it is on disk.
+
+    `prepare` is the ballot that the sender asks promises for (-1: none). `promised` is the highest ballot promised.
+    `accepted` and `accepted_manifest` are the highest acceptance. `closing` is the ballot as whose leader it closes the
+    round (-1: not).
+    """
+
+    prepare: int = -1
+    promised: int = 0
+    accepted: int = -1
+    accepted_manifest: Hash = NO_HASH
+    closing: int = -1
+
+
+@dataclass(frozen=True)
+class Status:
+    """What every peer keeps telling. A later `sequence` of the same incarnation replaces the earlier one.
+
+    `round` and `head` name the newest manifest that it stands on; everything below is about the child of `head`.
+    `plan`, `reports` (one byte a slice of the plan) and `proposal` say what it has, so that others send what it lacks;
+    `staged` (one byte a slice) says which slices it can serve. `unheard` are electors that it does not hear.
+    """
+
+    fingerprint: Hash
+    peer: PeerId
+    incarnation: int
+    sequence: int
+    round: int
+    head: Hash
+    work: Work
+    intent: Intent
+    ballots: Ballots
+    plan: Hash = NO_HASH
+    reports: bytes = b""
+    staged: bytes = b""
+    proposal: int = -1
+    unheard: tuple[PeerId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The leader's advice on how to reduce a round; never voted on. A plan of a higher ballot replaces it."""
+
+    fingerprint: Hash
+    parent: Hash
+    ballot: int
+    leader: PeerId
+    roster: tuple[Contribution, ...]
+    slices: tuple[Slice, ...]
+
+
+def plan_hash(plan: Plan) -> Hash:
+    """The name of a plan: what streams of contributions are asked by."""
+    return _content_hash(plan)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A reducer's word that a slice is reduced: whose values went in and the hash of each tile that it now serves.
+
+    `left_out` names contributors that were lost or refused, with the reason.
+    """
+
+    plan: Hash
+    index: int
+    reducer: PeerId
+    contributors: tuple[PeerId, ...]
+    wire_hashes: tuple[Hash, ...]
+    left_out: tuple[tuple[PeerId, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The leader of ballot k asks the electors to accept a manifest; `heard` is not empty when it is a degraded one.
+
+    `wire_hashes[i]` concatenates the tile hashes of the manifest's i-th slice.
+    """
+
+    parent: Hash
+    ballot: int
+    leader: PeerId
+    manifest: Manifest
+    wire_hashes: tuple[bytes, ...]
+    heard: tuple[PeerId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Signed(Generic[T_co]):
+    """A message with its author's signature over (type name, packed message)."""
+
+    value: T_co
+    author: PeerId
+    public_key: bytes
+    signature: bytes
+
+
+class Sealer(Protocol):
+    """Signs messages with this peer's key. Explorers use one that signs nothing but keeps the author."""
+
+    def seal(self, value: T) -> Signed[T]: ...
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A certificate with the manifest that it commits."""
+
+    certificate: Certificate
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One message between two peers: the sender's status and what the receiver lacks."""
+
+    sender: PeerId
+    statuses: tuple[Signed[Status], ...] = ()
+    plan: Signed[Plan] | None = None
+    reports: tuple[Signed[Report], ...] = ()
+    proposals: tuple[Signed[Proposal], ...] = ()
+    votes: tuple[Signed[Acceptance], ...] = ()
+    degraded_votes: tuple[Signed[DegradedVote], ...] = ()
+    commit: Commit | None = None
+
+
+def signing_bytes(value: Any) -> bytes:
+    """The bytes that a signature covers: the type keeps one kind of message from being read as another."""
+    return pack((type(value).__name__, value))

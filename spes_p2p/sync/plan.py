@@ -1,0 +1,63 @@
+"""Who reduces what in a round: a pure function of roster, ownership and links, the same on every peer.
+
+There is one idea: a slice has contributors and one reducer, and everybody receives it. Shared parameters have the
+whole roster as contributors, an expert column has its owners. Groups for large swarms will be one more branch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.sync.messages import Slice
+
+
+def plan_slices(
+    roster: Sequence[PeerId],
+    ownership: Ownership,
+    uplinks: Mapping[PeerId, int],
+    block_tiles: Sequence[int],
+    slice_tiles: int,
+) -> tuple[Slice, ...]:
+    """All slices of a round, in block order.
+
+    `roster` is in protocol order (it is the order of summation). `block_tiles[b]` is the number of tiles of block b
+    (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second, missing ones
+    count as 1). A column without an owner in the roster has no slice: nobody has values for it.
+    """
+    slices: list[Slice] = []
+    first_tile = 0
+    for block, tiles in enumerate(block_tiles):
+        owners = None if block == 0 else ownership[block - 1]
+        contributors = tuple(peer for peer in roster if owners is None or peer in owners)
+        if contributors:
+            dealer = _deal(contributors, uplinks)
+            for start, count in _cut(tiles, slice_tiles, len(contributors)):
+                slices.append(Slice(block, first_tile + start, count, next(dealer), contributors))
+        first_tile += tiles
+    return tuple(slices)
+
+
+def reducer_order(piece: Slice) -> tuple[PeerId, ...]:
+    """Who reduces a slice if those before are lost: its reducer, then the other contributors in turn."""
+    at = piece.contributors.index(piece.reducer)
+    return piece.contributors[at:] + piece.contributors[:at]
+
+
+def _cut(tiles: int, slice_tiles: int, reducers: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of each slice: small enough that every reducer can get one, never above `slice_tiles`."""
+    size = max(1, min(slice_tiles, -(-tiles // reducers)))
+    for start in range(0, tiles, size):
+        yield start, min(size, tiles - start)
+
+
+def _deal(peers: Sequence[PeerId], uplinks: Mapping[PeerId, int]) -> Iterator[PeerId]:
+    """Deals peers in proportion to their uplinks, evenly mixed; exact integers, ties to the first in order."""
+    shares = [max(1, uplinks.get(peer, 1)) for peer in peers]
+    credit = [0] * len(peers)
+    while True:
+        credit = [have + share for have, share in zip(credit, shares, strict=True)]
+        chosen = max(range(len(peers)), key=lambda index: (credit[index], -index))
+        credit[chosen] -= sum(shares)
+        yield peers[chosen]

@@ -1,0 +1,269 @@
+"""What a child manifest must look like, given its parent: pure derivations, used to build one and to check one.
+
+Leaders call `child_manifest`, electors `check_child`: what can be derived is derived by both in the same code. What
+is the leader's to say (who was heard, which slices came about, which neighbours merge) is checked for sense only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from spes_p2p.data.leases import Leases, next_leases
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ownership.assign import Wish, assign
+from spes_p2p.ownership.expert_map import Ownership, nobody
+from spes_p2p.swarm.membership import Member, electors, is_majority, with_votes
+from spes_p2p.sync.messages import (
+    DEGRADED,
+    MAJORITY,
+    WIRE_VERSION,
+    Acceptance,
+    Certificate,
+    Contribution,
+    DegradedVote,
+    Manifest,
+    Merge,
+    Slice,
+    manifest_hash,
+    signing_bytes,
+)
+
+
+@dataclass(frozen=True)
+class RunRules:
+    """What all peers of a run agree on, as far as rounds need it (derived from the config).
+
+    `block_tiles[b]` counts the tiles of block b; `sequence_tokens` is the length of a sequence; `batch_sequences` what
+    a peer trains in one inner step; `leased` is false where peers bring data of their own.
+    """
+
+    fingerprint: Hash
+    block_tiles: tuple[int, ...]
+    slice_tiles: int
+    sequence_tokens: int
+    batch_sequences: int
+    block_sequences: int
+    leased: bool
+    target_replicas: int
+    steps_per_round: Callable[[int], int]
+    merge_interval: int
+    merge_alpha: Callable[[int], float]
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.block_tiles) - 1
+
+
+def next_step(step: int, roster: Sequence[Contribution]) -> int:
+    """The global step grows by the token-weighted mean of inner steps, rounded half up in integers (design 3.2)."""
+    weighted = sum(entry.tokens * entry.steps for entry in roster)
+    tokens = sum(entry.tokens for entry in roster)
+    return step if tokens == 0 else step + (2 * weighted + tokens) // (2 * tokens)
+
+
+def merge_alpha_for(rules: RunRules, step_before: int, step_after: int) -> float:
+    """Alpha of the merge that a round carries, 0.0 when none is due."""
+    if rules.merge_interval <= 0 or step_after // rules.merge_interval == step_before // rules.merge_interval:
+        return 0.0
+    return max(0.0, rules.merge_alpha(step_after))
+
+
+def demand(rules: RunRules, step: int, members: Sequence[Member], roster: Sequence[Contribution]) -> dict[PeerId, int]:
+    """Sequences that each member is expected to use in the next round: what it used in this one, else a full round."""
+    full_round = rules.steps_per_round(step) * rules.batch_sequences
+    used = {entry.peer: entry.sequences for entry in roster}
+    return {member.peer: max(used.get(member.peer, 0), full_round) for member in members}
+
+
+def leases_after(
+    rules: RunRules, leases: Leases, step: int, members: Sequence[Member], roster: Sequence[Contribution]
+) -> Leases:
+    """Leases for the next round: used sequences are gone, those of peers that are gone come back first."""
+    if not rules.leased:
+        return leases
+    used = {entry.peer: entry.sequences for entry in roster}
+    peers = [member.peer for member in members]
+    return next_leases(leases, used, peers, demand(rules, step, members, roster), rules.block_sequences)
+
+
+def capped_tokens(rules: RunRules, parent: Manifest, entry: Contribution) -> Contribution:
+    """The same entry with its claim capped by what its lease could have given."""
+    if not rules.leased:
+        return entry
+    held = dict(parent.leases.held).get(entry.peer, ())
+    sequences = min(entry.sequences, sum(stop - start for start, stop in held))
+    return replace(entry, sequences=sequences, tokens=min(entry.tokens, sequences * rules.sequence_tokens))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the leader found in a round: the part of a manifest that is not derived."""
+
+    roster: tuple[Contribution, ...]
+    slices: tuple[Slice, ...]
+    wire_root: Hash
+    state_root: Hash
+    merge: Merge | None
+
+
+def child_manifest(
+    rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], wishes: Mapping[PeerId, Wish]
+) -> Manifest:
+    """The manifest that commits `outcome` on top of `parent`, with `members` for the next round."""
+    ownership = assign(parent.ownership, wishes, rules.target_replicas)
+    return _derived(rules, parent, outcome, members, ownership)
+
+
+def _derived(
+    rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], ownership: Ownership
+) -> Manifest:
+    step = next_step(parent.step, outcome.roster)
+    fresh = {piece.block - 1 for piece in outcome.slices if piece.block > 0}
+    return Manifest(
+        wire_version=WIRE_VERSION,
+        fingerprint=rules.fingerprint,
+        round=parent.round + 1,
+        parent=manifest_hash(parent),
+        step=step,
+        tokens=parent.tokens + sum(entry.tokens for entry in outcome.roster),
+        roster=outcome.roster,
+        slices=outcome.slices,
+        wire_root=outcome.wire_root,
+        state_root=outcome.state_root,
+        merge=outcome.merge,
+        members=members,
+        ownership=ownership,
+        column_rounds=tuple(
+            parent.round + 1 if column in fresh else last for column, last in enumerate(parent.column_rounds)
+        ),
+        leases=leases_after(rules, parent.leases, step, members, outcome.roster),
+        steps_per_round=rules.steps_per_round(step),
+    )
+
+
+def genesis_manifest(
+    rules: RunRules, state_root: Hash, members: Sequence[Member], wishes: Mapping[PeerId, Wish]
+) -> Manifest:
+    """Manifest 0: the initial state, the first members (all of them electors), ownership and leases."""
+    first = tuple(sorted(replace(member, elector=True) for member in members))
+    return Manifest(
+        wire_version=WIRE_VERSION,
+        fingerprint=rules.fingerprint,
+        round=0,
+        parent=NO_HASH,
+        step=0,
+        tokens=0,
+        roster=(),
+        slices=(),
+        wire_root=sha256(),
+        state_root=state_root,
+        merge=None,
+        members=first,
+        ownership=assign(nobody(rules.num_columns), wishes, rules.target_replicas),
+        column_rounds=(0,) * rules.num_columns,
+        leases=leases_after(rules, Leases(0, (), ()), 0, first, ()),
+        steps_per_round=rules.steps_per_round(0),
+    )
+
+
+def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
+    outcome = Outcome(child.roster, child.slices, child.wire_root, child.state_root, child.merge)
+    expected = _derived(rules, parent, outcome, child.members, child.ownership)
+    for name in Manifest.__dataclass_fields__:
+        if getattr(child, name) != getattr(expected, name):
+            raise RemoteProtocolError(f"manifest of round {child.round}: {name} does not follow from its parent")
+    _check_members(parent, child)
+    _check_roster(rules, parent, child)
+    _check_slices(rules, parent, child)
+    _check_merge(rules, parent, child)
+
+
+def _check_members(parent: Manifest, child: Manifest) -> None:
+    names = [member.peer for member in child.members]
+    if not names or names != sorted(set(names)):
+        raise RemoteProtocolError(f"manifest of round {child.round}: no members, or not in order, or named twice")
+    if with_votes(parent.members, child.members) != child.members:
+        raise RemoteProtocolError(f"manifest of round {child.round}: votes do not follow from the parent's members")
+    owners = {owner for column in child.ownership for owner in column}
+    if len(child.ownership) != len(parent.ownership) or not owners <= set(names):
+        raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member")
+
+
+def _check_roster(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    members = {member.peer for member in parent.members}
+    names = [entry.peer for entry in child.roster]
+    if names != sorted(set(names)) or not set(names) <= members:
+        raise RemoteProtocolError(f"manifest of round {child.round}: the roster is not a sorted part of the members")
+    for entry in child.roster:
+        if min(entry.tokens, entry.steps) <= 0 or entry.sequences < 0 or capped_tokens(rules, parent, entry) != entry:
+            raise RemoteProtocolError(f"manifest of round {child.round}: {entry.peer} claims more than its lease")
+
+
+def _check_slices(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    """Slices are in order, do not overlap, stay in their block, and cover a block wholly or not at all."""
+    roster = {entry.peer for entry in child.roster}
+    covered = [0] * len(rules.block_tiles)
+    starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
+    for piece in child.slices:
+        if not 0 <= piece.block < len(covered) or not 0 < piece.tiles <= rules.slice_tiles:
+            raise RemoteProtocolError(f"manifest of round {child.round}: slice of block {piece.block} is malformed")
+        allowed = roster if piece.block == 0 else roster & set(parent.ownership[piece.block - 1])
+        if piece.first_tile != starts[piece.block] + covered[piece.block] or not set(piece.contributors) <= allowed:
+            raise RemoteProtocolError(f"manifest of round {child.round}: slice {piece.key} does not fit the plan")
+        if not piece.contributors or piece.reducer not in allowed:
+            raise RemoteProtocolError(f"manifest of round {child.round}: slice {piece.key} has no contributors")
+        covered[piece.block] += piece.tiles
+    if any(have not in (0, tiles) for have, tiles in zip(covered, rules.block_tiles, strict=True)):
+        raise RemoteProtocolError(f"manifest of round {child.round}: a block is covered in part")
+
+
+def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    alpha = merge_alpha_for(rules, parent.step, child.step)
+    if (child.merge.alpha if child.merge else 0.0) != alpha:
+        raise RemoteProtocolError(f"manifest of round {child.round}: merge alpha is not {alpha}")
+    for layer in child.merge.neighbours if child.merge else ():
+        bad = len(layer) != rules.num_columns or any(
+            not 0 <= other < rules.num_columns or other == expert for expert, near in enumerate(layer) for other in near
+        )
+        if bad:
+            raise RemoteProtocolError(f"manifest of round {child.round}: merge neighbours are out of range")
+
+
+def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
+    """The bytes that every seal of a certificate signs."""
+    if certificate.kind == DEGRADED:
+        vote = DegradedVote(fingerprint, certificate.parent, certificate.heard, certificate.manifest)
+        return signing_bytes(vote)
+    return signing_bytes(Acceptance(fingerprint, certificate.parent, certificate.ballot, certificate.manifest))
+
+
+CheckSignature = Callable[[PeerId, bytes, bytes, bytes], bool]
+"""(peer, public key, data, signature) -> the signature is good."""
+
+
+def check_certificate(parent: Manifest, child: Manifest, certificate: Certificate, check: CheckSignature) -> None:
+    """Raises RemoteProtocolError unless `certificate` commits `child` on `parent`.
+
+    A majority certificate needs good seals of a strict majority of the parent's electors; a degraded one those of all
+    it says were heard.
+    """
+    where = f"certificate of round {child.round}"
+    if certificate.parent != manifest_hash(parent) or certificate.manifest != manifest_hash(child):
+        raise RemoteProtocolError(f"{where} is of another manifest")
+    if child.parent != certificate.parent:
+        raise RemoteProtocolError(f"{where}: the manifest has another parent")
+    voters = {member.peer for member in electors(parent.members)}
+    statement = certificate_statement(child.fingerprint, certificate)
+    good = {
+        seal.peer
+        for seal in certificate.seals
+        if seal.peer in voters and check(seal.peer, seal.public_key, statement, seal.signature)
+    }
+    if certificate.kind == MAJORITY and is_majority(len(good), len(voters)):
+        return
+    if certificate.kind == DEGRADED and certificate.heard and good == set(certificate.heard):
+        return
+    raise RemoteProtocolError(f"{where} ({certificate.kind}) has only {len(good)} good seals of {len(voters)} electors")
