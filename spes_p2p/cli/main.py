@@ -1,0 +1,81 @@
+"""The `spes-p2p` program: registers the commands and turns known errors into one line.
+
+What a command does stands in its own module. Command modules import nothing heavy at their top, so that `spes-p2p --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from spes_p2p import __version__
+from spes_p2p.errors import SpesError
+
+COMMANDS: Mapping[str, str] = {
+    "tokenize": "spes_p2p.cli.tokenize:tokenize",
+}
+"""Command to the function behind it, in the order of the help."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    build(COMMANDS)(prog_name="spes-p2p")
+
+
+def build(commands: Mapping[str, str]) -> typer.Typer:
+    """The program with these commands (name to "module:function")."""
+    # Typer's own pretty tracebacks hide what a bug report needs.
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app.callback()(_program)
+    for name, target in commands.items():
+        module, _, function = target.partition(":")
+        command = getattr(importlib.import_module(module), function)
+        app.command(name)(_with_known_errors(command))
+    return app
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"spes-p2p {__version__}")
+        raise typer.Exit
+
+
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Pretrain a Mixture-of-Experts language model together, on machines without a fast network."""
+
+
+def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A known error is one line and exit code 1, Ctrl-C is 130; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except SpesError as error:
+            typer.echo(error_line(error), err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(INTERRUPTED) from interrupt
+
+    return run
+
+
+def error_line(error: SpesError) -> str:
+    """`error: what was wrong / fix: what mends it`, in one line."""
+    text = f"error: {error}" + (f" / fix: {error.fix}" if error.fix else "")
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    main()

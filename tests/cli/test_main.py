@@ -1,0 +1,76 @@
+"""The program around the commands: light help, one line for known errors, exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from spes_p2p import __version__
+from spes_p2p.cli.main import COMMANDS, INTERRUPTED, build
+
+SAMPLE = build({name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "bug", "interrupted")})
+HEAVY = ("torch", "transformers", "hivemind", "numpy", "pydantic", "yaml", "tokenizers", "pyarrow")
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spes_p2p.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def test_commands_run_with_their_own_arguments() -> None:
+    result = CliRunner().invoke(SAMPLE, ["greet", "anna", "--times", "2"])
+    assert (result.exit_code, result.stdout) == (0, "hello anna\nhello anna\n")
+
+
+def test_known_error_is_one_line_and_exit_code_1() -> None:
+    result = CliRunner().invoke(SAMPLE, ["known"])
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "error: x is 3 / fix: make it 2\n")
+
+
+def test_interrupt_exits_130_without_a_traceback() -> None:
+    result = CliRunner().invoke(SAMPLE, ["interrupted"])
+    assert (result.exit_code, result.stderr) == (INTERRUPTED, "")
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    result = CliRunner().invoke(SAMPLE, ["bug"])
+    assert isinstance(result.exception, RuntimeError)
+
+
+def test_wrong_arguments_exit_2() -> None:
+    assert CliRunner().invoke(SAMPLE, ["greet"]).exit_code == 2
+    assert program("no-such-command").returncode == 2
+
+
+def test_version() -> None:
+    result = program("--version")
+    assert (result.returncode, result.stdout) == (0, f"spes-p2p {__version__}\n")
+
+
+def test_help_lists_every_command() -> None:
+    result = program("--help")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_of_its_own(name: str) -> None:
+    result = CliRunner().invoke(build(COMMANDS), [name, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+    module, _, function = COMMANDS[name].partition(":")
+    assert getattr(importlib.import_module(module), function).__doc__
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from spes_p2p.cli.main import COMMANDS, build; "
+        "build(COMMANDS)(['--help'], standalone_mode=False); "
+        f"print('loaded:', sorted(set({HEAVY}) & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.endswith("loaded: []\n"), result.stdout + result.stderr
