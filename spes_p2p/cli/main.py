@@ -1,6 +1,7 @@
 """The `spes-p2p` program: registers the commands and turns known errors into one line.
 
-What a command does stands in its own module. Command modules import nothing heavy at their top, so that `spes-p2p --help` answers at once.
+What a command does stands in its own module; those import nothing heavy at their top, so that `spes-p2p --help` answers
+at once.
 """
 
 from __future__ import annotations
