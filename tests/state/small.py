@@ -1,8 +1,10 @@
-"""A small state with all kinds of blocks, for the tests of the store, the checkpoints and the merge."""
+"""A small state with all kinds of blocks, and a disk that is full, for the tests of store, checkpoints and merge."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,6 @@ from spes_p2p.ids import Hash
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout, StateTensor, Values
 from spes_p2p.state.store import Staging, StateStore
-
-FILE_SIZE_LIMIT = 40  # bytes: less than a block of the small state
 
 
 def small_tensors(columns: int = 3, layers: int = 2) -> list[StateTensor]:
@@ -58,3 +58,18 @@ def commit_round(store: StateStore, round: int, blocks: Iterable[int]) -> tuple[
     hashes = staging.finish()
     staging.publish()
     return hashes
+
+
+@contextmanager
+def file_size_limit(limit_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this: the kernel refuses as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

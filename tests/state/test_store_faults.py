@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,24 +12,9 @@ import pytest
 from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.state import files
 from spes_p2p.state.store import StateStore
-from tests.state.small import commit_round, small_layout, small_store, stage_round
+from tests.state.small import all_files, commit_round, file_size_limit, small_layout, small_store, stage_round
 
 STEPS = ("pwrite", "fsync", "rename", "link", "ftruncate", "unlink", "rmdir", "mkdir")
-
-
-@contextmanager
-def file_size_limit(limit_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this: the kernel refuses as it does on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def all_files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def reopened(store: StateStore) -> StateStore:
