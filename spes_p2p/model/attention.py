@@ -33,10 +33,10 @@ def rotation(length: int, head_dim: int, theta: float, device: torch.device) -> 
 
 
 def rotate(x_BHSC: Tensor, turn: Rotation) -> Tensor:
-    """Turns each pair of channels by its angle."""
+    """Turns each pair of channels by its angle, computed in fp32."""
     low, high = x_BHSC.chunk(2, dim=-1)
     turned = torch.cat((-high, low), dim=-1)
-    return x_BHSC * turn.cos_SC.to(x_BHSC.dtype) + turned * turn.sin_SC.to(x_BHSC.dtype)
+    return (x_BHSC * turn.cos_SC + turned * turn.sin_SC).to(x_BHSC.dtype)
 
 
 class Attention(nn.Module):
