@@ -99,8 +99,17 @@ class DataConfig(Section):
     path: str = local(
         "Folder of token shards with manifest.json, or a text file that lists raw memmaps.", "", private=True
     )
+    raw_dtype: Literal["auto", "uint16", "uint32"] = local(
+        "Type of raw memmaps without a manifest (auto: uint16 where the ids of model.vocab_size fit).",
+        "auto",
+        private=True,
+    )
     sequence_length: Positive = agreed("Tokens of one training sequence.")
     block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
+    shuffle: Literal["sequences", "blocks"] = agreed(
+        "What is put in random order: single sequences, or whole blocks (fewer seeks on slow disks, worse mixing).",
+        "sequences",
+    )
     mask_repetitions: bool = agreed(
         "Give no loss to sequences that repeat a pattern of 1 to 13 tokens 32 times.", False
     )

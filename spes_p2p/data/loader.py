@@ -1,0 +1,219 @@
+"""Batches for the inner steps of one peer, resumable to the very next sequence.
+
+`LeasedLoader` reads the positions that the run leased to this peer, `LocalLoader` an endless order of the peer's own;
+both give each rank of the peer its share of every batch. Sequences are `sequence_length` tokens, the shift to targets
+happens in the model. It leaves out who leases what (`leases.py`) and moving tokens to a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.leases import Ranges, count, take
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.memmap import TokenSequences
+from spes_p2p.data.order import Order
+from spes_p2p.data.repetition import has_repetition
+from spes_p2p.errors import CheckpointError, ConfigError, DataError, LocalProtocolError
+from spes_p2p.ids import PeerId
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank trains on in one inner step."""
+
+    tokens: NDArray[np.int64]
+    """[B, S]"""
+    loss_mask: NDArray[np.bool_]
+    """[B]; False: this sequence gives no loss."""
+    positions: NDArray[np.int64]
+    """[B]; stream positions (for held-out batches: sequence numbers)."""
+
+
+def open_dataset(config: Config) -> Dataset:
+    """The dataset at `data.path`. Raises DataError where it is damaged or its ids do not fit `model.vocab_size`."""
+    if not config.data.path:
+        raise ConfigError("data.path is empty", fix="give the folder of the token shards: --data DIR")
+    dataset = Dataset.open(config.data.path, config.data.raw_dtype, config.model.vocab_size)
+    if dataset.vocab_size is not None and dataset.vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"the dataset was made with tokenizer {dataset.tokenizer!r} of {dataset.vocab_size} ids, "
+            f"model.vocab_size is {config.model.vocab_size}",
+            fix=f"set model.vocab_size to {dataset.vocab_size}, or tokenize with the run's tokenizer",
+        )
+    return dataset
+
+
+class _Reader:
+    """Sequence numbers to checked batches."""
+
+    def __init__(self, dataset: Dataset, config: Config) -> None:
+        data = config.data
+        self.sequences = TokenSequences(dataset, data.sequence_length, data.held_out_fraction)
+        self._mask_repetitions = data.mask_repetitions
+        self._vocab_size = config.model.vocab_size
+
+    def batch(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> Batch:
+        tokens = self.sequences.read(sequences)
+        if tokens.size and (largest := int(tokens.max())) >= self._vocab_size:
+            row = int(tokens.max(axis=1).argmax())
+            raise DataError(
+                f"sequence {sequences[row]} holds token {largest}, model.vocab_size is {self._vocab_size}",
+                fix="tokenize with the run's tokenizer, or check data.raw_dtype",
+            )
+        repeated = has_repetition(tokens) if self._mask_repetitions else np.zeros(len(tokens), dtype=bool)
+        return Batch(tokens, ~repeated, positions)
+
+
+class _Loader:
+    """What both loaders share: an order of the training sequences and this rank's share of a batch."""
+
+    def __init__(self, dataset: Dataset, config: Config, stream: str, rank: int, world_size: int) -> None:
+        self._reader = _Reader(dataset, config)
+        self._rank, self._world_size = rank, world_size
+        training, batch = self._reader.sequences.training, config.optimizer.batch_sequences
+        if training < batch:
+            raise DataError(
+                f"the dataset's {dataset.tokens} tokens are {training} training sequences of "
+                f"{config.data.sequence_length} tokens, fewer than one batch ({batch})",
+                fix="use more data, a smaller optimizer.batch_sequences or a smaller data.sequence_length",
+            )
+        unit = config.data.block_sequences if config.data.shuffle == "blocks" else 1
+        self._order = Order(training, config.run.seed, unit, stream)
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        return self._order.sequences
+
+    def _share(self, positions: NDArray[np.int64]) -> Batch:
+        share, rest = divmod(len(positions), self._world_size)
+        if rest:
+            raise ConfigError(
+                f"a batch of {len(positions)} sequences cannot be split over {self._world_size} ranks",
+                fix="set optimizer.batch_sequences to a multiple of the local ranks",
+            )
+        own = positions[self._rank * share : (self._rank + 1) * share]
+        return self._reader.batch(self._order.sequences_at(own), own)
+
+
+class LeasedLoader(_Loader):
+    """Batches from the positions that are leased to this peer, in the order of its ranges.
+
+    Args:
+        ranges: what the newest certificate says that this peer holds.
+        offset: sequences at the front of `ranges` that were already trained on but not yet counted.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: Config,
+        ranges: Ranges = (),
+        offset: int = 0,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__(dataset, config, "run", rank, world_size)
+        self._ranges, self._offset = ranges, offset
+
+    @property
+    def consumed(self) -> int:
+        """Sequences at the front of the held ranges that were handed out by `next_batch`."""
+        return self._offset
+
+    def remaining(self) -> int:
+        """Leased sequences that `next_batch` has not handed out yet."""
+        return count(self._ranges) - self._offset
+
+    def next_batch(self, sequences: int) -> Batch:
+        """This rank's share of the next `sequences` leased sequences.
+
+        Raises LocalProtocolError when fewer remain (ask `remaining` first; who runs out waits for the next commit).
+        """
+        if sequences > self.remaining():
+            raise LocalProtocolError(f"a batch of {sequences} sequences was asked for, {self.remaining()} are leased")
+        _, unread = take(self._ranges, self._offset)
+        taken, _ = take(unread, sequences)
+        batch = self._share(_positions(taken))
+        self._offset += sequences
+        return batch
+
+    def set_lease(self, ranges: Ranges, uncounted: int) -> None:
+        """Goes on with what a new certificate says that this peer holds.
+
+        The first `uncounted` positions of `ranges` are what this loader has handed out last and no certificate has
+        counted; the next batch comes after them. Raises LocalProtocolError when they are something else.
+        """
+        last = take(take(self._ranges, self._offset)[0], self._offset - uncounted)[1]
+        front = take(ranges, uncounted)[0]
+        if uncounted > self._offset or not np.array_equal(_positions(last), _positions(front)):
+            raise LocalProtocolError(
+                f"{uncounted} uncounted sequences should begin {ranges[:3]}, but {last[:3]} was trained on last"
+            )
+        self._ranges, self._offset = ranges, uncounted
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranges": [list(span) for span in self._ranges], "offset": self._offset}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The very next batch is the one that would have come after `state_dict`. Raises CheckpointError."""
+        try:
+            ranges, offset = tuple((int(start), int(stop)) for start, stop in state["ranges"]), int(state["offset"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged_state(error) from error
+        self._ranges, self._offset = ranges, offset
+
+
+class LocalLoader(_Loader):
+    """Batches from the peer's own data, without leases: its own order, epoch after epoch."""
+
+    def __init__(self, dataset: Dataset, config: Config, peer: PeerId, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(dataset, config, f"local/{peer}", rank, world_size)
+        self._position = 0
+
+    def next_batch(self, sequences: int) -> Batch:
+        """This rank's share of the next `sequences` sequences."""
+        batch = self._share(np.arange(self._position, self._position + sequences))
+        self._position += sequences
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The very next batch is the one that would have come after `state_dict`. Raises CheckpointError."""
+        try:
+            self._position = int(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged_state(error) from error
+
+
+def held_out_batches(dataset: Dataset, config: Config, max_sequences: int) -> Iterator[Batch]:
+    """At most `max_sequences` held-out sequences, spread evenly, in batches of `optimizer.micro_batch_sequences`.
+
+    The same at every peer with the same dataset; nothing where nothing is held out.
+    """
+    reader = _Reader(dataset, config)
+    available = reader.sequences.held_out
+    chosen = min(available, max_sequences)
+    first = reader.sequences.training
+    size = config.optimizer.micro_batch_sequences
+    for start in range(0, chosen, size):
+        steps = np.arange(start, min(start + size, chosen), dtype=np.int64)
+        sequences = first + steps * available // chosen
+        yield reader.batch(sequences, sequences)
+
+
+def _positions(ranges: Ranges) -> NDArray[np.int64]:
+    return np.concatenate([np.arange(*span, dtype=np.int64) for span in ranges] or [np.empty(0, np.int64)])
+
+
+def _damaged_state(error: Exception) -> CheckpointError:
+    return CheckpointError(f"the saved data position is damaged: {error!r}", fix="resume from an older checkpoint")

@@ -1,0 +1,228 @@
+"""A dataset on disk: a list of token files, checked and named by hash.
+
+Two forms are read: a folder with `manifest.json` as `spes-p2p tokenize` writes it, and a text file that lists raw
+headerless memmaps as the published SPES script makes them. It leaves out how tokens become sequences (`memmap.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from spes_p2p.data.shards import Shard, write_atomically
+from spes_p2p.errors import DataError
+from spes_p2p.ids import Hash, sha256
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+_NPY_MAGIC = b"\x93NUMPY"
+
+Dtype = Literal["uint16", "uint32"]
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """What one corpus file gave."""
+
+    file: str
+    documents: int
+    tokens: int
+    bad_lines: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`, in the order of its keys."""
+
+    format_version: int
+    dtype: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eos_id: int
+    documents: int
+    tokens: int
+    bad_lines: int
+    inputs: tuple[InputFile, ...]
+    shards: tuple[Shard, ...]
+
+    def write(self, folder: Path) -> Path:
+        """Writes `folder/manifest.json` atomically. Raises StorageFull."""
+        path = folder / MANIFEST
+        write_atomically(path, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Raises DataError when the file is no manifest that this version understands."""
+        try:
+            plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            version = plain["format_version"]
+            if version != FORMAT_VERSION:
+                fix = "update spes-p2p, or tokenize the corpus again"
+                raise DataError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}", fix=fix)
+            plain["inputs"] = tuple(InputFile(**item) for item in plain["inputs"])
+            plain["shards"] = tuple(Shard(**item) for item in plain["shards"])
+            return cls(**plain)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is damaged: {error}", fix="copy it again, or run spes-p2p tokenize again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Where `tokens` ids of one shard lie: flat, little-endian, from `offset_bytes` on. `sha256` may be unknown."""
+
+    path: Path
+    tokens: int
+    offset_bytes: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset that was opened: every file is there and has the right size and type."""
+
+    dtype: Dtype
+    files: tuple[TokenFile, ...]
+    vocab_size: int | None = None
+    """Of the tokenizer; unknown for raw lists."""
+    eos_id: int | None = None
+    tokenizer: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(file.tokens for file in self.files)
+
+    @classmethod
+    def open(cls, path: str | Path, raw_dtype: str = "auto", vocab_size: int | None = None) -> Dataset:
+        """Opens a folder with a manifest (or the manifest itself), or a text file with one path of a raw memmap a line.
+
+        Args:
+            raw_dtype: of raw memmaps: "uint16", "uint32", or "auto": uint16 where the ids of `vocab_size` fit.
+        Raises DataError naming the file that is missing, truncated or of another type.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / MANIFEST
+        if not path.is_file():
+            fix = "run spes-p2p tokenize, or set data.path to a folder with manifest.json or a text file of paths"
+            raise DataError(f"there is no dataset at {path}", fix=fix)
+        if path.name == MANIFEST:
+            return _from_manifest(path)
+        return _from_list(path, raw_dtype, vocab_size)
+
+    @cached_property
+    def dataset_hash(self) -> Hash:
+        """SHA-256 over the shard hashes and the dtype. Files of raw lists are read whole for it, once."""
+        return sha256(*(bytes.fromhex(file.sha256 or hash_tokens(file)) for file in self.files), self.dtype.encode())
+
+    def verify(self, report: Callable[[TokenFile], None] | None = None) -> None:
+        """Hashes every shard again, calling `report` after each. Raises DataError naming the first altered one."""
+        for file in self.files:
+            if file.sha256 not in (None, hash_tokens(file)):
+                raise DataError(
+                    f"shard {file.path} was altered: its hash is not the manifest's", fix=_repair(file.path)
+                )
+            if report is not None:
+                report(file)
+
+
+def hash_tokens(file: TokenFile) -> str:
+    """SHA-256 in hex over the token bytes of one file."""
+    digest = hashlib.sha256()
+    with open(file.path, "rb") as stream:
+        stream.seek(file.offset_bytes)
+        while chunk := stream.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _from_manifest(path: Path) -> Dataset:
+    manifest = Manifest.read(path)
+    files = []
+    for shard in manifest.shards:
+        dtype, file = _inspect(path.parent / shard.file, manifest.dtype)
+        if (dtype, file.tokens) != (manifest.dtype, shard.tokens):
+            raise DataError(
+                f"shard {file.path} holds {file.tokens} tokens of {dtype}, the manifest says {shard.tokens} of "
+                f"{manifest.dtype}",
+                fix=_repair(file.path),
+            )
+        files.append(dataclasses.replace(file, sha256=shard.sha256))
+    return Dataset(_dtype(manifest.dtype), tuple(files), manifest.vocab_size, manifest.eos_id, manifest.tokenizer)
+
+
+def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:
+    if raw_dtype == "auto":
+        if vocab_size is None:
+            raise DataError(f"the dtype of the raw memmaps in {path} is not known", fix="set data.raw_dtype")
+        raw_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        fix = "give a folder with manifest.json, or a text file with one path a line"
+        raise DataError(f"{path} is not a text file of paths", fix=fix) from error
+    paths = [path.parent / line for line in lines if line and not line.startswith("#")]
+    if not paths:
+        raise DataError(f"{path} lists no file", fix="write one path of a memmap a line")
+    inspected = [_inspect(item, raw_dtype) for item in paths]
+    dtypes = {dtype for dtype, _ in inspected}
+    if len(dtypes) != 1:
+        raise DataError(f"{path} lists files of {' and '.join(sorted(dtypes))}", fix="list files of one dtype")
+    return Dataset(_dtype(dtypes.pop()), tuple(file for _, file in inspected))
+
+
+def _inspect(path: Path, raw_dtype: str) -> tuple[str, TokenFile]:
+    """The dtype and extent of a token file: by its .npy header, or by its size where it has none."""
+    if not path.is_file():
+        raise DataError(f"shard {path} is missing", fix=_repair(path))
+    size = path.stat().st_size
+    with open(path, "rb") as stream:
+        dtype, tokens = _npy_content(path, stream) or (raw_dtype, None)
+        offset = stream.tell()
+    whole, rest = divmod(size - offset, np.dtype(dtype).itemsize)
+    if rest or tokens not in (None, whole):
+        expected = f"{tokens} tokens" if tokens is not None else "whole tokens"
+        raise DataError(
+            f"shard {path} is truncated: {size - offset} bytes are not {expected} of {dtype}", fix=_repair(path)
+        )
+    return dtype, TokenFile(path, whole, offset)
+
+
+def _npy_content(path: Path, stream: BinaryIO) -> tuple[str, int] | None:
+    """(dtype, tokens) of a .npy file, with the stream after its header; None, and the stream at 0, for a raw memmap."""
+    magic = stream.read(len(_NPY_MAGIC))
+    stream.seek(0)
+    if magic != _NPY_MAGIC:
+        return None
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    except ValueError as error:
+        raise DataError(f"shard {path} has a damaged header: {error}", fix=_repair(path)) from error
+    if len(shape) != 1:
+        raise DataError(f"shard {path} has {len(shape)} dimensions, not one", fix=_repair(path))
+    return dtype.newbyteorder("=").name, int(shape[0])
+
+
+def _dtype(name: str) -> Dtype:
+    if name == "uint16":
+        return "uint16"
+    if name == "uint32":
+        return "uint32"
+    raise DataError(f"tokens of {name} cannot be read", fix="use uint16 or uint32")
+
+
+def _repair(path: Path) -> str:
+    return f"copy {path.name} again, or delete it and run spes-p2p tokenize again"

@@ -1,0 +1,260 @@
+"""Corpus files to numbered records: JSON lines, JSON, Parquet and plain text, compressed or not.
+
+Reading is sequential and cheap: JSON lines leave here as bytes and are parsed where they are tokenized. It leaves out
+what a record's text becomes, and which records of a file are already done.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from spes_p2p.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".txt")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PIECE_BYTES = 2**20
+"""A plain text file is tokenized in pieces of whole lines of about this size."""
+
+
+class Piece(NamedTuple):
+    """Whole lines of a plain text file; `last` ends the document."""
+
+    data: bytes
+    last: bool
+
+
+class Bad(NamedTuple):
+    """A record that the reader itself found unusable."""
+
+    reason: str
+
+
+Content = bytes | str | Piece | Bad
+"""A line of JSON, a text, a part of a text, or nothing usable."""
+
+
+class Record(NamedTuple):
+    """One document or piece. `line` counts from 1: a line of a text file, a row of a table, an item of an array."""
+
+    line: int
+    content: Content
+
+
+class CorpusFile:
+    """One input file, opened for reading once. Use as a context manager; `bytes_read` tells how far it got.
+
+    Iterating raises DataError when the file is damaged or needs a library that is not installed.
+    """
+
+    def __init__(self, path: Path, text_field: str) -> None:
+        self.path = path
+        self.total_bytes = path.stat().st_size
+        self._text_field = text_field
+        self._stack = ExitStack()
+        self._position: Callable[[], int] = lambda: 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the file, as stored, that were read so far."""
+        return min(self._position(), self.total_bytes)
+
+    def __enter__(self) -> CorpusFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            yield from self._records()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise self._damaged(error) from error
+        except Exception as error:
+            if type(error).__name__ in ("ZstdError", "ArrowInvalid"):  # of libraries that may not be installed
+                raise self._damaged(error) from error
+            raise
+
+    def _damaged(self, error: Exception) -> DataError:
+        return DataError(f"{self.path} is damaged or cut short: {error}", fix="copy or download it again")
+
+    def _records(self) -> Iterator[Record]:
+        if self.path.name.endswith(".parquet"):
+            return self._parquet_rows()
+        stream = self._open()
+        if self.path.name.endswith(".txt"):
+            return _pieces(stream)
+        if ".jsonl" in self.path.suffixes:
+            return _lines(stream)
+        return _json_records(stream, self._text_field)
+
+    def _open(self) -> BinaryIO:
+        raw = self._stack.enter_context(self.path.open("rb"))
+        self._position = raw.tell
+        if self.path.suffix == ".gz":
+            return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+        if self.path.suffix == ".zst":
+            zstandard = _optional("zstandard", "zstandard", self.path)
+            frames = _ZstdFrames(raw, zstandard.ZstdDecompressor())
+            return cast(BinaryIO, io.BufferedReader(frames, PIECE_BYTES))
+        return raw
+
+    def _parquet_rows(self) -> Iterator[Record]:
+        parquet = _optional("pyarrow.parquet", "pyarrow", self.path)
+        table = self._stack.enter_context(parquet.ParquetFile(self.path))
+        if self._text_field not in table.schema_arrow.names:
+            columns = ", ".join(table.schema_arrow.names)
+            raise DataError(f"{self.path} has no column {self._text_field!r}, only {columns}", fix="set --text-field")
+        rows = max(1, table.metadata.num_rows)
+        line = 0
+        self._position = lambda: self.total_bytes * line // rows
+        for batch in table.iter_batches(batch_size=1024, columns=[self._text_field]):
+            for scalar in batch.column(0):
+                line += 1
+                yield Record(line, _cell(scalar, self._text_field))
+
+
+def find_inputs(patterns: Sequence[str]) -> list[Path]:
+    """The files that `patterns` (files, folders, globs with **) name, sorted, each once.
+
+    Raises DataError when a pattern matches nothing or a file is of no known kind.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        matches = _matches(pattern)
+        if not matches:
+            kinds = ", ".join(SUFFIXES)
+            raise DataError(f"no file matches {pattern!r}", fix=f"check the path; known kinds of files are {kinds}")
+        found.update(matches)
+    for path in sorted(found):
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(f"{path} is none of {', '.join(SUFFIXES)}", fix="convert it, or narrow the pattern")
+    return sorted(found)
+
+
+def _matches(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return [file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file()]
+    return [Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
+
+
+def text_of(value: Any, text_field: str) -> str | Bad:
+    """The text of a parsed JSON record."""
+    if not isinstance(value, dict):
+        return Bad(f"not a JSON object but {type(value).__name__}")
+    if text_field not in value:
+        return Bad(f"no field {text_field!r}")
+    text = value[text_field]
+    return text if isinstance(text, str) else Bad(f"{text_field!r} is not a text but {type(text).__name__}")
+
+
+def parse_line(line: bytes, text_field: str) -> str | Bad:
+    """The text of one line of JSON, or why it has none."""
+    try:
+        return text_of(json.loads(line.decode()), text_field)
+    except UnicodeDecodeError as error:
+        return Bad(f"invalid UTF-8 at byte {error.start}")
+    except (ValueError, RecursionError) as error:
+        return Bad(f"invalid JSON: {error}")
+
+
+def _cell(scalar: Any, text_field: str) -> str | Bad:
+    """The text of one cell of a column of Arrow."""
+    try:
+        value = scalar.as_py()
+    except UnicodeDecodeError as error:
+        return Bad(f"invalid UTF-8 at byte {error.start}")
+    return value if isinstance(value, str) else Bad(f"{text_field!r} is not a text but {type(value).__name__}")
+
+
+def _lines(stream: Iterable[bytes]) -> Iterator[Record]:
+    """Lines that are not blank."""
+    for number, line in enumerate(stream, start=1):
+        content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if content and not content.isspace():
+            yield Record(number, content)
+
+
+def _json_records(stream: BinaryIO, text_field: str) -> Iterator[Record]:
+    """A .json file is JSON lines (as many corpora name them), or one value: an object or an array of objects."""
+    first = stream.readline()
+    if _is_object(first):
+        yield from _lines(itertools.chain([first], stream))
+        return
+    whole = first + stream.read()
+    try:
+        value = json.loads(whole.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        yield from _lines(io.BytesIO(whole))
+        return
+    for number, item in enumerate(value if isinstance(value, list) else [value], start=1):
+        yield Record(number, text_of(item, text_field))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _pieces(stream: BinaryIO) -> Iterator[Record]:
+    line, data = 1, _piece(stream).removeprefix(BYTE_ORDER_MARK)
+    while data:
+        following = _piece(stream)
+        yield Record(line, Piece(data, last=not following))
+        line += data.count(b"\n")
+        data = following
+
+
+def _piece(stream: BinaryIO) -> bytes:
+    return stream.read(PIECE_BYTES) + stream.readline()
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Decompresses concatenated zstd frames; unlike the library's own stream it refuses a frame that is cut short."""
+
+    def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None
+        self._ready = b""
+        self._input = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._input = self._input or self._raw.read(PIECE_BYTES)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the last zstd frame has no end")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready = self._frame.decompress(self._input)
+            self._input = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+
+def _optional(module: str, package: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"{path} needs {package}, which is not installed", fix=f"pip install {package}") from error

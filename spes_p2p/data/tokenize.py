@@ -1,0 +1,389 @@
+"""Turns corpus files into a dataset of token shards, in parallel, and goes on where an interrupted run stopped.
+
+One process reads all files in order and deals batches of records to worker processes, which parse and tokenize; the
+results are written in the order of the input. Each input file is cut into shards of its own, so the bytes on disk
+depend on neither the number of processes, the batch size, nor interruptions. After each shard a record in
+`.progress/` says where in the input the next one begins. It leaves out what is shown to people: `report` is called
+with numbers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, InputFile, Manifest
+from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
+from spes_p2p.data.readers import Bad, CorpusFile, Piece, Record, find_inputs, parse_line
+from spes_p2p.data.shards import ShardWriter
+from spes_p2p.data.tokenizers import Tokenizer, load_tokenizer
+from spes_p2p.errors import ConfigError, DataError
+
+BATCH_BYTES = 2**20
+"""A batch is dealt out when it holds this much text, even before it has `batch_size` records."""
+BATCHES_IN_FLIGHT = 4
+"""Per process: enough that none waits, few enough to bound memory."""
+MAX_EXAMPLES = 20
+"""Bad lines that are reported one by one, for each input file."""
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """How to tokenize; the fields are the options of `spes-p2p tokenize`."""
+
+    tokenizer: str = "byte"
+    eos_token: str | None = None
+    text_field: str = "text"
+    processes: int = field(default_factory=lambda: os.cpu_count() or 1)
+    batch_size: int = 1000
+    max_shard_bytes: int = 256 * 2**20
+    dtype: str = "auto"
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizeProgress:
+    """How far a run is; counts include what earlier runs did. Bytes are those of the input as stored."""
+
+    file: str
+    bytes_done: int
+    bytes_total: int
+    documents: int
+    tokens: int
+    bad_lines: int
+
+
+@dataclass(frozen=True)
+class TokenizeResult:
+    manifest: Manifest
+    examples: tuple[str, ...]
+    """The first bad lines of each input, as `file:line: reason`."""
+    files_skipped: int
+    """Input files that an earlier run had finished."""
+
+
+class Encoded(NamedTuple):
+    """What a batch of records became."""
+
+    tokens: NDArray[np.unsignedinteger]
+    documents: int
+    bad: tuple[tuple[int, str], ...]
+
+
+class _Batch(NamedTuple):
+    unit: Unit
+    first_record: int
+    records: list[Record]
+    bytes_read: int
+    end: bool
+
+
+def tokenize(
+    patterns: Sequence[str],
+    output_dir: Path,
+    options: TokenizeOptions,
+    report: Callable[[TokenizeProgress], None] | None = None,
+) -> TokenizeResult:
+    """Tokenizes all files that `patterns` name into shards and a manifest in `output_dir`.
+
+    Raises DataError (nothing to read, damaged input, no or too large tokenizer, a bad line under `strict`, an output
+    folder of another corpus or other settings), ConfigError (impossible options) and StorageFull. Whatever it raises,
+    finished shards stay, no file is half-written, and the same call goes on from there.
+    """
+    _check(options)
+    units = Unit.of_all(find_inputs(patterns))
+    tokenizer = load_tokenizer(options.tokenizer, options.eos_token)
+    dtype = choose_dtype(tokenizer, options.dtype)
+    settings = Settings(tokenizer.fingerprint, tokenizer.eos_id, options.text_field, dtype, options.max_shard_bytes)
+    with Workspace.opened(output_dir, settings, units) as workspace:
+        open_units = [unit for unit in units if not workspace.progress(unit).done]
+        if open_units:
+            (output_dir / MANIFEST).unlink(missing_ok=True)  # it would describe files that are about to change
+        _Run(workspace, units, tokenizer, options, report or (lambda progress: None)).process(open_units)
+        examples = tuple(example for unit in units for example in workspace.progress(unit).examples)
+        if options.strict and examples:  # of files that an earlier run without --strict has finished
+            raise _bad_line(examples[0])
+        manifest = _manifest(workspace, units, tokenizer)
+        manifest.write(output_dir)
+    return TokenizeResult(manifest, examples, len(units) - len(open_units))
+
+
+def choose_dtype(tokenizer: Tokenizer, dtype: str) -> str:
+    """For "auto": uint16 where all ids fit. Raises DataError where they do not fit into the `dtype` asked for."""
+    if dtype == "auto":
+        return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    if tokenizer.vocab_size > np.iinfo(dtype).max + 1:
+        raise DataError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, more than {dtype} can hold "
+            f"({np.iinfo(dtype).max + 1})",
+            fix="use --dtype auto or uint32",
+        )
+    return dtype
+
+
+def encode_records(records: Sequence[Record], text_field: str, tokenizer: Tokenizer, dtype: str) -> Encoded:
+    """Tokens of all usable `records`, each document followed by the end-of-text id. Empty texts give nothing."""
+    texts: list[str] = []
+    ends: list[bool] = []
+    lines: list[int] = []
+    bad: list[tuple[int, str]] = []
+    for line, content in records:
+        if isinstance(content, Piece):
+            text: str | Bad = _decoded(content.data, line, bad)
+        else:
+            text = parse_line(content, text_field) if isinstance(content, bytes) else content
+        if isinstance(text, Bad):
+            bad.append((line, text.reason))
+        elif text or isinstance(content, Piece):
+            texts.append(text)
+            ends.append(not isinstance(content, Piece) or content.last)
+            lines.append(line)
+    parts, documents = [np.empty(0, dtype)], 0
+    eos = np.array([tokenizer.eos_id], np.uint32)
+    for ids, end, line in zip(_encoded(texts, tokenizer), ends, lines, strict=True):
+        if ids is None:
+            bad.append((line, "a lone surrogate is no valid Unicode"))
+            continue
+        parts += [ids, eos] if end else [ids]
+        documents += end
+    return Encoded(np.concatenate(parts).astype(dtype), documents, tuple(sorted(bad)))
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.uint32] | None]:
+    """The ids of each text, None where it is no valid Unicode (JSON can escape what UTF-8 cannot hold)."""
+    try:
+        return [*tokenizer.encode(texts)]
+    except ValueError:
+        return [_encoded_alone(text, tokenizer) for text in texts]
+
+
+def _encoded_alone(text: str, tokenizer: Tokenizer) -> NDArray[np.uint32] | None:
+    try:
+        return tokenizer.encode([text])[0]
+    except ValueError:
+        return None
+
+
+def _decoded(data: bytes, first_line: int, bad: list[tuple[int, str]]) -> str:
+    """The text of a piece, without its undecodable lines, which are added to `bad`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        kept = []
+        for line, part in enumerate(BytesIO(data), start=first_line):
+            try:
+                kept.append(part.decode())
+            except UnicodeDecodeError as error:
+                bad.append((line, f"invalid UTF-8 at byte {error.start}"))
+        return "".join(kept)
+
+
+class _Run:
+    """The way of all open inputs through the workers and into shards."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        units: list[Unit],
+        tokenizer: Tokenizer,
+        options: TokenizeOptions,
+        report: Callable[[TokenizeProgress], None],
+    ) -> None:
+        self._workspace, self._tokenizer, self._options, self._report = workspace, tokenizer, options, report
+        self._units = units
+        self._bytes = {unit: unit.path.stat().st_size for unit in units}
+
+    def process(self, units: list[Unit]) -> None:
+        batches = (batch for unit in units for batch in self._batches(unit))
+        with _encoder(self._options, self._tokenizer, self._workspace.settings.dtype) as encode:
+            results = _in_order(batches, encode, BATCHES_IN_FLIGHT * self._options.processes)
+            for unit in units:
+                self._write_unit(unit, results)
+
+    def _batches(self, unit: Unit) -> Iterator[_Batch]:
+        first = self._workspace.progress(unit).records
+        with CorpusFile(unit.path, self._options.text_field) as file:
+            records: list[Record] = []
+            size = 0
+            for record in islice(file, first, None):
+                records.append(record)
+                size += _size(record)
+                if len(records) == self._options.batch_size or size >= BATCH_BYTES:
+                    yield _Batch(unit, first, records, file.bytes_read, end=False)
+                    first += len(records)
+                    records, size = [], 0
+            yield _Batch(unit, first, records, file.total_bytes, end=True)
+
+    def _write_unit(self, unit: Unit, results: Iterator[tuple[_Batch, Encoded]]) -> None:
+        """Takes the batches of `unit` from `results` and writes its shards, saving its progress after each."""
+        progress = self._workspace.progress(unit)
+        settings = self._workspace.settings
+        folder, limit = self._workspace.folder, settings.max_shard_bytes
+        with ShardWriter(folder, unit.stem, settings.dtype, limit, progress.shards) as writer:
+            for batch, encoded in results:
+                self._refuse_if_strict(batch, encoded)
+                skip = min(progress.skip_tokens, len(encoded.tokens))
+                for written in writer.write(encoded.tokens[skip:]):
+                    finished = replace(progress, skip_tokens=skip + written, shards=writer.finished)
+                    self._workspace.save(unit, finished)
+                progress = _after(progress, batch, encoded)
+                self._tell(batch, progress, writer.tokens)
+                if batch.end:
+                    break
+        self._workspace.save(unit, replace(progress, shards=writer.finished, done=True))
+
+    def _refuse_if_strict(self, batch: _Batch, encoded: Encoded) -> None:
+        if self._options.strict and encoded.bad:
+            raise _bad_line(_examples(batch, encoded)[0])
+
+    def _tell(self, batch: _Batch, progress: UnitProgress, tokens: int) -> None:
+        done = [self._workspace.progress(unit) for unit in self._units if self._workspace.progress(unit).done]
+        done_bytes = sum(size for unit, size in self._bytes.items() if self._workspace.progress(unit).done)
+        self._report(
+            TokenizeProgress(
+                file=batch.unit.path.name,
+                bytes_done=done_bytes + batch.bytes_read,
+                bytes_total=sum(self._bytes.values()),
+                documents=progress.documents + sum(other.documents for other in done),
+                tokens=tokens + sum(other.tokens for other in done),
+                bad_lines=progress.bad_lines + sum(other.bad_lines for other in done),
+            )
+        )
+
+
+def _size(record: Record) -> int:
+    content = record.content
+    return 0 if isinstance(content, Bad) else len(content.data if isinstance(content, Piece) else content)
+
+
+def _after(progress: UnitProgress, batch: _Batch, encoded: Encoded) -> UnitProgress:
+    """Where the input stands after `batch`, with its counts added. Shards are added when they are finished."""
+    return replace(
+        progress,
+        records=batch.first_record + len(batch.records),
+        skip_tokens=max(0, progress.skip_tokens - len(encoded.tokens)),
+        documents=progress.documents + encoded.documents,
+        bad_lines=progress.bad_lines + len(encoded.bad),
+        examples=(progress.examples + _examples(batch, encoded))[:MAX_EXAMPLES],
+    )
+
+
+def _examples(batch: _Batch, encoded: Encoded) -> tuple[str, ...]:
+    return tuple(f"{batch.unit.path}:{line}: {reason}" for line, reason in encoded.bad[:MAX_EXAMPLES])
+
+
+def _bad_line(example: str) -> DataError:
+    return DataError(f"bad line {example}", fix="mend or remove it, or run without --strict to leave bad lines out")
+
+
+def _check(options: TokenizeOptions) -> None:
+    for name in ("processes", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{name} is {getattr(options, name)}, must be at least 1", fix=f"raise {name}")
+    if options.dtype not in ("auto", "uint16", "uint32"):
+        raise ConfigError(f"dtype is {options.dtype!r}", fix="use auto, uint16 or uint32")
+
+
+def _manifest(workspace: Workspace, units: list[Unit], tokenizer: Tokenizer) -> Manifest:
+    progress = [workspace.progress(unit) for unit in units]
+    inputs = [
+        InputFile(unit.path.name, done.documents, done.tokens, done.bad_lines)
+        for unit, done in zip(units, progress, strict=True)
+    ]
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        dtype=workspace.settings.dtype,
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        documents=sum(item.documents for item in inputs),
+        tokens=sum(item.tokens for item in inputs),
+        bad_lines=sum(item.bad_lines for item in inputs),
+        inputs=tuple(inputs),
+        shards=tuple(shard for done in progress for shard in done.shards),
+    )
+    if not manifest.tokens:
+        example = next((example for done in progress for example in done.examples), "every file is empty")
+        raise DataError(f"no text was found: {example}", fix="check the files, or set --text-field")
+    return manifest
+
+
+_worker: tuple[Tokenizer, str, str] | None = None
+"""In a worker process: what `_start_worker` was given."""
+
+
+def _start_worker(tokenizer: Tokenizer, text_field: str, dtype: str) -> None:
+    global _worker
+    _worker = tokenizer, text_field, dtype
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """A killed parent leaves workers waiting for ever; they hold both ends of the pipe they wait on."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _encode_in_worker(records: list[Record]) -> Encoded:
+    assert _worker is not None
+    tokenizer, text_field, dtype = _worker
+    return encode_records(records, text_field, tokenizer, dtype)
+
+
+@contextmanager
+def _encoder(
+    options: TokenizeOptions, tokenizer: Tokenizer, dtype: str
+) -> Iterator[Callable[[list[Record]], Callable[[], Encoded]]]:
+    """A function that starts to encode records and returns one that waits for the result."""
+    if options.processes == 1:
+        yield lambda records: partial(encode_records, records, options.text_field, tokenizer, dtype)
+        return
+    pool = ProcessPoolExecutor(
+        options.processes,
+        mp_context=multiprocessing.get_context("spawn"),  # the caller may have threads
+        initializer=_start_worker,
+        initargs=(tokenizer, options.text_field, dtype),
+    )
+    try:
+        yield lambda records: pool.submit(_encode_in_worker, records).result
+    except BrokenProcessPool as error:
+        fix = "was memory short? use fewer --processes or a smaller --batch-size; the same command goes on from here"
+        raise DataError("a tokenizer process was killed", fix=fix) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    batches: Iterator[_Batch], encode: Callable[[list[Record]], Callable[[], Encoded]], in_flight: int
+) -> Iterator[tuple[_Batch, Encoded]]:
+    """Each batch with its result, in the order of `batches`, while up to `in_flight` later ones are under way."""
+    pending: deque[tuple[_Batch, Callable[[], Encoded]]] = deque()
+    for batch in batches:
+        pending.append((batch, encode(batch.records)))
+        if len(pending) > in_flight:
+            first, result = pending.popleft()
+            yield first, result()
+    for batch, result in pending:
+        yield batch, result()

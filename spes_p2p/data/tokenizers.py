@@ -1,0 +1,158 @@
+"""The tokenizers a corpus can be cut with: plain bytes, or any Hugging Face tokenizer.
+
+Both can be pickled, so that worker processes get exactly the tokenizer that was fingerprinted. Heavy imports happen
+only when such a tokenizer is asked for. It leaves out decoding and everything a model needs to know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spes_p2p.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+WELL_KNOWN_EOS = (
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<|eos|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[EOS]",
+)
+"""Looked for in this order when nothing says which token ends a text."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids. Instances are picklable."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hex over all that decides the ids."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1, added tokens included."""
+        ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """The ids of each text, no special token added. Raises ValueError where a text is no valid Unicode."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a text: needs no file and has no unknown text."""
+
+    name = "byte"
+    fingerprint = hashlib.sha256(b"spes-p2p byte tokenizer 1").hexdigest()
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the Hugging Face tokenizers library; truncation and padding that its file asks for are off."""
+
+    def __init__(self, name: str, rust: RustTokenizer, eos_token: str | None) -> None:
+        rust.no_truncation()
+        rust.no_padding()
+        vocabulary = rust.get_vocab(with_added_tokens=True)
+        self.name = name
+        self.fingerprint = _fingerprint(rust)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eos_id = _eos_id(name, vocabulary, eos_token)
+        self._rust = rust
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        try:
+            encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError as error:  # how the library refuses a lone surrogate
+            raise ValueError("text is no valid Unicode") from error
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
+    """`name` is "byte", a tokenizer.json, a folder as saved by transformers, or a name on the Hugging Face hub.
+
+    Raises DataError when it cannot be loaded or when no token that ends a text is known.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_file():
+        return HuggingFaceTokenizer(name, _from_file(path), eos_token)
+    if (path / "tokenizer.json").is_file():
+        rust = _from_file(path / "tokenizer.json")
+        return HuggingFaceTokenizer(name, rust, eos_token or _configured_eos(path / "tokenizer_config.json"))
+    return _from_transformers(name, eos_token)
+
+
+def _from_file(path: Path) -> RustTokenizer:
+    from tokenizers import Tokenizer as RustTokenizer
+
+    try:
+        return RustTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for any malformed file
+        raise DataError(
+            f"{path} is not a tokenizer file of the tokenizers library: {error}", fix="give a tokenizer.json"
+        ) from error
+
+
+def _configured_eos(path: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json: a string, or a dict with the string as its content."""
+    if not path.is_file():
+        return None
+    token: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _from_transformers(name: str, eos_token: str | None) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        fix = "give byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub"
+        raise DataError(f"tokenizer {name!r} cannot be loaded: {reason}", fix=fix) from error
+    rust = getattr(loaded, "backend_tokenizer", None)
+    if rust is None:
+        raise DataError(f"tokenizer {name!r} has no fast version", fix="give a tokenizer that has a tokenizer.json")
+    return HuggingFaceTokenizer(name, rust, eos_token or loaded.eos_token)
+
+
+def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | None) -> int:
+    candidates = (eos_token,) if eos_token else WELL_KNOWN_EOS
+    for token in candidates:
+        if token in vocabulary:
+            return vocabulary[token]
+    if eos_token:
+        raise DataError(f"tokenizer {name!r} has no token {eos_token!r} to end a text", fix="give one with --eos-token")
+    known = ", ".join(WELL_KNOWN_EOS)
+    raise DataError(
+        f"tokenizer {name!r} does not say which token ends a text, and has none of {known}",
+        fix="name it with --eos-token",
+    )
+
+
+def _fingerprint(rust: RustTokenizer) -> str:
+    canonical = json.dumps(json.loads(rust.to_str()), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()

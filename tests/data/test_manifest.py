@@ -1,0 +1,113 @@
+"""Datasets on disk: both forms open, and damage is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.memmap import TokenSequences
+from spes_p2p.data.tokenize import TokenizeOptions, tokenize
+from spes_p2p.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text("abcdefgh" * 40)
+    tokenize([str(tmp_path / "a.txt")], tmp_path / "out", TokenizeOptions(processes=1, max_shard_bytes=400))
+    return tmp_path / "out"
+
+
+def raw_list(folder: Path, *parts: np.ndarray) -> Path:
+    for index, part in enumerate(parts):
+        (folder / f"{index}.npy").write_bytes(part.tobytes())
+    (folder / "paths.txt").write_text("".join(f"{index}.npy\n" for index in range(len(parts))))
+    return folder / "paths.txt"
+
+
+def test_shards_are_real_npy_files_of_bounded_size(folder: Path) -> None:
+    shards = sorted(folder.glob("*.npy"))
+    assert len(shards) == 3
+    assert max(shard.stat().st_size for shard in shards) <= 400
+    tokens = np.concatenate([np.load(shard) for shard in shards])
+    assert bytes(tokens[:-1].astype(np.uint8)) == b"abcdefgh" * 40
+    assert tokens[-1] == 256
+    Dataset.open(folder).verify()
+
+
+def test_a_truncated_shard_is_named(folder: Path) -> None:
+    shard = folder / "a-00001.npy"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"a-00001.npy is truncated: 270 bytes are not 136 tokens") as caught:
+        Dataset.open(folder)
+    assert "copy a-00001.npy again" in caught.value.fix
+    shard.unlink()
+    with pytest.raises(DataError, match=r"a-00001.npy is missing"):
+        Dataset.open(folder)
+
+
+def test_an_altered_shard_is_found_by_its_hash(folder: Path) -> None:
+    shard = folder / "a-00002.npy"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    dataset = Dataset.open(folder)
+    with pytest.raises(DataError, match=r"a-00002.npy was altered"):
+        dataset.verify()
+
+
+def test_a_shard_of_another_corpus_is_refused(folder: Path) -> None:
+    np.save(folder / "a-00000.npy", np.zeros(3, dtype=np.uint32))
+    with pytest.raises(DataError, match="3 tokens of uint32, the manifest says 136 of uint16"):
+        Dataset.open(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format_version": 1}', '{"format_version": 1, "inputs": [{}]}'])
+def test_a_damaged_manifest_is_refused(folder: Path, content: str) -> None:
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match="is damaged"):
+        Dataset.open(folder)
+
+
+def test_a_newer_format_is_refused(folder: Path) -> None:
+    plain = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(plain | {"format_version": 2}))
+    with pytest.raises(DataError, match="format version 2, this program reads 1"):
+        Dataset.open(folder)
+
+
+def test_the_hash_names_the_content_not_the_place(folder: Path, tmp_path: Path) -> None:
+    moved = folder.rename(tmp_path / "moved")
+    before = Dataset.open(moved).dataset_hash
+    assert Dataset.open(moved / "manifest.json").dataset_hash == before
+    (tmp_path / "list").mkdir()
+    tokens = [np.load(shard) for shard in sorted(moved.glob("*.npy"))]
+    assert Dataset.open(raw_list(tmp_path / "list", *tokens), "uint16").dataset_hash == before
+    tokens[0][0] += 1
+    assert Dataset.open(raw_list(tmp_path / "list", *tokens), "uint16").dataset_hash != before
+
+
+def test_raw_memmaps_are_read_by_the_size_of_the_vocabulary(tmp_path: Path) -> None:
+    small, large = np.arange(8, dtype="<u2"), np.arange(70000, 70008, dtype="<u4")
+    assert Dataset.open(raw_list(tmp_path, small), vocab_size=65536).tokens == 8
+    dataset = Dataset.open(raw_list(tmp_path, large[:3], large[3:]), vocab_size=65537)
+    assert TokenSequences(dataset, 4).read(np.array([1, 0])).tolist() == [
+        [70004, 70005, 70006, 70007],
+        [70000, 70001, 70002, 70003],
+    ]
+
+
+def test_raw_lists_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    path = raw_list(tmp_path, np.arange(3, dtype="<u2"))
+    with pytest.raises(DataError, match=r"0.npy is truncated: 6 bytes are not whole tokens of uint32"):
+        Dataset.open(path, "uint32")
+    with pytest.raises(DataError, match="dtype of the raw memmaps"):
+        Dataset.open(path)
+    path.write_text("# nothing\n")
+    with pytest.raises(DataError, match="lists no file"):
+        Dataset.open(path, "uint16")
+    with pytest.raises(DataError, match="there is no dataset"):
+        Dataset.open(tmp_path / "nowhere")

@@ -1,0 +1,281 @@
+"""Tokenize: every kind of file, the same bytes however it was run or interrupted, and errors that say what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from typer.testing import CliRunner
+
+from spes_p2p.cli import tokenize as command
+from spes_p2p.data import readers
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.tokenize import TokenizeOptions, TokenizeProgress, TokenizeResult, tokenize
+from spes_p2p.errors import ConfigError, DataError, StorageFull
+
+ALONE = TokenizeOptions(processes=1)
+TEXTS = ["first text", "zwei Öfen\n\nand more", "third"]
+
+
+def documents(folder: Path) -> list[str]:
+    """The texts of a byte-level dataset."""
+    dataset = Dataset.open(folder)
+    dataset.verify()
+    tokens = np.concatenate([np.load(file.path) for file in dataset.files])
+    assert tokens[-1] == 256
+    ends = np.flatnonzero(tokens == 256)
+    return [bytes(part[part < 256].astype(np.uint8)).decode() for part in np.split(tokens, ends)[:-1]]
+
+
+def lines(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def parquet(path: Path, texts: list[str | None]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", lines(*TEXTS)),
+        ("a.jsonl", b"\xef\xbb\xbf" + lines(*TEXTS).replace(b"\n", b"\n\n").rstrip()),
+        ("a.json", lines(*TEXTS)),
+        ("a.json", json.dumps([{"text": text} for text in TEXTS], indent=2).encode()),
+        ("a.jsonl.gz", gzip.compress(lines(*TEXTS))),
+        ("a.json.gz", gzip.compress(lines(*TEXTS[:1])) + gzip.compress(lines(*TEXTS[1:]))),
+        ("a.jsonl.zst", zstandard.compress(lines(*TEXTS))),
+        ("a.json.zst", zstandard.compress(lines(*TEXTS[:1])) + zstandard.compress(lines(*TEXTS[1:]))),
+    ],
+)
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    result = tokenize([str(tmp_path / "*.js*")], tmp_path / "out", ALONE)
+    assert documents(tmp_path / "out") == TEXTS
+    assert (result.manifest.documents, result.manifest.bad_lines) == (3, 0)
+    assert result.manifest.tokens == sum(len(text.encode()) + 1 for text in TEXTS)
+
+
+def test_parquet_and_single_objects_and_text_files(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", ["one", None, "two", "three"])
+    (tmp_path / "b.json").write_text(json.dumps({"text": "four"}, indent=2))
+    (tmp_path / "c.txt").write_bytes(b"five\nsix")
+    result = tokenize([str(tmp_path)], tmp_path / "out", ALONE)
+    assert documents(tmp_path / "out") == ["one", "two", "three", "four", "five\nsix"]
+    assert result.examples == (f"{tmp_path}/a.parquet:2: 'text' is not a text but NoneType",)
+
+
+def test_a_long_text_file_stays_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PIECE_BYTES", 16)
+    data = b"".join(b"line %d\n" % number for number in range(20))
+    (tmp_path / "a.txt").write_bytes(data[:-1] + b"\xff\nend")
+    result = tokenize([str(tmp_path / "a.txt")], tmp_path / "out", ALONE)
+    assert documents(tmp_path / "out") == [data.decode().replace("line 19\n", "end")]
+    assert result.examples == (f"{tmp_path}/a.txt:20: invalid UTF-8 at byte 7",)
+
+
+def test_bad_lines_are_counted_named_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = [b'{"text": 1}', b'{"other": ""}', b"[1]", b"{", b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[" * 100_000]
+    path.write_bytes(b"\n".join([lines("good").strip(), *bad, lines("fine").strip(), b'{"text": ""}', b""]))
+    result = tokenize([str(path)], tmp_path / "out", ALONE)
+    assert documents(tmp_path / "out") == ["good", "fine"]
+    assert result.manifest.bad_lines == len(bad)
+    assert [example.split(": ", 1)[0] for example in result.examples] == [f"{path}:{line}" for line in range(2, 9)]
+    reasons = [example.split(": ", 1)[1] for example in result.examples]
+    assert reasons[:3] == ["'text' is not a text but int", "no field 'text'", "not a JSON object but list"]
+    with pytest.raises(DataError, match=r"a.jsonl:2: 'text' is not a text but int"):
+        tokenize([str(path)], tmp_path / "strict", replace(ALONE, strict=True))
+    with pytest.raises(DataError, match=r"a.jsonl:2"):  # finished before, without --strict
+        tokenize([str(path)], tmp_path / "out", replace(ALONE, strict=True))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    for name in ("x", "y"):
+        (folder / name).mkdir(parents=True)
+        texts = [f"{name}{number} " * (number % 7) for number in range(60)]
+        (folder / name / "same.jsonl").write_bytes(lines(*texts[:20]) + b"bad\n" + lines(*texts[20:]))
+    (folder / "z.txt").write_text("z\n" * 200)
+    return folder
+
+
+SMALL = TokenizeOptions(processes=1, batch_size=5, max_shard_bytes=500)
+
+
+def test_the_bytes_do_not_depend_on_processes_or_batches(corpus: Path, tmp_path: Path) -> None:
+    ways = [SMALL, replace(SMALL, processes=2), replace(SMALL, batch_size=7), replace(SMALL, batch_size=10**6)]
+    for index, options in enumerate(ways):
+        tokenize([str(corpus / "**")], tmp_path / str(index), options)
+    expected = content(tmp_path / "0")
+    assert len(expected) > 10
+    assert "same~2-00000.npy" in expected
+    for index in range(1, len(ways)):
+        assert content(tmp_path / str(index)) == expected
+
+
+@pytest.mark.parametrize("batch_size", [5, 1, 60])
+def test_an_interrupted_run_goes_on_with_the_same_bytes(corpus: Path, tmp_path: Path, batch_size: int) -> None:
+    """Interrupted after every single batch, and continued with batches of another size."""
+    tokenize([str(corpus)], tmp_path / "whole", SMALL)
+    out = tmp_path / "out"
+
+    def interrupt(progress: TokenizeProgress) -> None:
+        calls.append(progress)
+        if len(calls) == limit:
+            raise KeyboardInterrupt
+
+    result, limit = None, 0
+    while result is None:
+        calls: list[TokenizeProgress] = []
+        limit += 3
+        try:
+            result = tokenize([str(corpus)], out, replace(SMALL, batch_size=batch_size), interrupt)
+        except KeyboardInterrupt:
+            assert not list(out.glob("*.tmp"))
+            assert not (out / "manifest.json").exists()
+    assert limit > 3
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_finished_files_are_skipped_and_changed_ones_done_again(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def again() -> TokenizeResult:
+        return tokenize([str(corpus)], out, SMALL)
+
+    first = again()
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.npy")}
+    second = again()
+    assert (first.files_skipped, second.files_skipped) == (0, 3)
+    assert second.manifest == first.manifest
+    assert second.examples == first.examples
+    (corpus / "z.txt").write_text("Z")
+    (out / "same-00001.npy").unlink()
+    assert again().files_skipped == 1
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.npy")}
+    assert {name for name in after if name.startswith("z")} == {"z-00000.npy"}
+    assert all(after[name] == before[name] for name in after if name.startswith("same~2"))
+    Dataset.open(out).verify()
+
+
+def test_another_corpus_or_other_settings_need_another_folder(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tokenize([str(corpus)], out, SMALL)
+    with pytest.raises(DataError, match="max_shard_bytes 500, now it is 600"):
+        tokenize([str(corpus)], out, replace(SMALL, max_shard_bytes=600))
+    with pytest.raises(DataError, match="also holds shards of 'same"):
+        tokenize([str(corpus / "z.txt")], out, SMALL)
+
+
+def test_two_runs_in_one_folder_are_kept_apart(corpus: Path, tmp_path: Path) -> None:
+    def second(progress: TokenizeProgress) -> None:
+        with pytest.raises(DataError, match="another tokenize is writing"):
+            tokenize([str(corpus)], tmp_path / "out", SMALL)
+
+    tokenize([str(corpus)], tmp_path / "out", SMALL, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl.gz", gzip.compress(os.urandom(2000))[:-400]),
+        ("a.jsonl.gz", b"no gzip"),
+        ("a.jsonl.zst", zstandard.compress(os.urandom(2000))[:-400]),
+        ("a.jsonl.zst", b"no zstandard"),
+        ("a.parquet", b"no parquet"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=rf"{name} is damaged or cut short"):
+        tokenize([str(tmp_path / name)], tmp_path / "out", ALONE)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
+def test_a_missing_library_comes_with_its_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    (tmp_path / name).touch()
+    monkeypatch.setitem(sys.modules, package, None)  # what a missing package looks like to import
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=f"needs {package}, which is not installed") as caught:
+        tokenize([str(tmp_path / name)], tmp_path / "out", ALONE)
+    assert caught.value.fix == f"pip install {package}"
+
+
+def test_nothing_to_read_is_said_clearly(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file matches"):
+        tokenize([str(tmp_path / "*.jsonl")], tmp_path / "out", ALONE)
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(DataError, match=r"a.csv is none of .jsonl"):
+        tokenize([str(tmp_path / "a.csv")], tmp_path / "out", ALONE)
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match=r"no text was found: .*a.jsonl:1: no field 'text'"):
+        tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", ALONE)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int8"}, {"processes": 0}, {"batch_size": 0}, {"max_shard_bytes": 129}])
+def test_impossible_options_are_refused(corpus: Path, tmp_path: Path, change: dict[str, str | int]) -> None:
+    with pytest.raises(ConfigError):
+        tokenize([str(corpus)], tmp_path / "out", replace(ALONE, **change))  # type: ignore[arg-type]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to let files grow beyond `size`, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_finished_shards_and_no_half_of_one(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (corpus / "x" / "same.jsonl").write_bytes(lines("x" * 100_000))
+    big = replace(SMALL, max_shard_bytes=10**6)
+    with largest_file(100_000), pytest.raises(StorageFull, match=r"same-00000.npy cannot be written"):
+        tokenize([str(corpus)], out, big)
+    assert not list(out.glob("*.npy*"))
+    tokenize([str(corpus)], out, big)
+    Dataset.open(out).verify()
+
+
+def test_the_command_shows_bad_lines_and_a_summary(corpus: Path, tmp_path: Path) -> None:
+    import typer
+
+    app = typer.Typer()
+    app.command()(command.tokenize)
+    arguments = [str(corpus / "**/*.jsonl"), "--output", str(tmp_path / "out"), "--processes", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"bad line {corpus}/x/same.jsonl:21: invalid JSON" in result.output
+    assert "2 bad lines were left out" in result.output
+    assert "documents in 2 shards; vocabulary 257 (byte)" in result.output
+
+
+def test_the_data_package_needs_no_torch() -> None:
+    imports = "from spes_p2p.data import leases, manifest, memmap, tokenize; import spes_p2p.cli.tokenize"
+    subprocess.run([sys.executable, "-c", f"{imports}; import sys; assert 'torch' not in sys.modules"], check=True)

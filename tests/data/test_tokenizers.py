@@ -1,0 +1,88 @@
+"""Tokenizers: Hugging Face ones give the ids of their own library, and the end of a text is found or asked for."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.tokenize import TokenizeOptions, tokenize
+from spes_p2p.data.tokenizers import load_tokenizer
+from spes_p2p.errors import DataError
+
+
+def word_tokenizer(path: Path, *extra: str, words: int = 10) -> Path:
+    """A tokenizer.json of words w0, w1, ... and the special tokens `extra`; it asks for truncation to 3 tokens."""
+    vocabulary = {f"w{index}": index for index in range(words)} | {"[UNK]": words}
+    rust = RustTokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    rust.pre_tokenizer = Whitespace()
+    rust.add_special_tokens(list(extra))
+    rust.enable_truncation(3)
+    rust.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_tokenizer_file_gives_its_own_ids(tmp_path: Path, processes: int) -> None:
+    path = word_tokenizer(tmp_path / "tokenizer.json", "<|endoftext|>")
+    (tmp_path / "a.jsonl").write_text('{"text": "w3 w1 w2 w5 none"}\n{"text": "\\ud800"}\n{"text": "w4"}\n')
+    options = TokenizeOptions(tokenizer=str(path), processes=processes)
+    manifest = tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", options).manifest
+    (file,) = Dataset.open(tmp_path / "out").files
+    assert np.load(file.path).tolist() == [3, 1, 2, 5, 10, 11, 4, 11]
+    assert (manifest.vocab_size, manifest.eos_id, manifest.bad_lines) == (12, 11, 1)
+    assert manifest.tokenizer_fingerprint == load_tokenizer(str(path)).fingerprint
+
+
+def test_the_end_of_text_is_taken_from_the_option_the_folder_or_a_known_name(tmp_path: Path) -> None:
+    path = word_tokenizer(tmp_path / "tokenizer.json", "<end>", "</s>")
+    assert load_tokenizer(str(path)).eos_id == 12
+    assert load_tokenizer(str(path), "<end>").eos_id == 11
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    assert load_tokenizer(str(tmp_path)).eos_id == 11
+    assert load_tokenizer(str(tmp_path), "w0").eos_id == 0
+    with pytest.raises(DataError, match="has no token '<no>'"):
+        load_tokenizer(str(path), "<no>")
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
+    path = word_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match="does not say which token ends a text") as caught:
+        load_tokenizer(str(path))
+    assert "--eos-token" in caught.value.fix
+
+
+def test_a_tokenizer_larger_than_the_dtype_is_refused(tmp_path: Path) -> None:
+    path = word_tokenizer(tmp_path / "tokenizer.json", "</s>", words=65535)
+    (tmp_path / "a.txt").write_text("w65000")
+    options = TokenizeOptions(tokenizer=str(path), processes=1, dtype="uint16")
+    with pytest.raises(DataError, match=r"has 65537 ids, more than uint16 can hold \(65536\)") as caught:
+        tokenize([str(tmp_path / "a.txt")], tmp_path / "out", options)
+    assert "uint32" in caught.value.fix
+    assert not (tmp_path / "out").exists()
+    manifest = tokenize([str(tmp_path / "a.txt")], tmp_path / "out", TokenizeOptions(str(path), processes=1)).manifest
+    assert manifest.dtype == "uint32"
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="is not a tokenizer file"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_tokenizer_saved_by_transformers_has_the_fingerprint_of_its_file(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = word_tokenizer(tmp_path / "plain.json", "<end>")
+    PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token="<end>").save_pretrained(tmp_path / "saved")
+    loaded = load_tokenizer(str(tmp_path / "saved"))
+    assert loaded.eos_id == 11
+    again = pickle.loads(pickle.dumps(loaded))  # noqa: S301
+    assert [ids.tolist() for ids in again.encode(["w1 w2", ""])] == [[1, 2], []]
