@@ -11,7 +11,7 @@ step() { printf '\n== %s\n' "$*" >&2; "$@" </dev/null; }
 step $bin/ruff check .
 step $bin/ruff format --check .
 step $bin/mypy
-step $bin/lint-imports --no-logo 
+step $bin/lint-imports --no-logo
 # Tests for a GPU are left out where there is none; an own -m comes later and wins.
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     step $bin/python -m pytest "$@"

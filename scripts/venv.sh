@@ -32,7 +32,7 @@ if [ ! -x .venv/bin/python ]; then
     rm -rf .venv
     "$python" -m venv .venv
 fi
-pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@" </dev/null; }
+pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@" </dev/null; }
 
 torch="$(grep '^torch==' scripts/constraints.txt)"
 say "installing $torch"
