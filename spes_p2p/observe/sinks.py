@@ -125,7 +125,7 @@ class TensorBoard:
 class Wandb:
     """Scalars over the global step to Weights & Biases; WANDB_MODE=offline keeps them in `folder`.
 
-    Raises ConfigError where wandb is not installed.
+    Raises ConfigError where wandb is not installed or not logged in.
     """
 
     def __init__(self, folder: str | Path, run_id: str, peer: str, settings: Mapping[str, Any] | None = None) -> None:
@@ -134,9 +134,13 @@ class Wandb:
         except ImportError as error:
             raise _not_installed("output.wandb", "wandb", error) from error
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project="spes-p2p", group=run_id, name=peer, dir=str(folder), config=dict(settings or {})
-        )
+        quiet = wandb.Settings(console="off", silent=True)  # the terminal is ours
+        names = {"project": "spes-p2p", "group": run_id, "name": peer, "dir": str(folder)}
+        try:
+            self._run = wandb.init(config=dict(settings or {}), settings=quiet, **names)
+        except wandb.errors.Error as error:
+            fix = "run `wandb login`, or set WANDB_MODE=offline, or output.wandb=false"
+            raise ConfigError(f"Weights & Biases did not start: {error}", fix=fix) from error
         # Steps of training and of rounds come interleaved, so the global step is an axis and not wandb's own counter.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
