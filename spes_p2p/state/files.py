@@ -46,14 +46,22 @@ def _free_bytes(path: Path) -> int:
 
 def reserve(path: Path, size: int) -> None:
     """Creates `path` with `size` bytes of reserved room, so that later writes inside it find the disk not full."""
-    with storing(path, size), open(path, "xb") as file:
-        os.ftruncate(file.fileno(), size)
-        if size and hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno not in _CANNOT_RESERVE:
-                    raise
+    try:
+        with storing(path, size), open(path, "xb") as file:
+            os.ftruncate(file.fileno(), size)
+            _allocate(file.fileno(), size)
+    except StorageFull:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    if size and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
 
 
 def write_at(path: Path, offset: int, data: bytes | memoryview) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from spes_p2p.ids import Hash, sha256
 
 HASH_BYTES = 32
-_THREADS = min(4, os.cpu_count() or 1)
+HASH_THREADS = min(4, os.cpu_count() or 1)
 _BATCH = 64  # tiles in flight: bounds what is held of a long iterator
 
 
@@ -22,7 +22,7 @@ def hash_tile(data: bytes | memoryview) -> Hash:
     return sha256(data)
 
 
-def hash_tiles(tiles: Iterable[bytes | memoryview], threads: int = _THREADS) -> Iterator[Hash]:
+def hash_tiles(tiles: Iterable[bytes | memoryview], threads: int = HASH_THREADS) -> Iterator[Hash]:
     """The hash of each tile, in order; reads ahead no more than a few tiles."""
     with ThreadPoolExecutor(threads) as pool:
         batch: list[bytes | memoryview] = []

@@ -114,6 +114,8 @@ class Staging:
         self._finished = finished
         self._resumed = finished is not None
         self._open = True
+        self._full: StorageFull | None = None
+        self._closing = threading.Lock()
         self._state = TileArea(folder, layout)
         wire_hashes = finished.wire_hashes if finished else ()
         known = {tile_id: tile_hash for tile_id, tile_hash in enumerate(wire_hashes) if tile_hash != NO_HASH}
@@ -214,9 +216,10 @@ class Staging:
 
     def discard(self) -> None:
         """Removes everything staged. Harmless when it is gone already."""
-        if self._open:
-            self._open = False
-            remove_folder(self.folder)
+        with self._closing:
+            if self._open:
+                self._open = False
+                remove_folder(self.folder)
 
     def _write(self, area: TileArea, tile_id: int, data: TileData, tile_hash: Hash | None) -> Hash:
         self._check_writable()
@@ -256,13 +259,21 @@ class Staging:
 
     @contextmanager
     def _room_or_gone(self) -> Iterator[None]:
+        """What other threads meet after the disk was full is the same StorageFull, not its consequences."""
         try:
             yield
-        except StorageFull:
+        except StorageFull as error:
+            self._full = self._full or error
             self.discard()
+            raise
+        except FileNotFoundError:
+            if self._full is not None:
+                raise self._full from None
             raise
 
     def _check_open(self) -> None:
+        if self._full is not None:
+            raise self._full
         if not self._open:
             raise LocalProtocolError(f"the staging of round {self.round} is published or discarded")
 

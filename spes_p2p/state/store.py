@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import fcntl
 import re
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
 from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.ids import Hash
 from spes_p2p.state.files import publish_folder, recover_folders, remove_folder, storing, sync
+from spes_p2p.state.hashes import HASH_THREADS
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.version import Version
@@ -73,8 +76,14 @@ class StateStore:
         """Stores a first version from whole blocks, or from `values(tile)`, which holds no block in memory."""
         make_tile = values if callable(values) else _tiles_from_blocks(values)
         staging = self.stage(round, None)
-        for tile in self.layout.tiles:
-            staging.write_state(tile.id, make_tile(tile))
+        with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashes and writes while the next values are made
+            pending: deque[Future[Hash]] = deque()
+            for tile in self.layout.tiles:
+                pending.append(pool.submit(staging.write_state, tile.id, make_tile(tile)))
+                if len(pending) > 2 * HASH_THREADS:
+                    pending.popleft().result()
+            for future in pending:
+                future.result()
         staging.finish()
         return staging.publish()
 

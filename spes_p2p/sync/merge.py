@@ -10,19 +10,22 @@ operation rounded on its own (no fused multiply-add, no library sums):
     d = d * fp32(alpha / k)               alpha: the fp32-exact number of the manifest, divided in fp64, rounded once
     new e_i = d + e_i
 
-All right-hand sides are values from before the merge. Needs only numpy; knows neither rounds nor peers.
+All right-hand sides are values from before the merge. Subnormal numbers need the processor's usual mode (a process that
+turned on flush-to-zero gets other bits there, which the state's root shows). Needs only numpy; knows neither rounds nor peers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spes_p2p.errors import ConfigError, LocalProtocolError
+from spes_p2p.state.hashes import HASH_THREADS
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 
 Neighbours = tuple[tuple[tuple[int, ...], ...], ...]
@@ -78,7 +81,7 @@ def nearest_experts(layout: Layout, source: BlockSource, top_k: int) -> Neighbou
 def merge_columns(
     layout: Layout, source: BlockSource, neighbours: Neighbours, alpha: float, write: Callable[[int, Values], object]
 ) -> None:
-    """Merges every expert with its neighbours and hands each new tile to `write(tile id, values)`.
+    """Merges every expert with its neighbours and hands each new tile to `write(tile id, values)`, on a few threads.
 
     `source` gives the values from before the merge and must not change meanwhile; `alpha` is fp32-exact.
     Raises LocalProtocolError where `neighbours` does not fit the layout (check those of others with
@@ -89,10 +92,19 @@ def merge_columns(
         raise LocalProtocolError(f"merge alpha {alpha!r} is not exact in fp32", fix="take it from merge_alpha()")
     spans = layer_spans(layout)
     columns = [source.block(1 + expert) for expert in range(layout.num_columns)]
-    for of_first in layout.tiles_of(1) if columns else ():
-        for expert in range(layout.num_columns):
-            tile = layout.tile_at(1 + expert, of_first.start)
-            write(tile.id, _merged_tile(tile, columns, spans, neighbours, alpha))
+
+    def merge_tile(tile: Tile) -> None:
+        write(tile.id, _merged_tile(tile, columns, spans, neighbours, alpha))
+
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        for _ in pool.map(merge_tile, _across_columns(layout)):
+            pass  # raises what a tile raised
+
+
+def _across_columns(layout: Layout) -> Iterator[Tile]:
+    """The tiles of all columns, those that lie at the same place one after the other: they read the same pages."""
+    columns = range(1, 1 + layout.num_columns)
+    return (tile for alike in zip(*(layout.tiles_of(column) for column in columns)) for tile in alike)
 
 
 def check_neighbours(layout: Layout, neighbours: Neighbours) -> None:
