@@ -10,8 +10,8 @@ operation rounded on its own (no fused multiply-add, no library sums):
     d = d * fp32(alpha / k)               alpha: the fp32-exact number of the manifest, divided in fp64, rounded once
     new e_i = d + e_i
 
-All right-hand sides are values from before the merge. Subnormal numbers need the processor's usual mode (a process that
-turned on flush-to-zero gets other bits there, which the state's root shows). Needs only numpy; knows neither rounds nor peers.
+All right-hand sides are values from before the merge. Subnormal numbers need the processor's usual mode: a process that
+turned on flush-to-zero gets other bits, which its root shows. Needs only numpy; knows neither rounds nor peers.
 """
 
 from __future__ import annotations
