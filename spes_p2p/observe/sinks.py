@@ -135,9 +135,11 @@ class Wandb:
             raise _not_installed("output.wandb", "wandb", error) from error
         Path(folder).mkdir(parents=True, exist_ok=True)
         quiet = wandb.Settings(console="off", silent=True)  # the terminal is ours
-        names = {"project": "spes-p2p", "group": run_id, "name": peer, "dir": str(folder)}
+        shown = dict(settings or {})
         try:
-            self._run = wandb.init(config=dict(settings or {}), settings=quiet, **names)
+            self._run = wandb.init(
+                project="spes-p2p", group=run_id, name=peer, dir=str(folder), config=shown, settings=quiet
+            )
         except wandb.errors.Error as error:
             fix = "run `wandb login`, or set WANDB_MODE=offline, or output.wandb=false"
             raise ConfigError(f"Weights & Biases did not start: {error}", fix=fix) from error
