@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv at the repository root if it is missing or out of date, with spes-p2p installed in it from this tree.
-# Usage: scripts/venv.sh [EXTRAS]   e.g. scripts/venv.sh dev. PYTHON names the interpreter (default: the newest of 3.11+ found).
+# Usage: scripts/venv.sh [EXTRAS], e.g. scripts/venv.sh dev. PYTHON names the interpreter (default: python3.11, or the
+# next newer one that is found).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras="${1:-}"

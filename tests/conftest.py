@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
+# How fast an example runs says nothing on a busy machine.
+settings.register_profile("no deadline", parent=settings.default, deadline=None)
+settings.load_profile("no deadline")
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch and numpy when they load, here and in child processes
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
