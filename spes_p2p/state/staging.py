@@ -105,7 +105,7 @@ class Staging:
         publish: Callable[[Staging], Version],
         finished: Version | None = None,
     ) -> None:
-        """`finished`: what a folder from before a restart holds; to be read, published or discarded, not changed."""
+        """`finished`: what a folder from before a restart holds."""
         self.folder = folder
         self.round = round
         self.layout = layout
@@ -190,7 +190,7 @@ class Staging:
         """Lets tiles be written after finish; `keep_state=False` forgets the state tiles, where wire tiles change."""
         self._check_open()
         if self._resumed:
-            raise LocalProtocolError(f"the staging of round {self.round} is from before a restart", fix="stage it anew")
+            self._recall_state_tiles()
         (self.folder / HASHES_FILE).unlink(missing_ok=True)
         sync(self.folder)
         self._finished = None
@@ -240,6 +240,20 @@ class Staging:
     def _state_hash(self, tile_id: int) -> Hash:
         staged = self._state.hashes.get(tile_id) or self._wire.hashes.get(tile_id)
         return staged or _present(self.parent).tile_hashes[tile_id]
+
+    def _recall_state_tiles(self) -> None:
+        """After a restart: the state tiles are those that are neither the wire's nor the parent's."""
+        gone = LocalProtocolError(f"round {self.round} was staged on a state that is gone", fix="stage it anew")
+        if self._finished is None or self.parent is None:
+            raise gone
+        before = (self._wire.hashes.get(at) or parents for at, parents in enumerate(self.parent.tile_hashes))
+        both = enumerate(zip(self._finished.tile_hashes, before))
+        changed = {at: ours for at, (ours, other) in both if ours != other}
+        blocks = {self.layout.tiles[tile_id].block for tile_id in changed}
+        if any(self._state.path(block).stat().st_nlink > 1 for block in blocks):  # not ours alone: never write there
+            raise gone
+        self._state = TileArea(self.folder, self.layout, changed)
+        self._resumed = False
 
     def _complete(self, block: int) -> None:
         path = self._state.path(block)

@@ -181,7 +181,8 @@ class StateStore:
                 except StateError:  # the process ended before finish(): these tiles were promised to nobody
                     remove_folder(folder)
                 else:
-                    staging = Staging(folder, round, self.layout, None, self._publish, finished)
+                    parent = self._versions.get(round - 1)
+                    staging = Staging(folder, round, self.layout, parent, self._publish, finished)
                     self._stagings[round, label] = staging
 
 

@@ -124,6 +124,28 @@ def test_a_staging_is_cleaned_on_open_unless_it_was_finished(tmp_path: Path) -> 
     assert again.version(1).wire_hashes[tile_id] == hashes[tile_id]
 
 
+@pytest.mark.parametrize("keep_state", [True, False])
+def test_what_was_finished_before_a_restart_can_be_reopened(tmp_path: Path, keep_state: bool) -> None:
+    store = small_store(tmp_path)
+    staging = stage_round(store, 1, [1, 2])
+    merged, later = store.layout.tiles_of(2)[1], store.layout.tiles_of(3)[0]
+    unmerged = staging.wire_hash(merged.id)
+    staging.write_state(merged.id, bytes(4 * merged.size))
+    expected = list(staging.finish())
+    again = reopened(store)
+    kept = again.staged(1)
+    assert kept is not None
+    kept.reopen(keep_state)
+    assert [kept.has(tile_id) for tile_id in (merged.id, later.id)] == [True, False]
+    expected[later.id] = kept.write_state(later.id, bytes(4 * later.size))
+    if not keep_state:
+        expected[merged.id] = unmerged
+    assert list(kept.finish()) == expected
+    kept.publish()
+    again.verify(1)
+    again.verify(0)
+
+
 def _die_at(step: int) -> None:
     """From now on the process kills itself at its `step`-th change of the disk, half of a write done."""
     done = 0
