@@ -70,7 +70,7 @@ class Hearing(CoreState):
             return
         piece = plan.slices[report.index]
         fits = report.reducer in piece.contributors and set(report.contributors) <= set(piece.contributors)
-        if not fits or not report.contributors or len(report.wire_hashes) != piece.tiles:
+        if not fits or len(report.wire_hashes) != (piece.tiles if report.contributors else 0):
             return
         earlier = current.reports.get(report.index)
         if earlier is not None and (piece.key in current.staged or self.alive(earlier.value.reducer, now)):

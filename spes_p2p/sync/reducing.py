@@ -182,6 +182,7 @@ class Reducing(CoreState):
         return [
             (slices[index], b"".join(report.value.wire_hashes), report.value.reducer)
             for index, report in current.reports.items()
+            if report.value.contributors
         ]
 
     def _holders(self, piece: Slice, first: PeerId, now: float) -> tuple[PeerId, ...]:
@@ -210,7 +211,9 @@ class Reducing(CoreState):
         lost_blocks: set[int] = set()
         for index, piece in enumerate(current.plan.value.slices):
             report = current.reports.get(index)
-            if report is not None:
+            if report is not None and not report.value.contributors:
+                lost_blocks.add(piece.block)  # nobody's values were fit
+            elif report is not None:
                 hashes = b"".join(report.value.wire_hashes)
                 if current.staged.get(piece.key) != hashes:
                     return None

@@ -139,7 +139,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
             current.reducing.discard(report.index)
             signed = self._sealer.seal(report)
             current.reports[report.index] = signed
-            current.staged[current.plan.value.slices[report.index].key] = b"".join(report.wire_hashes)
+            if report.contributors:
+                current.staged[current.plan.value.slices[report.index].key] = b"".join(report.wire_hashes)
             self._progress(now)
         return self._advance(now)
 
@@ -211,14 +212,21 @@ class Core(Hearing, Reducing, Voting, Speaking):
         return self._advance(now)
 
     def disk_full(self, durable: VoteRecord, now: float) -> list[Action]:
-        """The voting record could not be written: back to what is on disk, and say that we cannot vote."""
+        """No room: back to the voting record that is on disk, nothing is staged any more, and we cannot vote."""
         self.record = durable
         self.intent = replace(self.intent, can_vote=False)
+        self._forget_staged()
+        return self._advance(now)
+
+    def disk_has_room(self, now: float) -> list[Action]:
+        """There may be room again: stage anew and vote."""
+        self.intent = replace(self.intent, can_vote=True)
+        self._forget_staged()
         return self._advance(now)
 
     def wish(self, intent: Intent, now: float) -> list[Action]:
         """What this peer wants has changed (join, leave, claims)."""
-        self.intent = intent
+        self.intent = replace(intent, can_vote=self.intent.can_vote)
         return self._advance(now)
 
     def reply_to(self, peer: PeerId, now: float) -> Envelope:
@@ -284,6 +292,18 @@ class Core(Hearing, Reducing, Voting, Speaking):
             contact.voting_at += asleep
         self._elector_since += asleep
         self.round.progress_at += asleep
+
+    def _forget_staged(self) -> None:
+        current = self.round
+        current.staged.clear()
+        current.fetching.clear()
+        current.reducing.clear()
+        current.verified.clear()
+        current.verifying = NO_HASH
+        current.building = None
+        current.outcome = None
+        for index in [index for index, report in current.reports.items() if report.author == self.me]:
+            del current.reports[index]
 
     def _resume(self, record: VoteRecord) -> None:
         """Back from a restart with our record: we hold to every vote in it."""

@@ -1,0 +1,96 @@
+"""How a run begins: what its name stands for, and manifest 0 with the organiser's signature.
+
+The organiser's key signs genesis and nothing else; from then on the chain needs nobody. Leaves out where run and
+genesis are kept and how they travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.config.fingerprint import fingerprint
+from spes_p2p.config.load import config_from_text, published_yaml
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.sync.messages import (
+    WIRE_VERSION,
+    Acceptance,
+    Certificate,
+    Commit,
+    Manifest,
+    Seal,
+    Sealer,
+    manifest_hash,
+    signing_bytes,
+)
+from spes_p2p.sync.rules import CheckSignature
+from spes_p2p.wire import pack
+
+GENESIS = "genesis"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Everything that a run's fingerprint stands for. `dataset` is NO_HASH where peers bring data of their own."""
+
+    wire_version: int
+    run_id: str
+    config: str
+    config_fingerprint: Hash
+    dataset: Hash
+    organiser: PeerId
+
+    @property
+    def fingerprint(self) -> Hash:
+        """The name of the run: SHA-256 of this record."""
+        return sha256(pack(self))
+
+
+def describe_run(config: Config, dataset: Hash, organiser: PeerId) -> RunInfo:
+    """The run that an organiser starts from a config."""
+    text = published_yaml(config)
+    return RunInfo(WIRE_VERSION, config.run.run_id, text, fingerprint(config), dataset, organiser)
+
+
+def check_run(info: RunInfo, expected: Hash) -> Config:
+    """The config of a run that somebody served. Raises RemoteProtocolError where it is not the run expected."""
+    if info.fingerprint != expected:
+        raise RemoteProtocolError(
+            f"the served run has fingerprint {info.fingerprint.hex()[:16]}, expected {expected.hex()[:16]}",
+            fix="ask the organiser for the run's fingerprint; another initial peer may serve the right one",
+        )
+    if info.wire_version != WIRE_VERSION:
+        older = "this program" if info.wire_version > WIRE_VERSION else "the run"
+        raise RemoteProtocolError(
+            f"the run speaks wire version {info.wire_version}, this program {WIRE_VERSION}",
+            fix=f"upgrade {older} to the newer spes-p2p",
+        )
+    config = config_from_text(info.config, origin=f"the config of run {info.run_id}")
+    if fingerprint(config) != info.config_fingerprint:
+        raise RemoteProtocolError(
+            f"the config of run {info.run_id} does not hash to its fingerprint {info.config_fingerprint.hex()[:16]}",
+            fix="use the same spes-p2p version as the organiser",
+        )
+    return config
+
+
+def sign_genesis(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commit:
+    """Genesis with its certificate: one seal, the organiser's."""
+    name = manifest_hash(manifest)
+    signed = sealer.seal(Acceptance(manifest.fingerprint, NO_HASH, 0, name))
+    seal = Seal(organiser, signed.public_key, signed.signature)
+    return Commit(Certificate(NO_HASH, GENESIS, 0, name, (), (seal,)), manifest)
+
+
+def check_genesis(commit: Commit, info: RunInfo, check: CheckSignature) -> None:
+    """Raises RemoteProtocolError unless `commit` is the genesis of `info`, signed by its organiser."""
+    manifest, certificate = commit.manifest, commit.certificate
+    if manifest.round != 0 or manifest.fingerprint != info.fingerprint or certificate.kind != GENESIS:
+        raise RemoteProtocolError("the first manifest of the chain is not the genesis of this run")
+    if certificate.manifest != manifest_hash(manifest) or len(certificate.seals) != 1:
+        raise RemoteProtocolError("the genesis certificate names another manifest")
+    seal = certificate.seals[0]
+    statement = signing_bytes(Acceptance(manifest.fingerprint, NO_HASH, 0, certificate.manifest))
+    if seal.peer != info.organiser or not check(seal.peer, seal.public_key, statement, seal.signature):
+        raise RemoteProtocolError(f"genesis is not signed by the organiser {info.organiser}")

@@ -1,0 +1,245 @@
+"""From an address to a place in the run: find the run, check it, get genesis and the state to begin with.
+
+Works the same before the run has begun (then it waits for genesis), in the middle of it, and after a restart with a
+disk. What comes out is everything that a Driver needs; catching up with newer rounds is the driver's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StateError
+from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.ports import Directory, Signer, Transport, Verifier
+from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run
+from spes_p2p.sync import merge
+from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
+from spes_p2p.sync.messages import WIRE_VERSION, Ballots, Commit, Envelope, Intent, Sealer, Status, Work
+from spes_p2p.sync.rules import RunRules
+from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.transfer import Transfers, fetch_run
+from spes_p2p.wire import pack, unpack
+
+T = TypeVar("T")
+
+
+def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
+    """What rounds need to know of a run."""
+    sync = config.sync
+    merges = sync.merge_alpha > 0 and layout.num_columns > 1
+
+    def alpha(step: int) -> float:
+        return merge.merge_alpha(sync.merge_alpha, sync.merge_decay_steps, step) if merges else 0.0
+
+    return RunRules(
+        fingerprint=info.fingerprint,
+        block_tiles=tuple(len(layout.tile_ids_of(block.index)) for block in layout.blocks),
+        slice_tiles=sync.slice_tiles,
+        sequence_tokens=config.data.sequence_length,
+        batch_sequences=config.optimizer.batch_sequences,
+        block_sequences=config.data.block_sequences,
+        leased=info.dataset != NO_HASH,
+        target_replicas=config.swarm.target_replicas,
+        steps_per_round=lambda step: steps_per_round_at(config, step),
+        merge_interval=sync.merge_interval,
+        merge_alpha=alpha,
+    )
+
+
+async def find_run(directory: Directory, run_id: str | None, timeout_seconds: float) -> RunGroup:
+    """The run to join: the one named, else the only one that is announced.
+
+    Raises NetworkError when none is announced, ConfigError when there is a choice or the named one is not among them.
+    """
+    records, _ = parse_all(parse_run, await directory.read(RUNS_KEY, timeout_seconds))
+    groups = group_runs(records)
+    if not groups:
+        raise NetworkError(
+            "the DHT answers but announces no run",
+            fix="check the address with the organiser; a bootstrap node without --config announces none",
+        )
+    names = ", ".join(sorted({group.run_id for group in groups}))
+    named = [group for group in groups if run_id in (None, group.run_id)]
+    if not named:
+        raise ConfigError(f"no run {run_id!r} is announced here, only: {names}", fix="choose one of them with --run-id")
+    if len(named) > 1 and run_id is None:
+        raise ConfigError(f"several runs are announced here: {names}", fix="choose one with --run-id")
+    return named[0]
+
+
+async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float) -> tuple[RunInfo, Config]:
+    """The run's record and config, from the first publisher that serves what the fingerprint stands for."""
+    reasons: list[str] = []
+    for peer, addresses in group.addresses().items():
+        transport.learn(peer, addresses)
+    for peer in group.addresses():
+        try:
+            info = unpack(RunInfo, await fetch_run(transport, peer, timeout_seconds))
+            return info, check_run(info, group.fingerprint)
+        except (NetworkError, RemoteProtocolError) as error:
+            reasons.append(f"{short(peer)}: {error}")
+            if isinstance(error, RemoteProtocolError) and error.fix and len(group.records) == 1:
+                raise
+    raise NetworkError(
+        f"nobody serves the config of run {group.run_id}: {'; '.join(reasons) or 'no address is announced'}",
+        fix="try again in a minute, or ask the organiser whether the run is still alive",
+    )
+
+
+@dataclass
+class Place:
+    """A peer's place in a run, on disk: ready for a Driver."""
+
+    store: StateStore
+    chain: Chain
+    votes: VoteBook
+    tip: Commit
+
+
+class Joining:
+    """Brings one peer to the point where its disk holds genesis (or more) and the state of its tip."""
+
+    def __init__(
+        self,
+        info: RunInfo,
+        config: Config,
+        layout: Layout,
+        folder: Path,
+        transport: Transport,
+        signer: Signer,
+        verifier: Verifier,
+        sealer: Sealer,
+        say: Callable[[str], None],
+    ) -> None:
+        self._info = info
+        self._config = config
+        self._layout = layout
+        self._folder = folder
+        self._transport = transport
+        self._me = signer.peer_id
+        self._sealer = sealer
+        self._checker = EnvelopeChecker(verifier)
+        self._say = say
+        self._rules = rules_of(config, info, layout)
+        self._transfers = Transfers(transport, layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds))
+
+    async def enter(self, intent: Intent, sources: Callable[[], Awaitable[Iterable[PeerId]]]) -> Place:
+        """Opens the disk and waits for genesis if there is none yet; `sources` finds peers that may be asked."""
+        store = StateStore(self._folder / "state", self._layout)
+        chain = Chain(self._folder / "chain")
+        votes = VoteBook(self._folder / "votes")
+        if store.latest() is None:
+            self._say("computing the initial state")
+            initial = InitialState(self._layout, self._config.run.seed, self._config.model.init_std)
+            await _in_thread(lambda: store.create_initial(initial))
+        if chain.length == 0:
+            chain.append(await self._genesis(intent, votes.incarnation, sources))
+        return Place(store, chain, votes, await self._tip(store, chain, sources))
+
+    async def _genesis(
+        self, intent: Intent, incarnation: int, sources: Callable[[], Awaitable[Iterable[PeerId]]]
+    ) -> Commit:
+        """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about."""
+        sequence, told = 0, False
+        while True:
+            for peer in await sources():
+                sequence += 1
+                found = await self._ask_genesis(peer, self._newcomer(intent, incarnation, sequence))
+                if found is not None:
+                    return found
+            if not told:
+                self._say(f"waiting until {self._config.swarm.min_peers} peers have come")
+                told = True
+            await asyncio.sleep(self._config.swarm.heartbeat_seconds)
+
+    async def _ask_genesis(self, peer: PeerId, status: Status) -> Commit | None:
+        envelope = Envelope(self._me, (self._sealer.seal(status),))
+        try:
+            answer = await self._transport.call(peer, pack(envelope), 10 * self._config.swarm.heartbeat_seconds)
+            commit = self._checker.open(peer, answer).commit
+            if commit is None or commit.manifest.round > 0:
+                part = await self._transfers.chain(peer, 0)
+                commit = part[0] if part else None
+            if commit is not None:
+                check_genesis(commit, self._info, self._checker.check)
+            return commit
+        except (NetworkError, RemoteProtocolError) as error:
+            self._say(f"peer {short(peer)} gave no genesis: {error}")
+            return None
+
+    def _newcomer(self, intent: Intent, incarnation: int, sequence: int) -> Status:
+        return Status(self._info.fingerprint, self._me, incarnation, sequence, -1, NO_HASH, Work(), intent, Ballots())
+
+    async def _tip(self, store: StateStore, chain: Chain, sources: Callable[[], Awaitable[Iterable[PeerId]]]) -> Commit:
+        """The newest commit whose state is here whole; ends a commit that a crash cut between chain and state."""
+        latest = store.latest()
+        assert latest is not None
+        if chain.length > latest.round + 1:
+            staged = store.staged(latest.round + 1)
+            root = chain.commit(latest.round + 1).manifest.state_root
+            if staged is not None and staged.finished is not None and staged.finished.root == root:
+                latest = staged.publish()
+        if chain.length <= latest.round:
+            raise StateError(
+                f"{self._folder} has the state of round {latest.round} but only {chain.length} commits",
+                fix="remove the folder and join again",
+            )
+        tip = chain.commit(latest.round)
+        if tip.manifest.state_root == latest.root:
+            return tip
+        if latest.round > 0:
+            raise StateError(
+                f"the state of round {latest.round} in {self._folder} is not the one that was committed",
+                fix="remove the folder and join again",
+            )
+        await self._replace_initial(store, tip, await sources())
+        return tip
+
+    async def _replace_initial(self, store: StateStore, genesis: Commit, sources: Iterable[PeerId]) -> None:
+        """Our arithmetic gave another initial state than the organiser: fetch the tiles that differ."""
+        root = genesis.manifest.state_root
+        self._say("the initial state came out differently on this machine; fetching it instead")
+        reasons: list[str] = []
+        for peer in sources:
+            try:
+                hashes = await self._transfers.hash_list(peer, root, 0)
+                ours = store.version(0)
+                differ = [
+                    at for at, pair in enumerate(zip(ours.tile_hashes, hashes, strict=True)) if pair[0] != pair[1]
+                ]
+                staging = store.stage(0, 0, label="fetched")
+                for tile_id in differ:
+                    (tile,) = await self._transfers.tiles_by_id([tile_id], hashes[tile_id], [peer])
+                    staging.write_state(tile_id, tile, hashes[tile_id])
+                staging.finish()
+                staging.publish()
+                return
+            except (NetworkError, RemoteProtocolError) as error:
+                reasons.append(f"{short(peer)}: {error}")
+        raise NetworkError(
+            f"the initial state {short(root)} could not be fetched: {'; '.join(reasons) or 'nobody to ask'}",
+            fix="keep the bootstrap node running until all peers have started",
+        )
+
+
+def announced_version(group: RunGroup) -> None:
+    """Raises RemoteProtocolError when everybody in the run speaks another wire version than this program."""
+    versions = group.wire_versions
+    if WIRE_VERSION not in versions:
+        raise RemoteProtocolError(
+            f"run {group.run_id} speaks wire version {versions[-1]}, this program {WIRE_VERSION}",
+            fix="upgrade spes-p2p" if versions[-1] > WIRE_VERSION else "ask the organiser to upgrade",
+        )
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(None, work)

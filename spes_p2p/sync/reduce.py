@@ -1,0 +1,49 @@
+"""The arithmetic of one slice: who is fit to contribute, and the weighted mean.
+
+Plain fp32 on the host, in roster order; only the reducer computes it, everyone else takes its bytes. Needs no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import Values
+
+NORM_LIMIT = 20.0
+"""A change this many times larger than the median of the others is no honest training."""
+NON_FINITE = "non-finite values"
+TOO_LARGE = "a change far larger than the others'"
+
+
+def screen(values: Mapping[PeerId, Values], base: Values) -> dict[PeerId, str]:
+    """Contributors that must stay out of a slice, each with the reason.
+
+    `values` are their values, `base` the committed ones, all of one shape. Sizes can only be judged against others, so
+    with fewer than three contributors only non-finite values are refused.
+    """
+    refused = {peer: NON_FINITE for peer, array in values.items() if not np.isfinite(array).all()}
+    norms = {peer: _norm(array, base) for peer, array in values.items() if peer not in refused}
+    if len(norms) >= 3:
+        limit = NORM_LIMIT * median(norms.values())
+        refused |= {peer: TOO_LARGE for peer, norm in norms.items() if norm > limit > 0}
+    return refused
+
+
+def weighted_mean(values: Sequence[Values], weights: Sequence[int]) -> Values:
+    """sum_p w_p * x_p / sum_p w_p in fp32, in the given order (design 3.2); one contributor: exactly its values."""
+    if len(values) == 1:
+        return values[0]
+    total = sum(weights)
+    mean: Values = np.multiply(values[0], np.float32(weights[0] / total))
+    for array, weight in zip(values[1:], weights[1:], strict=True):
+        mean += array * np.float32(weight / total)
+    return mean
+
+
+def _norm(array: Values, base: Values) -> float:
+    change = np.subtract(array, base)
+    return float(np.sqrt(np.dot(change, change)))

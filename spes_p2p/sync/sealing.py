@@ -1,0 +1,73 @@
+"""Signing what we say and checking what others say, at the border between bytes and the round's state machine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, sha256, short
+from spes_p2p.swarm.ports import Signer, Verifier
+from spes_p2p.sync.messages import Envelope, Signed, signing_bytes
+from spes_p2p.wire import unpack
+
+T = TypeVar("T")
+MAX_ENVELOPE_BYTES = 16 * 2**20
+_REMEMBERED = 8192
+
+
+class KeySealer:
+    """Signs messages with this peer's libp2p key."""
+
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+
+    def seal(self, value: T) -> Signed[T]:
+        signature = self._signer.sign(signing_bytes(value))
+        return Signed(value, self._signer.peer_id, self._signer.public_key, signature)
+
+
+class EnvelopeChecker:
+    """Opens envelopes of others: strictly typed, every signature good.
+
+    Good signatures are remembered, since the same signed message comes again with each heartbeat.
+    """
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self._good: OrderedDict[Hash, None] = OrderedDict()
+
+    def open(self, sender: PeerId, data: bytes) -> Envelope:
+        """Raises RemoteProtocolError for anything but a well-formed envelope of `sender` with good signatures."""
+        envelope = unpack(Envelope, data, max_bytes=MAX_ENVELOPE_BYTES)
+        if envelope.sender != sender:
+            raise RemoteProtocolError(f"{short(sender)} sent an envelope of {short(envelope.sender)}")
+        for signed in _signed_parts(envelope):
+            if not self.check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
+                kind = type(signed.value).__name__
+                raise RemoteProtocolError(f"{short(sender)} sent a {kind} without a good signature of its author")
+        return envelope
+
+    def check(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
+        """Whether `signature` over `data` was made with `public_key`, and that key is the peer's."""
+        name = sha256(peer.encode(), b"\0", public_key, signature, data)
+        if name in self._good:
+            self._good.move_to_end(name)
+            return True
+        if not self._verifier.verify(peer, public_key, data, signature):
+            return False
+        self._good[name] = None
+        if len(self._good) > _REMEMBERED:
+            self._good.popitem(last=False)
+        return True
+
+
+def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
+    yield from envelope.statuses
+    if envelope.plan is not None:
+        yield envelope.plan
+    yield from envelope.reports
+    yield from envelope.proposals
+    yield from envelope.votes
+    yield from envelope.degraded_votes
