@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
+from spes_p2p.errors import LocalProtocolError, PeerClosed, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.ports import Handler
 
@@ -16,6 +16,8 @@ MAX_CALL_BYTES = 2 * 2**20
 """Bound of a request and of an answer; whatever is larger goes through `fetch`."""
 MAX_WORDS = 400
 _ANSWER, _REFUSAL = b"\0", b"\1"
+NOT_SERVING = b"\2"
+"""The answer of a peer that is in the network but has no handler yet."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +50,17 @@ def refusal(words: str) -> bytes:
 
 
 def unwrap(peer: PeerId, reply: bytes) -> bytes:
-    """The payload of a framed answer. Raises RemoteProtocolError with the other side's words where it refused."""
+    """The payload of a framed answer.
+
+    Raises RemoteProtocolError with the other side's words where it refused, PeerClosed where it has no handler yet.
+    """
     kind, payload = reply[:1], reply[1:]
     if kind == _ANSWER and len(payload) <= MAX_CALL_BYTES:
         return payload
     if kind == _REFUSAL:
         raise RemoteProtocolError(f"{short(peer)} refused: {printable(payload)}")
+    if reply == NOT_SERVING:
+        raise PeerClosed(f"{short(peer)} serves nothing yet")
     raise RemoteProtocolError(f"{short(peer)} answered a call with {len(reply)} bytes that are no answer")
 
 

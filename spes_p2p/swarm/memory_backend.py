@@ -213,7 +213,7 @@ class MemoryTransport:
     async def handle(self, caller: PeerId, request: bytes) -> bytes:
         """Carries out a call that has arrived here; PeerClosed when this process ends in the middle of it."""
         if self.handler is None:
-            raise PeerClosed(f"{short(self.peer_id)} serves nothing yet")
+            return calls.NOT_SERVING
         answers: list[bytes] = []
         self._traffic.received += len(request)
         await asyncio.wait((self._owner.spawn(self._answer(self.handler, caller, request, answers)),))

@@ -1,0 +1,20 @@
+"""The ports over libp2p, through hivemind: the only package that imports it.
+
+    thread      the one thread and loop on which all of this runs
+    locks       locks on files
+    identity    key file, signatures
+    daemon      the libp2p daemon and its sockets
+    dial        plain TCP dials that tell failures apart
+    hello, join the first word between peers: clocks, identities, initial peers
+    transport   calls and streams
+    directory   the DHT
+    network     puts them together
+
+Importing it takes seconds (hivemind imports torch): do so inside commands.
+"""
+
+from spes_p2p.swarm.hivemind_backend.identity import RsaSigner, RsaVerifier
+from spes_p2p.swarm.hivemind_backend.network import HivemindNetwork
+from spes_p2p.swarm.hivemind_backend.thread import NetworkThread
+
+__all__ = ["HivemindNetwork", "NetworkThread", "RsaSigner", "RsaVerifier"]

@@ -1,0 +1,79 @@
+"""One libp2p daemon of a run: started in process, with sockets in a folder of its own, ended without leaving anything.
+
+Leaves out what is said through it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.swarm.hivemind_backend.locks import FileLock
+
+_PREFIX = "spes-p2p-"
+_MAX_FOLDER_CHARACTERS = 50
+_LOCK = "lock"
+
+
+class SocketFolder:
+    """A temporary folder that is known by its lock to be in use; `remove` it at the end.
+
+    Those whose process was killed are removed by the next process that starts.
+    """
+
+    def __init__(self) -> None:
+        temporary = Path(tempfile.gettempdir())
+        if len(str(temporary)) > _MAX_FOLDER_CHARACTERS:
+            raise ConfigError(f"the temporary folder {temporary} is too long for a socket", fix="set TMPDIR=/tmp")
+        _sweep(temporary)
+        made = Path(tempfile.mkdtemp(prefix="spes-new-"))
+        self._lock = FileLock(made / _LOCK)
+        self.path = made.rename(
+            made.with_name(made.name.replace("spes-new-", _PREFIX))
+        )  # visible only once it is locked
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def _sweep(temporary: Path) -> None:
+    for path in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
+        try:
+            lock = FileLock(path, create=False)
+        except OSError:  # in use, or of another user, or just removed
+            continue
+        shutil.rmtree(path.parent, ignore_errors=True)
+        lock.release()
+
+
+async def start_daemon(folder: SocketFolder, **options: Any) -> P2P:
+    """A running daemon (hivemind's `P2P.create` with `options`). Raises NetworkError with the daemon's own words."""
+    owner = os.getpid()
+
+    class RunP2P(P2P):
+        _UNIX_SOCKET_PREFIX = f"/unix{folder.path}/"
+
+        def _terminate(self) -> None:
+            if os.getpid() == owner:  # a forked child must not end its parent's daemon
+                super()._terminate()
+
+    try:
+        return await RunP2P.create(**options)
+    except P2PDaemonError as error:
+        raise _explained(str(error)) from error
+
+
+def _explained(words: str) -> NetworkError:
+    if "address already in use" in words:
+        return NetworkError(
+            f"the port to listen on is taken: {words}", fix="choose another port with --host-maddrs, or port 0"
+        )
+    return NetworkError(f"the libp2p daemon did not start: {words}", fix="check --host-maddrs and --announce-maddrs")

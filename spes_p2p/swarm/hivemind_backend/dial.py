@@ -1,0 +1,153 @@
+"""Where peers may be dialled, and plain TCP dials that tell a refusing host from a silent one.
+
+libp2p reports most failures in the same words, and refuses to dial again for seconds after one. A fresh TCP dial of our
+own says at once what is the matter. Leaves out everything above TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hivemind.utils.multiaddr import Multiaddr
+
+from spes_p2p.ids import PeerId
+
+PROBE_SECONDS = 2.0
+MAX_ADDRESSES = 16
+
+
+class Dialled(enum.Enum):
+    """What a fresh TCP dial found."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    SILENT = "silent"
+    UNREACHABLE = "unreachable"
+    """No route, no such name: our own network may be the reason."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """A multiaddress, taken apart."""
+
+    text: str
+    """Without the /p2p/ id at its end."""
+    peer: PeerId | None
+    host: str = ""
+    """IP address or DNS name; empty when it is not plain TCP (relayed, QUIC)."""
+    port: int = 0
+
+    @property
+    def maddr(self) -> Multiaddr:
+        return Multiaddr(self.text)
+
+
+def parse_address(text: str) -> Address:
+    """Raises ValueError, saying what is wrong."""
+    try:
+        whole = Multiaddr(text)
+        names = [protocol.name for protocol in whole.protocols()]
+        values = [whole.value_for_protocol(name) for name in names] if "p2p-circuit" not in names else []
+    except Exception as error:  # the parser raises errors of many kinds
+        raise ValueError(f"not a multiaddress ({error})") from error
+    base, _, peer = text.rpartition("/p2p/") if names[-1] == "p2p" else (text, "", "")
+    identity = PeerId(peer.strip("/")) if peer else None
+    if not values or len(names) < 2 or names[0] not in ("ip4", "ip6", "dns", "dns4", "dns6") or names[1] != "tcp":
+        return Address(base, identity)
+    return Address(base, identity, values[0], int(values[1]))
+
+
+async def dial(address: Address, timeout_seconds: float = PROBE_SECONDS) -> Dialled:
+    """Opens a TCP connection to a plain address, and closes it."""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except ConnectionRefusedError:
+        return Dialled.REFUSED
+    except TimeoutError:
+        return Dialled.SILENT
+    except OSError:
+        return Dialled.UNREACHABLE
+    ours, theirs = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
+    writer.close()
+    # a dial to a free port of this machine may, once in thousands, meet itself
+    return Dialled.REFUSED if ours == theirs else Dialled.ACCEPTED
+
+
+async def dial_all(addresses: Iterable[Address]) -> list[Dialled]:
+    """Of all plain TCP addresses at once."""
+    return await asyncio.gather(*(dial(address) for address in addresses if address.host))
+
+
+class AddressBook:
+    """What we know of where peers are: told addresses, and where connections to them were open."""
+
+    def __init__(self) -> None:
+        self._known: dict[PeerId, tuple[Address, ...]] = {}
+        self._met: dict[PeerId, frozenset[tuple[str, int]]] = {}
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Replaces what was known of `peer`; what is no address, or another peer's, is left out."""
+        parsed = (_parsed(text) for text in list(addresses)[:MAX_ADDRESSES])
+        known = tuple(address for address in parsed if address is not None and address.peer in (None, peer))
+        if known:
+            self._known[peer] = known
+
+    def met(self, peer: PeerId, places: Iterable[tuple[str, int]]) -> None:
+        """An authenticated connection to `peer` was open at these hosts and ports."""
+        self._met[peer] = self._met.get(peer, frozenset()) | frozenset(places)
+
+    def known(self, peer: PeerId) -> tuple[Address, ...]:
+        return self._known.get(peer, ())
+
+    def plain(self, peer: PeerId) -> tuple[Address, ...]:
+        return tuple(address for address in self.known(peer) if address.host)
+
+    def evidence(self, peer: PeerId) -> tuple[Address, ...]:
+        """Addresses whose refusal means that the peer's process is gone.
+
+        A private address of another house may belong to a machine of ours that has nothing to do with the peer, and a
+        router may refuse what it does not forward. So those count at which we met the peer. If we never met it: public
+        ones, or loopback ones where it has no others.
+        """
+        plain, met = self.plain(peer), self._met.get(peer)
+        if met:
+            return tuple(address for address in plain if (address.host, address.port) in met)
+        public = tuple(address for address in plain if _is_public(address.host))
+        return public or (plain if all(_is_loopback(address.host) for address in plain) else ())
+
+
+def said_of(address: Address, words: str) -> str:
+    """The daemon's words about one address: it lists a peer's addresses with a line for each."""
+    for line in words.splitlines():
+        if f"[{address.text}]" in line:
+            return line.partition("]")[2].strip()
+    return words.replace("\n", " ")
+
+
+def _parsed(text: str) -> Address | None:
+    try:
+        return parse_address(text)
+    except ValueError:
+        return None
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_public(host: str) -> bool:
+    ip = _ip(host)
+    return ip is None or ip.is_global
+
+
+def _is_loopback(host: str) -> bool:
+    ip = _ip(host)
+    return ip is not None and ip.is_loopback

@@ -1,0 +1,143 @@
+"""The directory on hivemind's DHT (ports.Directory): one signed envelope a publisher under each key.
+
+Every node checks what it is asked to keep, and every reader what it is given. hivemind's own signature validator binds
+a record to a key that stands in its name; ours binds it to the peer id, and bounds size and life, which hivemind does
+not. Its caches are off: anybody may push into them with an end of their choice. Leaves out what records say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgpack
+from hivemind.dht import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm import envelope
+from spes_p2p.swarm.ports import Signer, Verifier
+
+T = TypeVar("T")
+MAX_RECORDS = 10_000
+"""A key with more publishers than this is read in part."""
+_PUBLISH_SECONDS = 10.0
+_TRIES = 3
+_STEP_SECONDS = 0.001
+
+DHT_OPTIONS = {
+    "cache_locally": False,
+    "cache_nearest": 0,
+    "cache_on_store": False,
+    "cache_refresh_before_expiry": 0,
+    "reuse_get_requests": False,
+}
+
+
+class EnvelopeValidator(RecordValidatorBase):
+    """Lets into the DHT only envelopes that their publisher signed for this very key and end."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self.dropped = 0
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            self._check(record)
+        except RemoteProtocolError:
+            self.dropped += 1
+            return False
+        return True
+
+    def _check(self, record: DHTRecord) -> None:
+        if len(record.value) > envelope.MAX_ENVELOPE_BYTES + 16 or len(record.subkey) > 256:
+            raise RemoteProtocolError("a record that is too large")
+        peer, data = _plain(record.subkey, str), _plain(record.value, bytes)
+        opened = envelope.open_envelope(self._verifier, data, None, PeerId(peer), time.time())
+        if DHTID.generate(source=opened.key).to_bytes() != record.key or opened.expiration != record.expiration_time:
+            raise RemoteProtocolError("a record of another key, or with another end")
+
+
+def _plain(packed: bytes, kind: type[T]) -> T:
+    """Without hivemind's extension types: what a stranger packed is never turned into objects."""
+    try:
+        value = msgpack.unpackb(packed, raw=False, max_ext_len=0)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise RemoteProtocolError(f"a record that is no msgpack: {error}") from error
+    if type(value) is not kind:
+        raise RemoteProtocolError(f"a record with {type(value).__name__} where {kind.__name__} belongs")
+    return value
+
+
+class HivemindDirectory:
+    """The Directory of one DHT node."""
+
+    def __init__(self, node: DHTNode, signer: Signer, verifier: Verifier, validator: EnvelopeValidator) -> None:
+        self._node, self._signer, self._verifier, self._validator = node, signer, verifier, validator
+        self._ends: dict[str, float] = {}
+        self._dropped = 0
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped + self._validator.dropped
+
+    async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
+        envelope.check_ttl(ttl_seconds)
+        try:
+            async with asyncio.timeout(_PUBLISH_SECONDS):
+                for _ in range(_TRIES):
+                    if await self._publish(key, value, ttl_seconds):
+                        return
+                    await self._find_own_end(key)
+        except TimeoutError as error:
+            raise PeerSilent(f"nobody took the record {key!r} within {_PUBLISH_SECONDS:g} s") from error
+        raise NetworkError(f"nobody took the record {key!r}", fix="check that other peers of the run can be reached")
+
+    async def _publish(self, key: str, value: bytes, ttl_seconds: float) -> bool:
+        """True when another node keeps it, or when there is no other and we do."""
+        # of two records of one publisher the one that ends later wins
+        expiration = max(time.time() + ttl_seconds, self._ends.get(key, 0.0) + _STEP_SECONDS)
+        self._ends[key] = expiration
+        data = envelope.seal(self._signer, key, value, expiration)
+        protocol, key_id = self._node.protocol, DHTID.generate(source=key)
+        packed = protocol.serializer.dumps(data)
+        nearest = await self._node.find_nearest_nodes([key_id], k_nearest=self._node.num_replicas, exclude_self=True)
+        answers = await asyncio.gather(
+            *(
+                protocol.call_store(node, [key_id], [packed], expiration, [self._signer.peer_id])
+                for node in nearest[key_id].values()
+            )
+        )
+        if not protocol.client_mode:
+            protocol.storage.store(key_id, packed, expiration, subkey=self._signer.peer_id)
+        # `DHTNode.store` tells of one node only, and not of which
+        return any(answer and all(answer) for answer in answers) or not (answers or protocol.client_mode)
+
+    async def _find_own_end(self, key: str) -> None:
+        """A record of an earlier life of this peer may end later than what we publish; then nobody takes ours."""
+        found = await self._node.get(key, latest=True)
+        own = found.value.get(self._signer.peer_id) if found is not None and isinstance(found.value, dict) else None
+        if own is not None:
+            self._ends[key] = max(self._ends[key], own.expiration_time)
+
+    async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                found = await self._node.get(key, latest=True)
+        except TimeoutError as error:
+            raise PeerSilent(f"the directory did not find {key!r} within {timeout_seconds:g} s") from error
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        records = {}
+        for subkey, item in list(found.value.items())[:MAX_RECORDS]:
+            try:
+                opened = envelope.open_envelope(self._verifier, item.value, key, PeerId(subkey), time.time())
+            except RemoteProtocolError:
+                self._dropped += 1
+            else:
+                records[opened.peer] = opened.value
+        return records

@@ -1,0 +1,159 @@
+"""Meeting the initial peers: who answers, why the others do not, whether our clock and our identity may join.
+
+hivemind says for all of this that its daemon failed; here each address gets its own reason. Leaves out the DHT itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError
+from spes_p2p.ids import PeerId, short
+from spes_p2p.swarm.calls import printable
+from spes_p2p.swarm.hivemind_backend.dial import Address, Dialled, dial, parse_address, said_of
+from spes_p2p.swarm.hivemind_backend.hello import Met, greet
+
+GREETING_SECONDS = 6.0
+"""How long one initial peer may take in all: a TCP dial, the handshake, one greeting."""
+STRAGGLER_SECONDS = 1.0
+"""Once one peer has answered, the others get this much more."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An initial peer that answered."""
+
+    address: str
+    peer: PeerId
+    met: Met
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An initial peer that cannot be used."""
+
+    address: str
+    reason: str
+
+
+async def meet(
+    p2p: P2P, addresses: Sequence[str], wall_clock: Callable[[], float], ask_about: PeerId | str = ""
+) -> list[Reached]:
+    """The initial peers that answer and whose clocks agree with ours.
+
+    Raises NetworkError with a reason for each address when none answers, and ClockSkewed when all that answer disagree
+    with our clock.
+    """
+    tasks = [asyncio.create_task(_meet(p2p, address, wall_clock, ask_about)) for address in addresses]
+    done, waiting = await _first_and_stragglers(tasks)
+    outcomes = [
+        task.result() if task in done else Failed(address, "has not answered yet")
+        for task, address in zip(tasks, addresses)
+    ]
+    for task in waiting:
+        task.cancel()
+    reached = [outcome for outcome in outcomes if isinstance(outcome, Reached)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    if not reached:
+        raise _nobody(failed)
+    for one in failed:
+        logger.warning("initial peer %s %s", one.address, one.reason)
+    return _with_our_clock(reached)
+
+
+async def _first_and_stragglers(
+    tasks: list[asyncio.Task[Reached | Failed]],
+) -> tuple[set[asyncio.Task[Reached | Failed]], set[asyncio.Task[Reached | Failed]]]:
+    done: set[asyncio.Task[Reached | Failed]] = set()
+    waiting = set(tasks)
+    while waiting and not any(isinstance(task.result(), Reached) for task in done):
+        finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        done |= finished
+    if waiting:
+        finished, waiting = await asyncio.wait(waiting, timeout=STRAGGLER_SECONDS)
+        done |= finished
+    return done, waiting
+
+
+async def _meet(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_about: PeerId | str) -> Reached | Failed:
+    try:
+        address = parse_address(text)
+    except ValueError as error:
+        return Failed(text, f"is {error}")
+    if address.peer is None:
+        return Failed(text, "lacks the peer id: it must end in /p2p/<peer id>")
+    try:
+        async with asyncio.timeout(GREETING_SECONDS):
+            return await _greet(p2p, text, address, address.peer, wall_clock, ask_about)
+    except TimeoutError:
+        return Failed(text, f"is silent: the host accepts, but nobody answered within {GREETING_SECONDS:g} s")
+    except (P2PDaemonError, P2PHandlerError, RemoteProtocolError) as error:
+        return Failed(text, _reason(said_of(address, str(error))))
+
+
+async def _greet(
+    p2p: P2P, text: str, address: Address, peer: PeerId, wall_clock: Callable[[], float], ask_about: PeerId | str
+) -> Reached | Failed:
+    found = await dial(address) if address.host else Dialled.ACCEPTED
+    if found is Dialled.REFUSED:
+        return Failed(text, "is refused: the host answers, but nothing listens on this port")
+    if found is Dialled.SILENT:
+        return Failed(text, "is silent: the host does not answer (down, or behind a firewall)")
+    if found is Dialled.UNREACHABLE:
+        return Failed(text, "is unreachable: no route or no such name")
+    try:
+        target = PeerID.from_base58(peer)
+    except ValueError:
+        return Failed(text, f"has a peer id that is none: {peer}")
+    await p2p._client.connect(target, [address.maddr])
+    return Reached(text, peer, await greet(p2p, peer, wall_clock, ask_about))
+
+
+def _reason(words: str) -> str:
+    if "peer id mismatch" in words:
+        real = words.rpartition("remote key matches ")[2].split()[0]
+        return f"has a wrong peer id: {real} answers there"
+    if "protocols not supported" in words:
+        return "is a libp2p peer, but not one of spes-p2p"
+    if "context deadline exceeded" in words:
+        return "is silent: the host accepts, but nobody speaks libp2p there"
+    return f"failed: {printable(words.encode())}"
+
+
+def _nobody(failed: list[Failed]) -> NetworkError:
+    reasons = "; ".join(f"{one.address} {one.reason}" for one in failed)
+    return NetworkError(
+        f"no initial peer can be reached: {reasons}",
+        fix="give the address of a peer that runs now (any peer of the run will do), or check your network",
+    )
+
+
+def _with_our_clock(reached: list[Reached]) -> list[Reached]:
+    """Leaves out peers whose clock is off; if all are, it is ours that has to be looked at."""
+    agreeing = [one for one in reached if abs(one.met.ahead_seconds) <= MAX_DHT_TIME_DISCREPANCY_SECONDS]
+    if not agreeing:
+        raise _skewed(reached)
+    for one in reached:
+        if one not in agreeing:
+            logger.warning("the clock of initial peer %s is %.1f s ahead of ours", one.address, one.met.ahead_seconds)
+    return agreeing
+
+
+def _skewed(reached: list[Reached]) -> ClockSkewed:
+    ahead = statistics.median(one.met.ahead_seconds for one in reached)
+    direction = "behind" if ahead > 0 else "ahead of"
+    who = ", ".join(short(one.peer) for one in reached)
+    return ClockSkewed(
+        f"this machine's clock is {abs(ahead):.1f} s {direction} that of {who}; "
+        f"at most {MAX_DHT_TIME_DISCREPANCY_SECONDS} s are allowed",
+        fix="synchronise it (for example: sudo timedatectl set-ntp true); if it is right, tell the others to do so",
+    )

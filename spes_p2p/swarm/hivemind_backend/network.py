@@ -1,0 +1,206 @@
+"""One peer in the real network: starts the daemon, meets the initial peers, joins the DHT, and ends all of it again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import ValidationError
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils.logging import use_hivemind_log_handler
+
+from spes_p2p.errors import NetworkError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.hivemind_backend.daemon import SocketFolder, start_daemon
+from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
+from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
+from spes_p2p.swarm.hivemind_backend.join import Reached, meet
+from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
+from spes_p2p.swarm.streams import DEFAULT_LIMITS, StreamLimits
+
+MAX_MESSAGE_BYTES = 32 * 2**20
+"""A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
+_DAEMON_END_SECONDS = 5.0
+_LOOKUP_SECONDS = 3.0
+
+use_hivemind_log_handler("nowhere")  # our own logging decides what people see
+
+
+class HivemindNetwork:
+    """A running peer: `.transport`, `.directory`, `.signer`, `.verifier`; `close` ends it.
+
+    All its coroutines run on the loop that started it: the one of a NetworkThread.
+    """
+
+    signer: RsaSigner
+    verifier: RsaVerifier
+    transport: HivemindTransport
+    directory: HivemindDirectory
+    daemon_ended: asyncio.Event
+    """Set when the libp2p daemon is gone; nothing can be reached from then on."""
+    daemon_pid: int
+    folder: str
+    """Holds the daemon's sockets; temporary."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+
+    @classmethod
+    async def start(
+        cls,
+        initial_peers: Sequence[str] = (),
+        identity_path: Path | None = None,
+        host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        announce_maddrs: Sequence[str] = (),
+        client_mode: bool = False,
+        use_relay: bool = True,
+        limits: StreamLimits = DEFAULT_LIMITS,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> HivemindNetwork:
+        """Joins the DHT of `initial_peers`, or founds one when there are none.
+
+        `identity_path`: made on first use; None for an identity of this run alone. `client_mode`: listens nowhere, and
+        is reached through the connections that it opens. `wall_clock` is compared with that of the initial peers.
+        Raises NetworkError (a reason for each initial peer), IdentityInUse, ClockSkewed, ConfigError.
+        """
+        self = cls()
+        try:
+            await self._start(
+                list(initial_peers),
+                identity_path,
+                _daemon_options(initial_peers, host_maddrs, announce_maddrs, client_mode, use_relay),
+                limits,
+                wall_clock,
+            )
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _start(
+        self,
+        initial_peers: list[str],
+        identity_path: Path | None,
+        options: dict[str, Any],
+        limits: StreamLimits,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        folder = SocketFolder()
+        self._stack.callback(folder.remove)
+        self.folder = str(folder.path)
+        identity = IdentityFile(identity_path or folder.path / "identity")
+        self._stack.callback(identity.release)
+        self.signer, self.verifier = identity.signer, RsaVerifier()
+        if identity.existed and initial_peers:
+            await _check_identity_free(folder, identity, initial_peers, wall_clock)
+        p2p = await start_daemon(folder, identity_path=str(identity.path), **options)
+        self.daemon_pid, self.daemon_ended = p2p._child.pid, asyncio.Event()
+        watch = asyncio.create_task(_watch(p2p, self.daemon_ended))
+        self._stack.push_async_callback(_end_daemon, p2p, watch)
+        self.transport = HivemindTransport(p2p, limits, self.daemon_ended)
+        self._stack.push_async_callback(self.transport.close)
+        await self.transport.attach(HelloDesk(p2p, wall_clock))
+        reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
+        await self._join_dht(p2p, reached, client_mode=options["dht_mode"] == "client")
+
+    async def _join_dht(self, p2p: P2P, reached: list[Reached], client_mode: bool) -> None:
+        validator = EnvelopeValidator(self.verifier)
+        try:
+            node = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=[one.address for one in reached] or None,
+                client_mode=client_mode,
+                record_validator=validator,
+                **DHT_OPTIONS,
+            )
+        except (RuntimeError, ValidationError, P2PDaemonError) as error:
+            raise NetworkError(f"joining the DHT failed: {error}", fix="try again, or another initial peer") from error
+        self._stack.push_async_callback(_leave_dht, node, self.daemon_ended)
+        self.directory = HivemindDirectory(node, self.signer, self.verifier, validator)
+        for one in reached:
+            self.transport.learn(one.peer, (one.address,))
+
+    async def close(self) -> None:
+        """Leaves nothing behind: no daemon, no socket, no lock. Safe to call twice."""
+        await self._stack.aclose()
+
+
+def _daemon_options(
+    initial_peers: Sequence[str],
+    host_maddrs: Sequence[str],
+    announce_maddrs: Sequence[str],
+    client_mode: bool,
+    use_relay: bool,
+) -> dict[str, Any]:
+    """Options of hivemind's P2P.create. No `initial_peers`: the daemon would die of the first that fails."""
+    options: dict[str, Any] = {
+        "dht_mode": "client" if client_mode else "server",
+        "use_relay": use_relay,
+        "persistent_conn_max_msg_size": MAX_MESSAGE_BYTES,
+    }
+    if announce_maddrs:
+        options["announce_maddrs"] = list(announce_maddrs)
+    if client_mode:
+        options |= {"no_listen": True, "host_maddrs": None, "nat_port_map": False}
+    else:
+        local = all(maddr.startswith(("/ip4/127.", "/ip6/::1/")) for maddr in host_maddrs)
+        options |= {"host_maddrs": list(host_maddrs), "nat_port_map": not local, "auto_nat": not local}
+    if client_mode and use_relay and initial_peers:
+        options |= {"use_auto_relay": True, "force_reachability": "private", "trusted_relays": list(initial_peers)}
+    return options
+
+
+async def _check_identity_free(
+    folder: SocketFolder, identity: IdentityFile, initial_peers: list[str], wall_clock: Callable[[], float]
+) -> None:
+    """Two peers of one identity would take each other's messages. Asked under another identity, before we appear."""
+    own = identity.signer.peer_id
+    scout = await start_daemon(folder, no_listen=True, host_maddrs=None, dht_mode="client", nat_port_map=False)
+    try:
+        reached = await meet(scout, initial_peers, wall_clock, ask_about=own)
+        known_alive = any(one.met.alive or one.peer == own for one in reached)
+        if known_alive or await _is_found(scout, own):
+            raise in_use(identity.path, "in this swarm")
+    finally:
+        await scout.shutdown()
+
+
+async def _is_found(scout: P2P, peer: PeerId) -> bool:
+    """libp2p's own lookup: connects to the peer if anybody knows where it is."""
+    try:
+        async with asyncio.timeout(_LOOKUP_SECONDS):
+            await scout._client.connect(PeerID.from_base58(peer), [])
+    except (TimeoutError, P2PDaemonError):
+        return False
+    return True
+
+
+async def _leave_dht(node: DHTNode, daemon_ended: asyncio.Event) -> None:
+    """Without its daemon, the node would wait for ever for the end of its handlers."""
+    if not daemon_ended.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DAEMON_END_SECONDS):
+                await node.shutdown()
+
+
+async def _watch(p2p: P2P, ended: asyncio.Event) -> None:
+    await p2p._child.wait()
+    ended.set()
+
+
+async def _end_daemon(p2p: P2P, watch: asyncio.Task[None]) -> None:
+    try:
+        async with asyncio.timeout(_DAEMON_END_SECONDS):
+            await p2p.shutdown()
+    except TimeoutError:
+        p2p._child.kill()
+    await asyncio.wait((watch,), timeout=_DAEMON_END_SECONDS)
+    watch.cancel()

@@ -1,0 +1,110 @@
+"""The one permanent thread with the one asyncio loop on which all networking of a process runs.
+
+It must outlive everything that it starts: the kernel ends the libp2p daemon when the *thread* that started it ends.
+Leaves out signals: who leaves cleanly closes the network first and stops the thread then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+from spes_p2p.errors import LocalProtocolError
+
+T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1
+_STOP_SECONDS = 10.0
+_LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported between fork and exec
+
+
+class NetworkLoop(asyncio.SelectorEventLoop):
+    """A loop whose child processes die with it, and hear no Ctrl-C that is meant for us.
+
+    hivemind starts its daemon through the running loop, so this reaches it without touching hivemind. SIGKILL, since
+    the daemon has nothing to save and must not linger; a session of its own, since the terminal sends SIGINT and SIGHUP
+    to whole groups while we still need the daemon to say good-bye.
+    """
+
+    async def subprocess_exec(self, protocol_factory: Any, program: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("preexec_fn", _die_with(os.getpid()))
+        kwargs.setdefault("start_new_session", True)
+        return await super().subprocess_exec(protocol_factory, program, *args, **kwargs)
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+
+    def between_fork_and_exec() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)
+
+    return between_fork_and_exec
+
+
+class NetworkThread:
+    """Start one per process, before CUDA is touched and before anything forks; use it as a context or call `stop`."""
+
+    def __init__(self, name: str = "network") -> None:
+        self._loop = NetworkLoop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts `work` on the loop; for other threads."""
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
+            work.close()
+            raise LocalProtocolError("work for the network comes from another thread, while the network thread runs")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+        """Runs `work` on the loop and waits for it; cancels it when the wait is broken off (Ctrl-C, time-out)."""
+        future = self.submit(work)
+        try:
+            return future.result(timeout_seconds)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancels what still runs and ends the thread; safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_STOP_SECONDS)
+
+    def __enter__(self) -> NetworkThread:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            _finish(self._loop)
+        finally:
+            self._loop.close()
+
+
+def _finish(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_SECONDS / 2))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.run_until_complete(loop.shutdown_default_executor())

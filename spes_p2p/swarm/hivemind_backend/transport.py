@@ -1,0 +1,305 @@
+"""Calls and streams over libp2p, with failures told apart (ports.Transport).
+
+A call is one unary RPC of a hivemind servicer, a fetch is one binary stream. Before the daemon dials, we dial by plain
+TCP (see `dial`), and again to find out why an exchange broke. Leaves out how the network is joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+
+from spes_p2p.errors import NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import PeerId, short
+from spes_p2p.swarm import calls
+from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, dial_all, parse_address, said_of
+from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
+from spes_p2p.swarm.ports import Handler
+from spes_p2p.swarm.streams import StreamLimits, StreamServer, Traffic, fetch_stream
+
+NAMESPACE = "spes-p2p/1"
+_STREAM_NAME = f"{NAMESPACE}::fetch"
+_BACKOFF_PAUSE_SECONDS = 0.5
+_ADDRESS_REFRESH_SECONDS = 30.0
+_NEVER_LEFT = ("failed to dial", "dial backoff", "failed to find any peer", "routing: not found", "no addresses")
+"""In these words the daemon says that nothing was sent, so that a second try cannot do anything twice."""
+_DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
+"""What its socket says when it is no more."""
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class PipeStream:
+    """A stream through the daemon's socket (streams.ByteStream)."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def read(self, max_bytes: int) -> bytes:
+        try:
+            return await self._reader.read(max_bytes)
+        except OSError as error:
+            raise PeerClosed(f"the stream broke: {error}") from error
+
+    async def write(self, data: bytes | memoryview) -> None:
+        try:
+            self._writer.write(data)
+            await self._writer.drain()
+        except OSError as error:
+            raise PeerClosed(f"the stream broke: {error}") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class SwarmServicer(ServicerBase):
+    """The two unary RPCs of a peer."""
+
+    def __init__(self, transport: HivemindTransport, desk: HelloDesk) -> None:
+        self._transport, self._desk = transport, desk
+
+    async def rpc_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
+        return BytesValue(value=await self._transport.answer(_peer(context.remote_id), request.value))
+
+    async def rpc_hello(self, request: BytesValue, context: P2PContext) -> BytesValue:
+        return BytesValue(value=await self._desk.answer(request.value))
+
+
+class HivemindTransport:
+    """The Transport of one daemon; `attach` before use."""
+
+    def __init__(self, p2p: P2P, limits: StreamLimits, daemon_ended: asyncio.Event) -> None:
+        self._p2p, self._limits, self._daemon_ended = p2p, limits, daemon_ended
+        self._peer_id = _peer(p2p.peer_id)
+        self._addresses: tuple[str, ...] = ()
+        self._book = AddressBook()
+        self._connected: set[PeerId] = set()
+        self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._traffic = Traffic()
+        self._handler: Handler | None = None
+        self._server: StreamServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def attach(self, desk: HelloDesk) -> None:
+        """Registers what this peer answers, and starts to follow its own addresses."""
+        await SwarmServicer(self, desk).add_p2p_handlers(self._p2p, namespace=NAMESPACE)
+        await self._p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
+        await self.refresh_addresses()
+        self._spawn(self._follow_addresses())
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._peer_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._addresses
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._traffic.received
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        self._book.learn(peer, addresses)
+
+    async def serve(self, handler: Handler) -> None:
+        self._handler = handler
+        self._server = StreamServer(handler, self._traffic, self._limits)
+
+    async def close(self) -> None:
+        """Ends what is being served; the daemon is the network's to end."""
+        self._handler = self._server = None
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def refresh_addresses(self) -> None:
+        """Asks the daemon where others may dial us; it learns more with time."""
+        try:
+            self._addresses = tuple(str(maddr) for maddr in await self._p2p.get_visible_maddrs(latest=True))
+        except ValueError:  # it listens nowhere
+            self._addresses = ()
+
+    # ---- asking ----
+
+    async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
+        calls.check_request(request)
+        stub = SwarmServicer.get_stub(self._p2p, PeerID.from_base58(peer), namespace=NAMESPACE)
+        self._traffic.sent += len(request)
+        reply = await self._in_time(
+            peer, timeout_seconds, self._reach(peer, lambda: stub.rpc_call(BytesValue(value=request)))
+        )
+        self._traffic.received += len(reply.value)
+        return calls.unwrap(peer, reply.value)
+
+    async def fetch(self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int) -> tuple[bytes, bytes]:
+        async def open_stream() -> PipeStream:
+            opened = self._reach(peer, lambda: self._open_stream(peer))
+            return await self._in_time(peer, timeout_seconds, opened)
+
+        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic)
+
+    async def _open_stream(self, peer: PeerId) -> PipeStream:
+        _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), _STREAM_NAME)
+        return PipeStream(reader, writer)
+
+    async def check_refused(self, peer: PeerId) -> bool:
+        evidence = self._book.evidence(peer)
+        if not evidence or await self._is_connected(peer):
+            return False
+        return all(found is Dialled.REFUSED for found in await dial_all(evidence))
+
+    async def _in_time(self, peer: PeerId, timeout_seconds: float, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await work
+        except TimeoutError as error:
+            self._connected.discard(peer)
+            raise PeerSilent(f"{short(peer)} did not answer within {timeout_seconds:g} s") from error
+
+    async def _reach(self, peer: PeerId, exchange: Callable[[], Awaitable[T]]) -> T:
+        """`exchange` with a connected peer; tried a second time only where the first one sent nothing."""
+        if self._daemon_ended.is_set():
+            raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
+        try:
+            if peer in self._connected:
+                with contextlib.suppress(_NothingSent):
+                    return await self._exchange(peer, exchange)
+            await self._connect(peer)
+            return await self._exchange(peer, exchange)
+        except _NothingSent as error:
+            raise await self._why(peer, str(error)) from error
+        except _DAEMON_GONE as error:
+            raise NetworkError(f"the libp2p daemon does not answer: {error}", fix="start this peer again") from error
+
+    async def _exchange(self, peer: PeerId, exchange: Callable[[], Awaitable[T]]) -> T:
+        try:
+            outcome = await exchange()
+        except P2PHandlerError as error:
+            raise RemoteProtocolError(f"{short(peer)} failed: {calls.printable(str(error).encode())}") from error
+        except P2PDaemonError as error:
+            self._connected.discard(peer)
+            if any(words in str(error) for words in _NEVER_LEFT):
+                raise _NothingSent(str(error)) from error
+            raise await self._why(peer, str(error)) from error
+        self._heard(peer)
+        return outcome
+
+    async def _connect(self, peer: PeerId) -> None:
+        async with self._dialling[peer]:
+            if peer in self._connected or await self._is_connected(peer):
+                return
+            plain = self._book.plain(peer)
+            found = await dial_all(plain)
+            if found and Dialled.ACCEPTED not in found:
+                raise _unreached(peer, found, "no address of it accepts a connection")
+            await self._daemon_connect(peer, [one for one, how in zip(plain, found) if how is Dialled.ACCEPTED])
+            self._heard(peer)
+
+    async def _daemon_connect(self, peer: PeerId, accepting: list[Address]) -> None:
+        addresses = [address.maddr for address in self._book.known(peer)]
+        while True:
+            try:
+                await self._p2p._client.connect(PeerID.from_base58(peer), addresses)
+                return
+            except P2PDaemonError as error:
+                words = str(error)
+                if not any("dial backoff" in said_of(address, words) for address in accepting):
+                    raise await self._why(peer, words) from error
+            # the host accepts, but an earlier failure keeps the daemon from dialling; it forgets that after seconds
+            await asyncio.sleep(_BACKOFF_PAUSE_SECONDS)
+
+    async def _why(self, peer: PeerId, words: str) -> NetworkError:
+        """The error for an exchange that the daemon ended with `words`."""
+        said = calls.printable(words.replace("\n", " ").encode())
+        if "protocols not supported" in words:
+            return PeerClosed(f"{short(peer)} does not serve this protocol, or not yet")
+        if "peer id mismatch" in words:
+            return PeerRefused(f"another peer answers at the address of {short(peer)}")
+        found = await dial_all(self._book.known(peer))
+        if not found:
+            return PeerClosed(f"{short(peer)} is not connected, and no address of it is known ({said})")
+        return _unreached(peer, found, said)
+
+    # ---- serving ----
+
+    async def answer(self, caller: PeerId, request: bytes) -> bytes:
+        self._heard(caller)
+        handler = self._handler
+        if handler is None:
+            return calls.NOT_SERVING
+        self._traffic.received += len(request)
+        reply = await calls.answer(handler, caller, request)
+        self._traffic.sent += len(reply)
+        return reply
+
+    async def _serve_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller, server = _peer(info.peer_id), self._server
+        self._heard(caller)
+        if server is None:
+            writer.close()
+            return
+        await asyncio.wait((self._spawn(server.serve(caller, PipeStream(reader, writer))),))
+
+    # ---- who is connected ----
+
+    def _heard(self, peer: PeerId) -> None:
+        if peer not in self._connected:
+            self._connected.add(peer)
+            self._spawn(self._note_place(peer))
+
+    async def _note_place(self, peer: PeerId) -> None:
+        with contextlib.suppress(*_DAEMON_GONE):
+            self._book.met(peer, [place for found, place in await self._connections() if found == peer])
+
+    async def _is_connected(self, peer: PeerId) -> bool:
+        return any(found == peer for found, _ in await self._connections())
+
+    async def _connections(self) -> list[tuple[PeerId, tuple[str, int]]]:
+        """(peer, (host, port)) of all open connections."""
+        infos = await self._p2p.list_peers()
+        pairs = [(_peer(info.peer_id), parse_address(str(maddr))) for info in infos for maddr in info.addrs]
+        return [(peer, (address.host, address.port)) for peer, address in pairs]
+
+    async def _follow_addresses(self) -> None:
+        with contextlib.suppress(*_DAEMON_GONE):
+            while not self._daemon_ended.is_set():
+                await asyncio.sleep(_ADDRESS_REFRESH_SECONDS)
+                await self.refresh_addresses()
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class _NothingSent(Exception):
+    """The daemon could not open a stream, so nothing was sent."""
+
+
+def _unreached(peer: PeerId, found: list[Dialled], words: str) -> NetworkError:
+    if Dialled.ACCEPTED in found:
+        return PeerClosed(f"{short(peer)} broke off the exchange ({words})")
+    if all(one is Dialled.REFUSED for one in found):
+        return PeerRefused(f"the host of {short(peer)} refuses connections: its process is gone")
+    return PeerSilent(f"{short(peer)} does not answer at its addresses ({words})")
+
+
+def _peer(identity: PeerID) -> PeerId:
+    return PeerId(identity.to_base58())

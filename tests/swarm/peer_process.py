@@ -1,0 +1,51 @@
+"""One peer of the real network as a process of its own, for tests that stop or kill it.
+
+Prints one JSON line (address, pid of its daemon, temporary folder) when it serves, and leaves cleanly at the end of its
+input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.ports import Blob
+
+
+class Server:
+    """Echoes calls, serves as many bytes as it is asked for."""
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        if request == b"no":
+            raise RemoteProtocolError("not today")
+        return caller.encode() + b":" + request
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        size = int(request)
+        return Blob(pattern(size), b"head")
+
+
+def pattern(size: int) -> bytes:
+    """Bytes that differ from chunk to chunk."""
+    return b"".join(index.to_bytes(8, "big") for index in range(size // 8 + 1))[:size]
+
+
+async def main(initial_peers: list[str]) -> None:
+    network = await HivemindNetwork.start(initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",))
+    try:
+        await network.transport.serve(Server())
+        facts = {"address": network.transport.addresses[0], "daemon": network.daemon_pid, "folder": network.folder}
+        sys.stdout.write(json.dumps(facts) + "\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await network.close()
+
+
+if __name__ == "__main__":
+    with NetworkThread() as thread:
+        thread.run(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""Addresses taken apart, and which of them may be taken as evidence that a process is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.hivemind_backend.dial import AddressBook, parse_address
+
+PEER = PeerId("QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64")
+OTHER = "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd"
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("/ip4/8.8.8.8/tcp/4000", "8.8.8.8", 4000),
+        ("/ip6/::1/tcp/4000", "::1", 4000),
+        ("/dns4/node.example.org/tcp/4000", "node.example.org", 4000),
+        ("/ip4/8.8.8.8/udp/4000/quic", "", 0),
+        (f"/ip4/8.8.8.8/tcp/4000/p2p/{OTHER}/p2p-circuit", "", 0),
+    ],
+)
+def test_addresses_are_taken_apart(text: str, host: str, port: int) -> None:
+    for whole, peer in ((text, None), (f"{text}/p2p/{PEER}", PEER)):
+        address = parse_address(whole)
+        assert (address.text, address.peer, address.host, address.port) == (text, peer, host, port)
+
+
+@pytest.mark.parametrize("text", ["", "8.8.8.8:4000", "/ip4/8.8.8.888/tcp/1", "/ip4", "/nothing/1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a multiaddress"):
+        parse_address(text)
+
+
+def evidence(*addresses: str, met: tuple[tuple[str, int], ...] = ()) -> list[str]:
+    book = AddressBook()
+    book.learn(PEER, addresses)
+    book.met(PEER, met)
+    return [f"{address.host}:{address.port}" for address in book.evidence(PEER)]
+
+
+LOCAL, HOME, PUBLIC = "/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.7/tcp/1", "/ip4/8.8.8.8/tcp/1"
+
+
+def test_only_places_that_must_be_the_peer_are_evidence() -> None:
+    assert evidence(LOCAL) == ["127.0.0.1:1"]  # everybody is on this machine
+    assert evidence(LOCAL, HOME) == []  # another machine of ours may have this address
+    assert evidence(LOCAL, HOME, PUBLIC) == ["8.8.8.8:1"]
+    assert evidence(LOCAL, HOME, PUBLIC, met=(("192.168.1.7", 1),)) == ["192.168.1.7:1"]
+    assert (
+        evidence(LOCAL, HOME, PUBLIC, met=(("192.168.1.7", 55_000),)) == []
+    )  # it came to us: perhaps through a router
+    assert evidence() == []
+
+
+def test_addresses_of_others_and_junk_are_not_learnt() -> None:
+    book = AddressBook()
+    book.learn(PEER, [f"{PUBLIC}/p2p/{OTHER}", "junk", *[LOCAL] * 50])
+    assert {address.text for address in book.known(PEER)} == {LOCAL}
+    assert len(book.known(PEER)) < 16
