@@ -1,7 +1,7 @@
-"""The fetch protocol on one byte stream: frames, length, hash, resume at an offset, stall time-outs, server limits.
+"""The fetch protocol on one byte stream: frames, length, hash, and the asking side with resume and stall time-outs.
 
-Knows no network library: a backend brings a ByteStream and gets `fetch_stream` for the asking and StreamServer for the
-serving side. On the wire:
+Knows no network library: a backend brings a ByteStream and gets `fetch_stream`; the serving side is
+`stream_server`. On the wire:
 
     asker   REQUEST (offset, max_bytes, body)
     server  WAIT*                      one a second while the request waits for a free slot
@@ -16,30 +16,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from spes_p2p import wire
-from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
+from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
-from spes_p2p.swarm.calls import MAX_WORDS, printable
-from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler
+from spes_p2p.swarm.calls import printable
+from spes_p2p.swarm.ports import CHUNK_BYTES
 
 MAX_REQUEST_BYTES = 64 * 2**10
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_RESUMES = 4
-KEEPALIVE_SECONDS = 1.0
 _RESUME_PAUSE_SECONDS = 0.05
-_DIGEST_BYTES = 32
-_REQUEST, _WAIT, _REFUSED, _BLOB = b"Q", b"W", b"N", b"B"
-_FRAME_SLACK = 64
-_HASHES_PER_TURN = 4
+DIGEST_BYTES = 32
+REQUEST, WAIT, REFUSED, BLOB = b"Q", b"W", b"N", b"B"
+FRAME_SLACK = 64
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
 class ByteStream(Protocol):
@@ -109,9 +104,6 @@ async def read_exactly(stream: ByteStream, size: int) -> bytes:
     return b"".join(pieces)
 
 
-# ---- asking ----
-
-
 async def fetch_stream(
     open_stream: Callable[[], Awaitable[ByteStream]],
     peer: PeerId,
@@ -156,24 +148,24 @@ class _Download:
 
     async def run(self, stream: ByteStream) -> tuple[bytes, bytes]:
         ask = FetchRequest(self._received, self._max_bytes, self._request)
-        await self._in_time(write_frame(stream, _REQUEST, wire.pack(ask)))
+        await self._in_time(write_frame(stream, REQUEST, wire.pack(ask)))
         head = self._accept(await self._read_head(stream))
         while self._received < head.total_bytes:
             piece = await self._in_time(stream.read(min(CHUNK_BYTES, head.total_bytes - self._received)))
             if not piece:
                 raise PeerClosed(f"{self._name} cut the stream after {self._received} of {head.total_bytes} bytes")
             self._take(piece)
-        if await self._in_time(read_exactly(stream, _DIGEST_BYTES)) != self._digest.digest():
+        if await self._in_time(read_exactly(stream, DIGEST_BYTES)) != self._digest.digest():
             raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong SHA-256")
         return head.header, b"".join(self._pieces)
 
     async def _read_head(self, stream: ByteStream) -> BlobHead:
-        kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + _FRAME_SLACK))
-        while kind == _WAIT:
-            kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + _FRAME_SLACK))
-        if kind == _REFUSED:
+        kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + FRAME_SLACK))
+        while kind == WAIT:
+            kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + FRAME_SLACK))
+        if kind == REFUSED:
             raise RemoteProtocolError(f"{self._name} refused: {printable(body)}")
-        if kind != _BLOB:
+        if kind != BLOB:
             raise RemoteProtocolError(f"{self._name} sent a frame of kind {kind!r} instead of a blob")
         return wire.unpack(BlobHead, body)
 
@@ -203,119 +195,3 @@ class _Download:
             raise PeerSilent(
                 f"{self._name} sent no byte for {self._timeout_seconds:g} s after {self._received} bytes"
             ) from error
-
-
-# ---- serving ----
-
-
-@dataclass(frozen=True)
-class StreamLimits:
-    """What a server of streams allows, so that no asker can take its memory or block the others."""
-
-    max_streams: int = 16
-    max_streams_per_peer: int = 8
-    max_waiting: int = 256
-    stall_seconds: float = 60.0
-    """An asker that takes no byte for so long loses its stream."""
-
-
-DEFAULT_LIMITS = StreamLimits()
-
-
-class StreamServer:
-    """Serves the blobs of one handler: `max_streams` at once, the others wait in line."""
-
-    def __init__(self, handler: Handler, traffic: Traffic, limits: StreamLimits = DEFAULT_LIMITS) -> None:
-        self._handler, self._traffic, self._limits = handler, traffic, limits
-        self._slots = asyncio.Semaphore(limits.max_streams)
-        self._peer_slots: dict[PeerId, asyncio.Semaphore] = {}
-        self._users: dict[PeerId, int] = {}
-        self.lost = 0
-        """Streams that ended before the asker had everything."""
-
-    async def serve(self, caller: PeerId, stream: ByteStream) -> None:
-        """Serves one stream to its end; never raises because of what the other side does."""
-        try:
-            await self._serve(caller, stream)
-        except (NetworkError, RemoteProtocolError, TimeoutError) as error:
-            self.lost += 1
-            logger.debug("a stream to %s ended early: %s", caller, error)
-        finally:
-            stream.close()
-
-    async def _serve(self, caller: PeerId, stream: ByteStream) -> None:
-        kind, body = await self._in_time(read_frame(stream, MAX_REQUEST_BYTES + _FRAME_SLACK))
-        try:
-            if kind != _REQUEST:
-                raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
-            request = wire.unpack(FetchRequest, body)
-            async with self._slot(caller, stream):
-                await self._send(stream, request, await self._find(caller, request))
-        except RemoteProtocolError as error:
-            await self._in_time(write_frame(stream, _REFUSED, str(error).encode()[:MAX_WORDS]))
-        await self._in_time(stream.read(1))  # the asker closes when it has everything
-
-    async def _find(self, caller: PeerId, request: FetchRequest) -> Blob:
-        try:
-            blob = await self._handler.on_fetch(caller, request.body)
-        except RemoteProtocolError:
-            raise
-        except Exception as error:  # a bug of ours: the asker must not wait for its time-out because of it
-            logger.exception("the handler of a fetch failed")
-            raise RemoteProtocolError("the handler failed") from error
-        size = memoryview(blob.data).nbytes
-        if size > request.max_bytes or request.offset > size:
-            raise RemoteProtocolError(
-                f"the blob has {size} bytes, asked for {request.offset} to at most {request.max_bytes}"
-            )
-        return blob
-
-    async def _send(self, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
-        data = memoryview(blob.data).cast("B")
-        head = wire.pack(BlobHead(data.nbytes, blob.header))
-        digest = hashlib.sha256(head)
-        await self._in_time(write_frame(stream, _BLOB, head))
-        for start in range(0, request.offset, CHUNK_BYTES):  # what the asker has already
-            digest.update(data[start : min(start + CHUNK_BYTES, request.offset)])
-            if start // CHUNK_BYTES % _HASHES_PER_TURN == 0:
-                await asyncio.sleep(0)
-        for start in range(request.offset, data.nbytes, CHUNK_BYTES):
-            chunk = data[start : start + CHUNK_BYTES]
-            digest.update(chunk)
-            await self._in_time(stream.write(chunk))
-            self._traffic.sent += chunk.nbytes
-        await self._in_time(stream.write(digest.digest()))
-
-    @asynccontextmanager
-    async def _slot(self, caller: PeerId, stream: ByteStream) -> AsyncIterator[None]:
-        if sum(self._users.values()) >= self._limits.max_streams + self._limits.max_waiting:
-            raise RemoteProtocolError("too many streams are waiting here")
-        mine = self._peer_slots.setdefault(caller, asyncio.Semaphore(self._limits.max_streams_per_peer))
-        self._users[caller] = self._users.get(caller, 0) + 1
-        try:
-            async with self._acquired(mine, stream), self._acquired(self._slots, stream):
-                yield
-        finally:
-            self._users[caller] -= 1
-            if not self._users[caller]:
-                del self._users[caller], self._peer_slots[caller]
-
-    @asynccontextmanager
-    async def _acquired(self, slots: asyncio.Semaphore, stream: ByteStream) -> AsyncIterator[None]:
-        """Holds one of `slots`; tells the asker while it waits for it."""
-        turn = asyncio.ensure_future(slots.acquire())
-        try:
-            while not turn.done():
-                await asyncio.wait((turn,), timeout=KEEPALIVE_SECONDS)
-                if not turn.done():
-                    await self._in_time(write_frame(stream, _WAIT))
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():
-                slots.release()
-            else:
-                turn.cancel()
-
-    async def _in_time(self, step: Awaitable[T]) -> T:
-        async with asyncio.timeout(self._limits.stall_seconds):
-            return await step

@@ -360,11 +360,52 @@ def test_a_peer_that_listens_nowhere_is_called_over_its_own_connection(thread: N
     thread.run(scenario())
 
 
+def test_a_forked_child_leaves_the_daemon_and_the_lock_alone(thread: NetworkThread, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with peers() as start:
+            first = await start()
+            second = await start(first, identity_path=tmp_path / "key")
+            forked = os.fork()
+            if not forked:
+                second.transport._p2p._terminate()  # what the end of a Python process does to its objects
+                os._exit(0)
+            assert os.waitpid(forked, 0) == (forked, 0)
+            assert await first.transport.call(second.transport.peer_id, b"x", 10.0) == b"x"
+            with pytest.raises(IdentityInUse):
+                await start(first, identity_path=tmp_path / "key")
+
+    thread.run(scenario())
+
+
+def test_a_peer_whose_daemon_died_says_so_and_ends_cleanly(thread: NetworkThread) -> None:
+    async def scenario() -> None:
+        async with peers() as start:
+            first = await start()
+            second = await start(first)
+            os.kill(second.daemon_pid, signal.SIGKILL)
+            async with asyncio.timeout(WAIT_SECONDS):
+                await second.daemon_ended.wait()
+            name = first.transport.peer_id
+            for attempt in (
+                second.transport.call(name, b"x", 1.0),
+                second.transport.fetch(name, b"8", 1.0, 8),
+                second.directory.read("key"),
+                second.directory.publish("key", b"value", 60.0),
+            ):
+                with pytest.raises(NetworkError, match="the libp2p daemon has ended"):
+                    await attempt
+            assert not await second.transport.check_refused(name)
+
+    thread.run(scenario())
+
+
 def test_an_identity_is_used_once(thread: NetworkThread, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with peers() as start:
             first = await start()
             owner = await start(first, identity_path=tmp_path / "key")
+            with pytest.raises(RemoteProtocolError, match="no libp2p peer id"):
+                await first.transport.call(PeerId("0OIl"), b"x", 1.0)
             assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
             with pytest.raises(IdentityInUse, match="on this machine") as caught:
                 await start(first, identity_path=tmp_path / "key")

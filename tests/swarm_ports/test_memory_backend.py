@@ -14,7 +14,7 @@ from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.swarm.streams import StreamLimits
+from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.testing.virtual_time import run_virtual
 
 A, B = PeerId("anna"), PeerId("ben")

@@ -76,8 +76,16 @@ def _plain(packed: bytes, kind: type[T]) -> T:
 class HivemindDirectory:
     """The Directory of one DHT node."""
 
-    def __init__(self, node: DHTNode, signer: Signer, verifier: Verifier, validator: EnvelopeValidator) -> None:
+    def __init__(
+        self,
+        node: DHTNode,
+        signer: Signer,
+        verifier: Verifier,
+        validator: EnvelopeValidator,
+        daemon_ended: asyncio.Event,
+    ) -> None:
         self._node, self._signer, self._verifier, self._validator = node, signer, verifier, validator
+        self._daemon_ended = daemon_ended
         self._ends: dict[str, float] = {}
         self._dropped = 0
 
@@ -87,35 +95,40 @@ class HivemindDirectory:
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
         envelope.check_ttl(ttl_seconds)
+        self._require_daemon()
+        asked = 0
         try:
             async with asyncio.timeout(_PUBLISH_SECONDS):
                 for _ in range(_TRIES):
-                    if await self._publish(key, value, ttl_seconds):
+                    answers = await self._publish(key, value, ttl_seconds)
+                    asked += len(answers)  # a node that does not answer is not asked again
+                    if any(answer and all(answer) for answer in answers):
                         return
+                    if not asked and not self._node.protocol.client_mode:
+                        return  # there is nobody else, and we keep it
                     await self._find_own_end(key)
         except TimeoutError as error:
             raise PeerSilent(f"nobody took the record {key!r} within {_PUBLISH_SECONDS:g} s") from error
         raise NetworkError(f"nobody took the record {key!r}", fix="check that other peers of the run can be reached")
 
-    async def _publish(self, key: str, value: bytes, ttl_seconds: float) -> bool:
-        """True when another node keeps it, or when there is no other and we do."""
+    async def _publish(self, key: str, value: bytes, ttl_seconds: float) -> list[list[bool] | None]:
+        """What the nodes said that should keep the record; None: no answer. `DHTNode.store` tells of one only."""
         # of two records of one publisher the one that ends later wins
         expiration = max(time.time() + ttl_seconds, self._ends.get(key, 0.0) + _STEP_SECONDS)
         self._ends[key] = expiration
         data = envelope.seal(self._signer, key, value, expiration)
-        protocol, key_id = self._node.protocol, DHTID.generate(source=key)
+        protocol, key_id, subkey = self._node.protocol, DHTID.generate(source=key), self._signer.peer_id
         packed = protocol.serializer.dumps(data)
-        nearest = await self._node.find_nearest_nodes([key_id], k_nearest=self._node.num_replicas, exclude_self=True)
-        answers = await asyncio.gather(
-            *(
-                protocol.call_store(node, [key_id], [packed], expiration, [self._signer.peer_id])
-                for node in nearest[key_id].values()
-            )
-        )
         if not protocol.client_mode:
-            protocol.storage.store(key_id, packed, expiration, subkey=self._signer.peer_id)
-        # `DHTNode.store` tells of one node only, and not of which
-        return any(answer and all(answer) for answer in answers) or not (answers or protocol.client_mode)
+            protocol.storage.store(key_id, packed, expiration, subkey=subkey)
+        nearest = await self._node.find_nearest_nodes([key_id], k_nearest=self._node.num_replicas, exclude_self=True)
+        nodes = nearest[key_id].values()
+        stores = (protocol.call_store(node, [key_id], [packed], expiration, [subkey]) for node in nodes)
+        return list(await asyncio.gather(*stores))
+
+    def _require_daemon(self) -> None:
+        if self._daemon_ended.is_set():
+            raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
 
     async def _find_own_end(self, key: str) -> None:
         """A record of an earlier life of this peer may end later than what we publish; then nobody takes ours."""
@@ -125,6 +138,7 @@ class HivemindDirectory:
             self._ends[key] = max(self._ends[key], own.expiration_time)
 
     async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
+        self._require_daemon()
         try:
             async with asyncio.timeout(timeout_seconds):
                 found = await self._node.get(key, latest=True)

@@ -24,7 +24,7 @@ from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
-from spes_p2p.swarm.streams import DEFAULT_LIMITS, StreamLimits
+from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 
 MAX_MESSAGE_BYTES = 32 * 2**20
 """A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
@@ -124,7 +124,7 @@ class HivemindNetwork:
         except (RuntimeError, ValidationError, P2PDaemonError) as error:
             raise NetworkError(f"joining the DHT failed: {error}", fix="try again, or another initial peer") from error
         self._stack.push_async_callback(_leave_dht, node, self.daemon_ended)
-        self.directory = HivemindDirectory(node, self.signer, self.verifier, validator)
+        self.directory = HivemindDirectory(node, self.signer, self.verifier, validator, self.daemon_ended)
         for one in reached:
             self.transport.learn(one.peer, (one.address,))
 

@@ -24,12 +24,14 @@ from spes_p2p.swarm import calls
 from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, dial_all, parse_address, said_of
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.ports import Handler
-from spes_p2p.swarm.streams import StreamLimits, StreamServer, Traffic, fetch_stream
+from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
+from spes_p2p.swarm.streams import Traffic, fetch_stream
 
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
 _BACKOFF_PAUSE_SECONDS = 0.5
 _ADDRESS_REFRESH_SECONDS = 30.0
+_AFTERTHOUGHT_SECONDS = 0.5
 _NEVER_LEFT = ("failed to dial", "dial backoff", "failed to find any peer", "routing: not found", "no addresses")
 """In these words the daemon says that nothing was sent, so that a second try cannot do anything twice."""
 _DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
@@ -138,7 +140,7 @@ class HivemindTransport:
 
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         calls.check_request(request)
-        stub = SwarmServicer.get_stub(self._p2p, PeerID.from_base58(peer), namespace=NAMESPACE)
+        stub = SwarmServicer.get_stub(self._p2p, _identity(peer), namespace=NAMESPACE)
         self._traffic.sent += len(request)
         reply = await self._in_time(
             peer, timeout_seconds, self._reach(peer, lambda: stub.rpc_call(BytesValue(value=request)))
@@ -154,12 +156,12 @@ class HivemindTransport:
         return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic)
 
     async def _open_stream(self, peer: PeerId) -> PipeStream:
-        _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), _STREAM_NAME)
+        _, reader, writer = await self._p2p.call_binary_stream_handler(_identity(peer), _STREAM_NAME)
         return PipeStream(reader, writer)
 
     async def check_refused(self, peer: PeerId) -> bool:
         evidence = self._book.evidence(peer)
-        if not evidence or await self._is_connected(peer):
+        if not evidence or self._daemon_ended.is_set() or await self._is_connected(peer):
             return False
         return all(found is Dialled.REFUSED for found in await dial_all(evidence))
 
@@ -169,6 +171,11 @@ class HivemindTransport:
                 return await work
         except TimeoutError as error:
             self._connected.discard(peer)
+            # the daemon may have spent the time on looking for one that is gone
+            with contextlib.suppress(TimeoutError, *_DAEMON_GONE):
+                async with asyncio.timeout(_AFTERTHOUGHT_SECONDS):
+                    if await self.check_refused(peer):
+                        raise _unreached(peer, [Dialled.REFUSED], "") from error
             raise PeerSilent(f"{short(peer)} did not answer within {timeout_seconds:g} s") from error
 
     async def _reach(self, peer: PeerId, exchange: Callable[[], Awaitable[T]]) -> T:
@@ -214,7 +221,7 @@ class HivemindTransport:
         addresses = [address.maddr for address in self._book.known(peer)]
         while True:
             try:
-                await self._p2p._client.connect(PeerID.from_base58(peer), addresses)
+                await self._p2p._client.connect(_identity(peer), addresses)
                 return
             except P2PDaemonError as error:
                 words = str(error)
@@ -299,6 +306,13 @@ def _unreached(peer: PeerId, found: list[Dialled], words: str) -> NetworkError:
     if all(one is Dialled.REFUSED for one in found):
         return PeerRefused(f"the host of {short(peer)} refuses connections: its process is gone")
     return PeerSilent(f"{short(peer)} does not answer at its addresses ({words})")
+
+
+def _identity(peer: PeerId) -> PeerID:
+    try:
+        return PeerID.from_base58(peer)
+    except ValueError as error:
+        raise RemoteProtocolError(f"{calls.printable(peer.encode())!r} is no libp2p peer id") from error
 
 
 def _peer(identity: PeerID) -> PeerId:

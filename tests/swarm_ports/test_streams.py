@@ -1,0 +1,115 @@
+"""The fetch protocol against an other side that says anything: only known errors, bounded memory, no wrong data."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p import wire
+from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.stream_server import StreamServer
+from spes_p2p.swarm.streams import BlobHead, FetchRequest, Traffic, fetch_stream
+from spes_p2p.testing.virtual_time import run_virtual
+
+PEER = PeerId("peer")
+
+
+class Scripted:
+    """The other side says `script` and no more; what is written to it is kept."""
+
+    def __init__(self, script: bytes) -> None:
+        self._script = script
+        self.written = b""
+        self.closed = False
+
+    async def read(self, max_bytes: int) -> bytes:
+        await asyncio.sleep(0)
+        said, self._script = self._script[:max_bytes], self._script[max_bytes:]
+        return said
+
+    async def write(self, data: bytes | memoryview) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Refuser:
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        return b""
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        return Blob(b"data")
+
+
+def frame(kind: bytes, body: bytes) -> bytes:
+    return kind + len(body).to_bytes(4, "big") + body
+
+
+def fetch(script: bytes, max_bytes: int = 1000) -> tuple[bytes, bytes]:
+    async def main() -> tuple[bytes, bytes]:
+        async def open_stream() -> Scripted:
+            return Scripted(script)
+
+        return await fetch_stream(open_stream, PEER, b"request", 1.0, max_bytes, Traffic())
+
+    return run_virtual(main())
+
+
+HEAD = wire.pack(BlobHead(4, b"head"))
+WHOLE = frame(b"B", HEAD) + b"data" + hashlib.sha256(HEAD + b"data").digest()
+
+
+def test_a_whole_blob_is_taken() -> None:
+    assert fetch(frame(b"W", b"") * 3 + WHOLE) == (b"head", b"data")
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "words"),
+    [
+        (frame(b"B", HEAD) + b"", PeerClosed, "cut the stream after 0 of 4 bytes"),
+        (WHOLE[:-1] + b"!", RemoteProtocolError, "wrong SHA-256"),
+        (frame(b"N", b"no\x1b[2J"), RemoteProtocolError, r"refused: no\?\[2J"),
+        (frame(b"B", wire.pack(BlobHead(1001, b""))), RemoteProtocolError, "at most 1000"),
+        (b"B\xff\xff\xff\xff", RemoteProtocolError, "a frame of 4294967295 bytes"),
+        (frame(b"?", b""), RemoteProtocolError, "instead of a blob"),
+    ],
+)
+def test_what_is_no_whole_blob_is_not(script: bytes, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        fetch(script)
+
+
+@given(script=st.binary(max_size=200), place=st.integers(0, 200))
+def test_an_asker_survives_any_bytes(script: bytes, place: int) -> None:
+    for said in (script, WHOLE[: place % len(WHOLE)] + script):
+        try:
+            assert fetch(said) == (b"head", b"data")
+        except (NetworkError, RemoteProtocolError):
+            continue
+
+
+@given(script=st.binary(max_size=200))
+def test_a_server_survives_any_bytes(script: bytes) -> None:
+    async def main() -> Scripted:
+        stream = Scripted(script)
+        await StreamServer(Refuser(), Traffic()).serve(PEER, stream)
+        return stream
+
+    assert run_virtual(main()).closed
+
+
+def test_a_server_serves_from_the_offset_on() -> None:
+    async def main() -> bytes:
+        stream = Scripted(frame(b"Q", wire.pack(FetchRequest(1, 10, b""))))
+        await StreamServer(Refuser(), Traffic()).serve(PEER, stream)
+        return stream.written
+
+    head = wire.pack(BlobHead(4, b""))
+    assert run_virtual(main()) == frame(b"B", head) + b"ata" + hashlib.sha256(head + b"data").digest()
