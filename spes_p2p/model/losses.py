@@ -66,18 +66,22 @@ def load_balancing_loss(routings: Sequence[Routing], factor_E: Tensor) -> Tensor
 
 
 def combine(
-    sums: HeadSums, targets: Tensor, routings: Sequence[Routing], factor_E: Tensor, weights: LossWeights
+    sums: HeadSums,
+    targets: Tensor,
+    routings: Sequence[Routing],
+    factor_E: Tensor,
+    weights: LossWeights,
+    head_factor: float = 1.0,
 ) -> LossParts:
-    """All parts and their weighted sum. Router terms count every token, masked or not: experts saw them all."""
+    """All parts and their weighted sum. Router terms count every token, masked or not: experts saw them all.
+
+    `head_factor` scales cross entropy and output z-loss in the total alone (see `Transformer.forward`).
+    """
     cross_entropy, output_z = (total / targets.clamp(min=1) for total in sums)
     load_balancing = load_balancing_loss(routings, factor_E)
     router_z = torch.stack([routing.z_loss for routing in routings]).sum()
-    total = (
-        cross_entropy
-        + weights.load_balancing * load_balancing
-        + weights.router_z * router_z
-        + weights.output_z * output_z
-    )
+    head = cross_entropy + weights.output_z * output_z
+    total = head_factor * head + weights.load_balancing * load_balancing + weights.router_z * router_z
     return LossParts(
         total, cross_entropy.detach(), load_balancing.detach(), router_z.detach(), output_z.detach(), targets
     )

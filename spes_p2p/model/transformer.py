@@ -109,12 +109,17 @@ class Transformer(nn.Module):
         return cast(Tensor, self.head(x_BSD))
 
     def forward(
-        self, token_BS: Tensor, counted_B: Tensor | None = None, owned_balance_factor: float = 1.0
+        self,
+        token_BS: Tensor,
+        counted_B: Tensor | None = None,
+        owned_balance_factor: float = 1.0,
+        head_factor: float = 1.0,
     ) -> LossParts:
         """The losses of predicting positions 1..S-1 of each sequence from what stands before them.
 
         `counted_B` (bool) leaves whole sequences out of the cross entropy and the output z-loss. `owned_balance_factor`
-        scales the load-balancing term of owned experts (the decayed auxiliary loss of the SPES code).
+        scales the load-balancing term of owned experts (the decayed auxiliary loss of the SPES code). `head_factor`
+        scales cross entropy and output z-loss in the total: what this micro-batch's targets weigh beside its tokens.
         """
         x_BSD, routings = self._hidden(token_BS)
         target_BS = token_BS[:, 1:].long()
@@ -123,7 +128,7 @@ class Transformer(nn.Module):
             counted_BS = counted_BS * counted_B[:, None]
         sums = self._head_sums(x_BSD[:, :-1].flatten(0, 1), target_BS.flatten(), counted_BS.flatten())
         factor_E = torch.where(self.banks[0].owned_mask(), owned_balance_factor, 1.0)
-        return combine(sums, counted_BS.sum(), routings, factor_E, self.loss_weights)
+        return combine(sums, counted_BS.sum(), routings, factor_E, self.loss_weights, head_factor)
 
     def _hidden(self, token_BS: Tensor) -> tuple[Tensor, list[Routing]]:
         """The normalised last hidden states [B, S, D], and the routing of each layer."""

@@ -1,0 +1,153 @@
+"""The ranks of one peer: their process groups, and what one rank tells the others.
+
+A peer of one rank needs none of this: `Ranks()` then makes every function here a plain pass-through, and
+torch.distributed is not even imported. Who starts the processes is `worker`'s job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.state.layout import Values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+ANSWER_TIMEOUT = timedelta(minutes=10)
+"""How long one rank waits for another in the middle of work. A rank that ends is noticed at once."""
+_IDLE_TIMEOUT = timedelta(days=365)
+_CHUNK_VALUES = 2**26
+_CPU = torch.device("cpu")
+
+
+def _nothing_to_check() -> None:
+    """One rank alone, or ranks that somebody else watches."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks of its peer."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = _CPU
+    group: ProcessGroup | None = None
+    """Values and gradients: nccl on CUDA, gloo on CPU."""
+    control: ProcessGroup | None = None
+    """Commands of rank 0, always gloo; the others wait for the next one without limit."""
+    check: Callable[[], None] = _nothing_to_check
+    """Raises SpesError where another rank has ended. On rank 0 only."""
+    explain: Callable[[], None] = _nothing_to_check
+    """As `check`, when something broke: gives a rank a moment to be seen as ended."""
+
+
+def connect(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    store: Store | None = None,
+    check: Callable[[], None] = _nothing_to_check,
+    explain: Callable[[], None] = _nothing_to_check,
+) -> Ranks:
+    """Joins the process groups; every rank calls it. Without a `store`, MASTER_ADDR and MASTER_PORT tell where."""
+    if world_size == 1:
+        return Ranks(device=device)
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=ANSWER_TIMEOUT, store=store, rank=rank, world_size=world_size)
+    # time-outs are each rank's own: rank 0 never waits long for one that takes a command
+    control = dist.new_group(backend="gloo", timeout=ANSWER_TIMEOUT if rank == 0 else _IDLE_TIMEOUT)
+    return Ranks(rank, world_size, device, dist.group.WORLD, control, check, explain)
+
+
+def disconnect(ranks: Ranks) -> None:
+    """Leaves the process groups, also broken ones."""
+    if ranks.world_size > 1:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def abort(ranks: Ranks) -> None:
+    """Ends what hangs on the device because a rank is gone; gloo notices such a loss by itself."""
+    if ranks.group is not None and ranks.device.type == "cuda":
+        ranks.group.abort()
+
+
+def broadcast_object(ranks: Ranks, value: Any = None) -> Any:
+    """Rank 0's `value` (what msgpack can hold) at every rank."""
+    if ranks.world_size == 1:
+        return value
+    import torch.distributed as dist
+
+    data = msgpack.packb(value) if ranks.rank == 0 else b""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, 0, group=ranks.control)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if ranks.rank == 0:
+        buffer.numpy()[:] = np.frombuffer(data, np.uint8)
+    dist.broadcast(buffer, 0, group=ranks.control)
+    return value if ranks.rank == 0 else msgpack.unpackb(buffer.numpy().tobytes(), strict_map_key=False)
+
+
+def broadcast_array(ranks: Ranks, values: Values | None, size: int) -> Values:
+    """Rank 0's flat fp32 `values` of length `size` at every rank."""
+    if ranks.world_size == 1:
+        assert values is not None
+        return values
+    import torch.distributed as dist
+
+    received = np.empty(size if values is None else 0, np.float32)
+    for start in range(0, size, _CHUNK_VALUES):
+        stop = min(start + _CHUNK_VALUES, size)
+        part = received[start:stop] if values is None else np.array(values[start:stop], np.float32)
+        chunk = torch.from_numpy(part).to(ranks.device)
+        dist.broadcast(chunk, 0, group=ranks.group)
+        if values is None and ranks.device.type != "cpu":  # on the CPU it is the same memory
+            part[:] = chunk.cpu().numpy()
+    return received if values is None else values
+
+
+def sum_over_ranks(ranks: Ranks, values: Tensor) -> Tensor:
+    """`values` added up over the ranks, in place."""
+    if ranks.world_size > 1:
+        import torch.distributed as dist
+
+        dist.all_reduce(values, group=ranks.group)
+    return values
+
+
+def gather_texts(ranks: Ranks, text: str) -> list[str]:
+    """Every rank's short ASCII `text` (of one length), by rank, at every rank."""
+    if ranks.world_size == 1:
+        return [text]
+    import torch.distributed as dist
+
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    all_texts = [torch.empty_like(own) for _ in range(ranks.world_size)]
+    dist.all_gather(all_texts, own, group=ranks.control)
+    return [bytes(values.tolist()).decode() for values in all_texts]
+
+
+def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """`model` with its gradients averaged over the ranks. Values are not made equal: that is `adopt`'s job.
+
+    The expert banks, all the buffers there are, are left out by `_ddp_params_and_buffers_to_ignore` of the model; masters
+    of experts that saw no token get gradients of zeros, so that no search for unused parameters is needed.
+    """
+    if ranks.world_size == 1:
+        return model
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, process_group=ranks.group, init_sync=False, gradient_as_bucket_view=True)

@@ -1,0 +1,73 @@
+"""Inner steps, one after the other, until there are enough, somebody asks to stop, or the leased data runs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spes_p2p.data.loader import LeasedLoader, LocalLoader
+from spes_p2p.errors import SpesError
+from spes_p2p.observe.events import Event, Warning
+from spes_p2p.train.trainer import StepResult, Trainer
+
+MOST_SKIPPED_IN_ROW = 10
+
+
+@dataclass(frozen=True)
+class RoundWork:
+    """What one call of `run_inner_steps` did."""
+
+    steps: int = 0
+    """Optimizer steps, without skipped ones."""
+    tokens: int = 0
+    """Tokens of these steps: the weight of this peer's values."""
+    sequences: int = 0
+    """Sequences taken from the loader, those of skipped steps too."""
+    seconds: float = 0.0
+    skipped: int = 0
+
+
+def run_inner_steps(
+    trainer: Trainer,
+    loader: LeasedLoader | LocalLoader,
+    steps: int,
+    should_stop: Callable[[], bool],
+    on_step: Callable[[StepResult, int], None],
+    emit: Callable[[Event], None] | None = None,
+) -> RoundWork:
+    """Trains up to `steps` more inner steps; looks at `should_stop` between two.
+
+    `on_step` hears of every step, skipped or not, and the own steps of this round so far (`StepResult.step` is the
+    global step). A step whose loss or gradient is not finite is skipped; `emit` gets a Warning for the first of a row.
+    Raises SpesError after ten in a row.
+    """
+    started = time.perf_counter()
+    size = trainer.config.optimizer.batch_sequences
+    done = tokens = sequences = skipped = 0
+    while done < steps and not should_stop() and _has(loader, size):
+        result = trainer.train_step(loader.next_batch(size))
+        sequences += size
+        if result.skipped:
+            skipped += 1
+            _note_skip(trainer, result, emit)
+        else:
+            done += 1
+            tokens += result.tokens
+        on_step(result, trainer.round_steps)
+    return RoundWork(done, tokens, sequences, time.perf_counter() - started, skipped)
+
+
+def _has(loader: LeasedLoader | LocalLoader, sequences: int) -> bool:
+    return not isinstance(loader, LeasedLoader) or loader.remaining() >= sequences
+
+
+def _note_skip(trainer: Trainer, result: StepResult, emit: Callable[[Event], None] | None) -> None:
+    what = f"loss {result.loss:g}, gradient norm {result.grad_norm:g}"
+    if trainer.skipped_in_row == 1 and emit is not None:
+        emit(Warning(f"after step {result.step} a step was skipped: {what}"))
+    if trainer.skipped_in_row >= MOST_SKIPPED_IN_ROW:
+        raise SpesError(
+            f"{trainer.skipped_in_row} steps in a row after step {result.step} were not finite: {what}",
+            fix="lower optimizer.lr, or go back to an older checkpoint with --resume; check this machine's memory",
+        )

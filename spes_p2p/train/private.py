@@ -1,0 +1,125 @@
+"""What a peer must save beside the committed state to go on exactly: values in training, moments, counts, RNG.
+
+`private_state` gives a tree of plain values and CPU tensors (copies), the same at every rank; `load_private_state`
+takes it back, on rank 0 from the tree and on the others by broadcast. Foreign experts are not in it: they come with the
+committed state, which must have been adopted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spes_p2p.errors import CheckpointError
+from spes_p2p.train.ddp import broadcast_array
+from spes_p2p.train.optim import MOMENTS
+from spes_p2p.train.rank import RankTrainer
+
+FORMAT = 1
+_FIX = "resume from another checkpoint of this run, or join without --resume"
+
+
+def private_state(trainer: RankTrainer) -> dict[str, Any]:
+    """The tree; see `load_private_state`."""
+    device = trainer.ranks.device
+    return {
+        "format": FORMAT,
+        "step": trainer.step,
+        "round_steps": trainer.round_steps,
+        "owned": trainer.owned,
+        "groups": [_group_state(trainer, group) for group in trainer.optimizer.groups],
+        "rng": {
+            "cpu": torch.get_rng_state(),
+            "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        },
+    }
+
+
+def outline(trainer: RankTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything in a saved tree but its tensors, as plain values, checked against the model.
+
+    Raises CheckpointError where the tree is of another format or model.
+    """
+    try:
+        if state["format"] != FORMAT:
+            raise CheckpointError(f"the training state has format {state['format']}, not {FORMAT}", fix=_FIX)
+        groups = [{key: group[key] for key in ("column", "ramped", "steps")} for group in state["groups"]]
+        plain = {"step": state["step"], "round_steps": state["round_steps"], "owned": list(state["owned"])}
+        _check_tensors(trainer, state)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the training state is damaged: {error!r}", fix=_FIX) from error
+    return {**plain, "groups": groups}
+
+
+def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+    """Takes over a saved tree: `plain` is its outline, at every rank; `state` the tree itself, on rank 0 alone."""
+    trainer.set_owned(tuple(plain["owned"]), keep_moments=False, ramp_fresh=False)
+    for index, group in enumerate(trainer.optimizer.groups):
+        saved, tensors = plain["groups"][index], None if state is None else state["groups"][index]["tensors"]
+        moments: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in group.tensors.items():
+            entry = None if tensors is None else tensors[name]
+            parameter.detach().copy_(_received(trainer, entry, "value", parameter))
+            if saved["steps"]:
+                moments[name] = {moment: _received(trainer, entry, moment, parameter) for moment in MOMENTS}
+        trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
+    trainer.optimizer.restored()
+    trainer.model.refresh()
+    trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
+    if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
+        _restore_rng(trainer, state["rng"])
+
+
+def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
+    moments = trainer.optimizer.moments_of(group)
+    tensors = {
+        name: {"value": _copy(parameter), **{key: _copy(value) for key, value in moments.get(name, {}).items()}}
+        for name, parameter in group.tensors.items()
+    }
+    return {"column": group.column, "ramped": group.ramped, "steps": group.steps, "tensors": tensors}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _received(trainer: RankTrainer, entry: Mapping[str, Tensor] | None, key: str, like: Tensor) -> Tensor:
+    flat = None if entry is None else entry[key].reshape(-1).numpy()
+    received = torch.from_numpy(broadcast_array(trainer.ranks, flat, like.numel()))
+    return received.view(like.shape).to(like.device, copy=True)
+
+
+def _check_tensors(trainer: RankTrainer, state: Mapping[str, Any]) -> None:
+    """Names, shapes and types as this model would save them with these columns."""
+    shared = {name: tuple(tensor.shape) for name, tensor in trainer.optimizer.groups[0].tensors.items()}
+    column = {
+        f"layers.{layer}.{which}": tuple(bank.bank(which).shape[1:])
+        for layer, bank in enumerate(trainer.model.banks)
+        for which in ("gate", "up", "down")
+    }
+    wanted = [None, *state["owned"]]
+    if [group["column"] for group in state["groups"]] != wanted:
+        raise CheckpointError(f"the training state does not hold the groups {wanted}", fix=_FIX)
+    for group in state["groups"]:
+        keys = ("value", *MOMENTS) if group["steps"] else ("value",)
+        shapes = shared if group["column"] is None else column
+        for name, shape in shapes.items():
+            for key in keys:
+                _check_tensor(f"{name}/{key}", group["tensors"][name][key], shape)
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+        raise CheckpointError(
+            f"the training state has {name} as {tensor.dtype} of shape {tuple(tensor.shape)}, not {shape}", fix=_FIX
+        )
+
+
+def _restore_rng(trainer: RankTrainer, rng: Mapping[str, Tensor | None]) -> None:
+    if rng["cpu"] is not None:
+        torch.set_rng_state(rng["cpu"])
+    if rng["device"] is not None and trainer.ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(rng["device"], trainer.ranks.device)

@@ -1,0 +1,135 @@
+"""One rank: model, optimizer and rhythm of inner steps. Every rank of a peer makes the same calls in the same order.
+
+`trainer` is what the rest of the project calls on rank 0; `worker` makes the same calls on the other ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.data.loader import Batch
+from spes_p2p.errors import LocalProtocolError
+from spes_p2p.interop.hf import place_table
+from spes_p2p.model.losses import LossWeights
+from spes_p2p.model.params import load_block, read_block
+from spes_p2p.model.transformer import Transformer
+from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
+from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
+from spes_p2p.train.schedule import learning_rate, owned_balance_factor
+from spes_p2p.train.step import StepResult, accumulate_gradient, autocast, to_device
+
+
+class RankTrainer:
+    """What one rank holds. Values are NaN until the first `adopt`."""
+
+    def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
+        self.config, self.layout, self.ranks = config, layout, ranks
+        self.step = 0
+        self.round_steps = 0
+        self.gradient_bytes = 0
+        settings = config.optimizer
+        weights = LossWeights(settings.load_balancing_weight, settings.router_z_weight, settings.output_z_weight)
+        self.model = Transformer(config.model, (), weights, ranks.device)
+        self.optimizer = Optimizer(settings)
+        self._table = place_table(config.model)
+        self._forward: nn.Module | None = None
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        return self.model.owned
+
+    def adopt(self, owned: tuple[int, ...], values: BlockSource | None, step: int, keep_moments: bool) -> None:
+        """Loads the state of global step `step` (`values` on rank 0) and starts a round that trains `owned`."""
+        self.set_owned(owned, keep_moments, ramp_fresh=step > 0)
+        for block in self.layout.blocks:
+            own = None if values is None else values.block(block.index)
+            load_block(self.model, self._table, block.index, broadcast_array(self.ranks, own, block.size))
+        self.step, self.round_steps = step, 0
+
+    def set_owned(self, owned: tuple[int, ...], keep_moments: bool, ramp_fresh: bool) -> None:
+        """Changes what is trained; optimizer and DDP are built again only where that is needed."""
+        changed = owned != self.owned or self._forward is None
+        if changed or not keep_moments:
+            self.model.set_owned(owned)
+            self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
+        if changed:
+            self._forward = None
+            gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
+            self._forward = wrap(self.model, self.ranks)
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """One inner step on the whole peer's `batch`, of which this rank computes its share."""
+        if self._forward is None:
+            raise LocalProtocolError("train_step before the first adopt: the model has no values")
+        started = time.perf_counter()
+        own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
+        lr = learning_rate(self.config, self.step + own_steps)
+        factor = owned_balance_factor(self.config, self.step + own_steps)
+        sums = accumulate_gradient(
+            self._forward, batch, self.ranks, self.config.optimizer.micro_batch_sequences, factor
+        )
+        losses, norm = self._totals(sums, batch)
+        finite = all(map(math.isfinite, (*losses, norm)))
+        self._update(norm, lr) if finite else None
+        self.gradient_bytes = gradient_bytes(self.model)
+        self.model.zero_grad(set_to_none=True)
+        step, seconds = self.step + self.round_steps, time.perf_counter() - started
+        return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean cross entropy a target token, in nats, by this rank alone; NaN where there is no target."""
+        device = self.ranks.device
+        total, targets = torch.zeros(2, dtype=torch.float64, device=device)
+        for batch in batches:
+            with autocast(device):
+                parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))
+            total += parts.cross_entropy.double() * parts.targets
+            targets += parts.targets
+        return float(total / targets)
+
+    def contribution(self, block: int) -> Values:
+        """Present values of block 0 or of an owned column, flat fp32."""
+        if block and block - 1 not in self.owned:
+            raise LocalProtocolError(f"block {block} was asked for, but column {block - 1} is not among {self.owned}")
+        return read_block(self.model, self._table, block)
+
+    def trained_tensors(self) -> Iterator[tuple[Group, str, Tensor]]:
+        """(group, name, values) of everything that is trained, the same order at every rank."""
+        for group in self.optimizer.groups:
+            for name, parameter in group.tensors.items():
+                yield group, name, parameter.detach()
+
+    def value_hashes(self) -> list[str]:
+        """SHA-256 of all trained values, for each rank."""
+        digest = hashlib.sha256()
+        for _, _, values in self.trained_tensors():
+            digest.update(values.cpu().numpy().tobytes())
+        return gather_texts(self.ranks, digest.hexdigest())
+
+    def _totals(self, sums: Tensor, batch: Batch) -> tuple[tuple[float, float, float, float], float]:
+        """(cross entropy, load balancing, router z, output z) of the whole peer, and the gradient norm of rank 0.
+
+        The ranks' gradients are equal to the bit, but a norm is a sum whose order may depend on the thread count.
+        """
+        norm = gradient_norm(self.model).double() * (self.ranks.rank == 0)
+        totals = sum_over_ranks(self.ranks, torch.cat((sums, norm.view(1))))
+        cross_entropy, output_z, load_balancing, router_z, norm_value = totals.tolist()
+        sequences, counted = len(batch.tokens), max(1, int(batch.loss_mask.sum()))
+        losses = cross_entropy / counted, load_balancing / sequences, router_z / sequences, output_z / counted
+        return losses, norm_value
+
+    def _update(self, norm: float, lr: float) -> None:
+        clip_gradients(self.model, norm, self.config.optimizer.grad_clip)
+        self.optimizer.step(lr)
+        self.model.refresh()
+        self.round_steps += 1

@@ -1,0 +1,43 @@
+"""Numbers that follow from the step alone: learning rate, ramp of newly owned columns, auxiliary loss factor.
+
+Pure functions. Steps count from 1: the first inner step of a run is step 1, so that no step is taken with rate zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+from spes_p2p.config.schema import Config
+
+RAMP_STEPS = 10
+"""Optimizer steps over which the learning rate of fresh moments rises to the schedule's."""
+
+_LOWEST_BALANCE = 0.7
+_BALANCE_PART = 0.2
+_BALANCE_INTERVAL = 500
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up to `optimizer.lr`, then a cosine to `min_ratio` of it at `total_steps`, where it stays."""
+    schedule, highest = config.scheduler, config.optimizer.lr
+    if step < schedule.warmup_steps:
+        return highest * step / schedule.warmup_steps
+    done = min(1.0, (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    return highest * (schedule.min_ratio + (1.0 - schedule.min_ratio) * cosine)
+
+
+def ramp(optimizer_steps: int) -> float:
+    """Factor on the learning rate of moments that have seen `optimizer_steps` steps."""
+    return min(1.0, (optimizer_steps + 1) / RAMP_STEPS)
+
+
+def owned_balance_factor(config: Config, step: int) -> float:
+    """Factor on the load-balancing term of owned experts (`decayed_aux_loss` of the SPES code, arXiv 2602.11543).
+
+    Rises linearly from 0.7 to 1 over the first 20% of the run, in jumps every 500 steps.
+    """
+    if not config.optimizer.decayed_aux_loss:
+        return 1.0
+    done = step // _BALANCE_INTERVAL * _BALANCE_INTERVAL / (_BALANCE_PART * config.scheduler.total_steps)
+    return min(1.0, _LOWEST_BALANCE + (1.0 - _LOWEST_BALANCE) * done)

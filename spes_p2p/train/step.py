@@ -1,0 +1,114 @@
+"""The gradient of one inner step: micro-batches, weighted so that together they equal one big batch.
+
+Cross entropy and output z-loss weigh each micro-batch by its targets, router z-loss by its sequences. The
+load-balancing loss is a product of two means over one micro-batch (design section 3), so it alone depends on how the
+batch was cut. Leaves out what is done with the gradient.
+
+Legend: B sequences, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from spes_p2p.data.loader import Batch
+from spes_p2p.model.losses import LossParts
+from spes_p2p.train.ddp import Ranks
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one inner step did; losses are means over the whole peer's batch."""
+
+    step: int
+    """Global step after this one: the committed one plus the own steps of this round."""
+    loss: float
+    """Cross entropy, nats a target token."""
+    load_balancing: float
+    router_z: float
+    output_z: float
+    """These three without their weights."""
+    tokens: int
+    """Tokens of the batch, all ranks together, also where the step was skipped."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    seconds: float
+    skipped: bool
+    """Loss or gradient was not finite: no parameter was changed."""
+
+
+class MicroBatch(NamedTuple):
+    """A part of the batch with its weights."""
+
+    token_BS: Tensor
+    counted_B: Tensor
+    counted: int
+    """Sequences whose tokens are targets."""
+    weight: float
+    """Of its total loss; the ranks' gradients are averaged, hence times their number."""
+    head_factor: float
+    """What its targets weigh beside its sequences; 1 where no sequence is masked."""
+
+
+def micro_batches(batch: Batch, ranks: Ranks, sequences: int) -> Iterator[MicroBatch]:
+    """This rank's share of the peer's `batch` in parts of at most `sequences`."""
+    whole, counted_whole = len(batch.tokens), int(batch.loss_mask.sum())
+    share = whole // ranks.world_size
+    first = ranks.rank * share
+    for start in range(first, first + share, sequences):
+        part = slice(start, min(start + sequences, first + share))
+        mask = batch.loss_mask[part]
+        size, counted = len(mask), int(mask.sum())
+        yield MicroBatch(
+            to_device(batch.tokens[part], ranks.device),
+            to_device(mask, ranks.device),
+            counted,
+            weight=ranks.world_size * size / whole,
+            head_factor=counted * whole / (counted_whole * size) if counted else 0.0,
+        )
+
+
+def accumulate_gradient(
+    forward: nn.Module, batch: Batch, ranks: Ranks, sequences: int, owned_balance_factor: float
+) -> Tensor:
+    """Adds up the gradient over all micro-batches; `forward` is the model, or DDP around it.
+
+    Returns this rank's sums [4], fp64 on the device: cross entropy and output z-loss times counted sequences,
+    load balancing and router z-loss times sequences.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
+    parts = list(micro_batches(batch, ranks, sequences))
+    for index, micro in enumerate(parts):
+        with _sync_gradients(forward, last=index == len(parts) - 1):
+            with autocast(ranks.device):
+                losses: LossParts = forward(micro.token_BS, micro.counted_B, owned_balance_factor, micro.head_factor)
+            (losses.total * micro.weight).backward()
+        means = torch.stack((losses.cross_entropy, losses.output_z, losses.load_balancing, losses.router_z))
+        size = len(micro.token_BS)
+        sums += means.double() * sums.new_tensor([micro.counted, micro.counted, size, size])
+    return sums
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """bf16 on CUDA, fp32 elsewhere."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A copy of `values` on the device."""
+    return torch.from_numpy(np.array(values)).to(device)
+
+
+def _sync_gradients(forward: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Ranks exchange gradients once a step, in the backward pass of the last micro-batch."""
+    no_sync = getattr(forward, "no_sync", None)
+    return nullcontext() if last or no_sync is None else no_sync()

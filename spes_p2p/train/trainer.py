@@ -1,0 +1,191 @@
+"""The trainer of a peer, as rank 0 sees it: what to train from, inner steps, values for the exchange, private state.
+
+With more ranks than one, each call first tells the others to make the same call (see `worker`), so that the caller
+need not know how many there are. Knows no network and no rounds beyond counting own steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from spes_p2p.config.load import config_to_yaml
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import Batch
+from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
+from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.train.ddp import Ranks, broadcast_object
+from spes_p2p.train.private import load_private_state, outline, private_state
+from spes_p2p.train.rank import RankTrainer
+from spes_p2p.train.step import StepResult
+
+__all__ = ["StepResult", "Trainer"]
+
+
+class Trainer:
+    """Model, optimizer and rhythm of inner steps of one peer. One thread at a time may call it.
+
+    Every method raises SpesError where another rank has ended, naming it; only `close` is of use then.
+    """
+
+    def __init__(self, config: Config, layout: Layout, device: torch.device, ranks: Ranks | None = None) -> None:
+        """Allocates the model on `device` (with several ranks, on the device of each); values come with `adopt`.
+
+        Raises ConfigError where the batch cannot be split over the ranks.
+        """
+        ranks = ranks or Ranks()
+        if ranks.rank:
+            raise LocalProtocolError(f"a Trainer was made on rank {ranks.rank}", fix="call worker.serve there")
+        _check_batch(config.optimizer.batch_sequences, ranks)
+        self.config = config
+        self.skipped_in_row = 0
+        """Steps skipped since the last one that was not."""
+        self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
+        self._broken = False
+        with self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads()):
+            self._rank = RankTrainer(config, layout, self._ranks)
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """The expert columns trained here, rising."""
+        return self._rank.owned
+
+    @property
+    def step(self) -> int:
+        """The committed global step that was adopted last."""
+        return self._rank.step
+
+    @property
+    def round_steps(self) -> int:
+        """Own inner steps since then, without skipped ones."""
+        return self._rank.round_steps
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of moments and step counts that this rank holds."""
+        return self._rank.optimizer.nbytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that this rank held in the last step; they are freed after each."""
+        return self._rank.gradient_bytes
+
+    def adopt(self, owned: tuple[int, ...], values: BlockSource | None, step: int, keep_moments: bool = True) -> None:
+        """Loads the state of committed global step `step` and starts a round in which columns `owned` are trained.
+
+        Moments of the shared parameters and of columns that stay owned are kept, unless `keep_moments` is False. What
+        is newly trained starts with fresh moments, its own bias-correction count and, when the run is past step 0, a
+        learning rate that rises over its first steps.
+        """
+        if values is None:
+            raise LocalProtocolError("adopt without values on rank 0")
+        if owned != self.owned:
+            _check_owned(owned, self.config.model.num_experts)
+        with self._command("adopt", owned=owned, step=step, keep_moments=keep_moments):
+            self._rank.adopt(owned, values, step, keep_moments)
+
+    def train_step(self, batch: Batch | None) -> StepResult:
+        """One inner step on `batch` (the whole peer's; rank 0 always has one).
+
+        A step whose loss or gradient is not finite changes nothing and says `skipped`. Raises ConfigError where the
+        batch cannot be split over the ranks.
+        """
+        if batch is None:
+            raise LocalProtocolError("train_step without a batch on rank 0")
+        _check_batch(len(batch.tokens), self._ranks)
+        with self._command("train_step", **_packed(batch) if self._ranks.world_size > 1 else {}):
+            result = self._rank.train_step(batch)
+        self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
+        return result
+
+    def contribution(self, block: int) -> Values:
+        """Present values of block 0 or of an owned column: flat fp32, a copy."""
+        return self._rank.contribution(block)
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean cross entropy a target token over `batches`, in nats, by rank 0 alone; NaN where there is no target."""
+        return self._rank.evaluate(batches)
+
+    def private_state(self) -> dict[str, Any]:
+        """What must be saved beside the committed state to go on exactly: a tree with CPU tensors, all copies."""
+        return private_state(self._rank)
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved `private_state`; adopt the committed state of that time first (foreign experts).
+
+        Raises CheckpointError where it does not fit the model.
+        """
+        if not self._rank.optimizer.groups:
+            raise LocalProtocolError("load_private_state before the first adopt: foreign experts have no values")
+        plain = outline(self._rank, state)
+        with self._command("load_private_state", plain=plain):
+            load_private_state(self._rank, plain, state)
+
+    def value_hashes(self) -> list[str]:
+        """SHA-256 of all trained values (hexadecimal) at each rank: equal, or something is badly wrong."""
+        with self._command("value_hashes"):
+            return self._rank.value_hashes()
+
+    def close(self) -> None:
+        """Lets the other ranks end. Never raises for a rank that has ended already."""
+        if self._ranks.world_size == 1 or self._broken:
+            return
+        try:
+            with self._command("stop"):
+                self._broken = True  # nothing may follow
+        except (SpesError, RuntimeError):  # whoever is gone needs no telling; the others see the connection end
+            self._broken = True
+
+    @contextmanager
+    def _command(self, name: str, **arguments: Any) -> Iterator[None]:
+        """Around what rank 0 does itself: tells the other ranks, and names the one that is lost where it breaks."""
+        if self._ranks.world_size == 1:
+            yield
+            return
+        self._ranks.check()
+        if self._broken:
+            raise LocalProtocolError(f"{name} after a failure or close: the ranks are not in step any more")
+        try:
+            broadcast_object(self._ranks, [name, arguments])
+            yield
+            self._ranks.check()
+        except BaseException as error:
+            self._broken = True
+            if isinstance(error, RuntimeError):  # what torch.distributed raises
+                self._ranks.explain()
+            raise
+
+
+def _packed(batch: Batch) -> dict[str, Any]:
+    tokens = batch.tokens.astype(np.int32)
+    return {"shape": tokens.shape, "tokens": tokens.tobytes(), "loss_mask": batch.loss_mask.tobytes()}
+
+
+def unpacked(shape: list[int], tokens: bytes, loss_mask: bytes) -> Batch:
+    """The batch that rank 0 sent, without positions."""
+    return Batch(
+        np.frombuffer(tokens, np.int32).reshape(shape).astype(np.int64),
+        np.frombuffer(loss_mask, np.bool_),
+        np.empty(0, np.int64),
+    )
+
+
+def _check_batch(sequences: int, ranks: Ranks) -> None:
+    if sequences % ranks.world_size:
+        raise ConfigError(
+            f"a batch of {sequences} sequences cannot be split over {ranks.world_size} ranks",
+            fix="use a number of local ranks that divides optimizer.batch_sequences",
+        )
+
+
+def _check_owned(owned: tuple[int, ...], num_experts: int) -> None:
+    if list(owned) != sorted(set(owned)) or not all(0 <= column < num_experts for column in owned):
+        raise ConfigError(
+            f"owned columns are {owned}, not rising numbers below model.num_experts ({num_experts})",
+            fix="give each column once, in rising order",
+        )

@@ -1,0 +1,293 @@
+"""The other ranks of a peer: their processes, and the loop in which they do what rank 0 says.
+
+Rank 0 starts them on this machine (`LocalRanks`), or an outer torchrun has started all (`ranks_from_environment`).
+They read no data and write no files. Signals are rank 0's business: the others end when it says so, when its
+connections end, or, where it started them, when the kernel sees its process end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from spes_p2p.config.load import config_from_text
+from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.state.layout import Layout
+from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
+from spes_p2p.train.private import load_private_state
+from spes_p2p.train.rank import RankTrainer
+from spes_p2p.train.trainer import unpacked
+
+_START_SECONDS = 120.0
+_NOTICE_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+_FIX = "if memory ran out, use fewer ranks, a smaller micro_batch_sequences or activation checkpointing; then --resume"
+
+
+def serve(ranks: Ranks) -> None:
+    """Does what rank 0 says until it says stop. Raises SpesError where rank 0 has ended."""
+    _leave_signals_to_rank_0()
+    trainer: RankTrainer | None = None
+    while True:
+        try:
+            name, arguments = broadcast_object(ranks)
+        except RuntimeError as error:
+            raise SpesError(f"rank {ranks.rank} lost rank 0: {error}", fix="see the output of rank 0") from error
+        if name == "stop":
+            return
+        trainer = _build(ranks, **arguments) if name == "build" else trainer
+        if name != "build":
+            if trainer is None:
+                raise LocalProtocolError(f"command {name} before build")
+            _COMMANDS[name](trainer, arguments)
+
+
+def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
+    torch.set_num_threads(threads)  # as rank 0: the same bits at every rank
+    checked = config_from_text(config)
+    return RankTrainer(checked, Layout(state_tensors(checked.model), checked.sync.tile_values), ranks)
+
+
+def _adopt(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
+    trainer.adopt(tuple(arguments["owned"]), None, arguments["step"], arguments["keep_moments"])
+
+
+_COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
+    "adopt": _adopt,
+    "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
+    "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
+    "value_hashes": lambda trainer, arguments: trainer.value_hashes(),
+}
+
+
+class LocalRanks:
+    """Processes for ranks 1..N-1 on this machine, started, watched and ended by rank 0. A context manager.
+
+    `ranks` is for the Trainer. With one rank nothing is started.
+    """
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        """Starts the processes and connects. On CUDA, rank r uses GPU r.
+
+        Raises ConfigError for more ranks than GPUs, SpesError where a rank ends or does not come up in time.
+        """
+        self.ranks = Ranks(device=device)
+        self._children: list[_Child] = []
+        self._ended: list[_Child] = []
+        self._news = threading.Event()
+        self._closing = False
+        if world_size == 1:
+            return
+        _check_devices(world_size, device)
+        with_folder = tempfile.TemporaryDirectory(prefix="spes-p2p-ranks-")
+        self._folder = with_folder
+        try:
+            self._start(world_size, device.type, Path(with_folder.name))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of ranks 1..N-1."""
+        return tuple(child.pid for child in self._children)
+
+    def check(self) -> None:
+        """Raises SpesError where a rank has ended, naming the first one and how it ended."""
+        if self._ended and not self._closing:
+            raise self._ended[0].loss()
+
+    def explain(self) -> None:
+        """As `check`, after something broke: waits a moment for the end of a process to be seen."""
+        self._news.wait(_NOTICE_SECONDS)
+        self.check()
+
+    def close(self) -> None:
+        """Ends all processes, by force those that do not end by themselves when the connection does."""
+        if self._closing or not self._children:
+            return
+        self._closing = True
+        disconnect(self.ranks)
+        for child in self._children:
+            child.end(_CLOSE_SECONDS)
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, world_size: int, device_type: str, folder: Path) -> None:
+        import torch.distributed as dist
+
+        if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+        store_path = folder / "store"
+        for rank in range(1, world_size):
+            command = [rank, world_size, _device_of(rank, device_type), os.getpid(), store_path]
+            self._children.append(_Child(rank, [str(part) for part in command], folder, self._on_end))
+        store = dist.FileStore(str(store_path), world_size)
+        self._wait_until_ready(store, world_size)
+        device = torch.device(_device_of(0, device_type))
+        try:
+            self.ranks = connect(0, world_size, device, store, self.check, self.explain)
+        except RuntimeError:
+            self.explain()
+            raise
+
+    def _wait_until_ready(self, store: Any, world_size: int) -> None:
+        waiting = [_ready_key(rank) for rank in range(1, world_size)]
+        for _ in range(int(_START_SECONDS / 0.05)):
+            self.check()
+            if store.check(waiting):
+                return
+            self._news.wait(0.05)
+        raise SpesError(f"{world_size - 1} local ranks did not start in {_START_SECONDS:.0f} s", fix="use fewer ranks")
+
+    def _on_end(self, child: _Child) -> None:
+        self._ended.append(child)
+        self._news.set()
+        if not self._closing:
+            abort(self.ranks)
+
+
+class _Child:
+    """One rank's process, and the thread that starts it and waits for its end.
+
+    The thread lives as long as the process: the kernel sends PR_SET_PDEATHSIG when the thread that started a process
+    ends, not only when the whole parent does.
+    """
+
+    def __init__(self, rank: int, arguments: list[str], folder: Path, on_end: Callable[[_Child], None]) -> None:
+        self.rank = rank
+        self._command = [sys.executable, "-m", __spec__.name, *arguments]
+        self._log = folder / f"rank-{rank}.log"
+        self._on_end = on_end
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failure: OSError | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise SpesError(f"rank {rank} could not be started: {self._failure}", fix="use fewer ranks")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def loss(self) -> SpesError:
+        """The error that says how the process ended."""
+        code = None if self._process is None else self._process.returncode
+        if code is not None and code < 0:
+            return SpesError(f"local rank {self.rank} was killed by {signal.Signals(-code).name}", fix=_FIX)
+        return SpesError(f"local rank {self.rank} ended with exit code {code}{self._last_words()}", fix=_FIX)
+
+    def end(self, patience_seconds: float) -> None:
+        """Waits for the end, which is forced after `patience_seconds`."""
+        self._thread.join(patience_seconds)
+        if self._thread.is_alive() and self._process is not None:
+            self._process.kill()
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with open(self._log, "wb") as log:
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+                )
+        except OSError as error:
+            self._failure = error
+            return
+        finally:
+            self._started.set()
+        self._process.wait()
+        self._on_end(self)
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
+        words = [line for line in lines if line.strip()]
+        return f": {words[-1][:300]}" if words else ""
+
+
+def ranks_from_environment(device: torch.device) -> Ranks | None:
+    """The ranks of an outer torchrun (RANK, WORLD_SIZE, MASTER_ADDR), connected; None where there is none.
+
+    Ranks above 0 then call `serve`, and rank 0 makes the Trainer. torchrun ends all ranks when one is lost.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = _device_of(int(os.environ.get("LOCAL_RANK", rank)), device.type)
+    return connect(rank, world_size, torch.device(local))
+
+
+def _device_of(rank: int, device_type: str) -> str:
+    return f"cuda:{rank}" if device_type == "cuda" else device_type
+
+
+def _check_devices(world_size: int, device: torch.device) -> None:
+    if device.type == "cuda" and world_size > torch.cuda.device_count():
+        raise ConfigError(
+            f"{world_size} local ranks were asked for, {torch.cuda.device_count()} GPUs are visible",
+            fix="use one rank a GPU: --local-ranks, CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _ready_key(rank: int) -> str:
+    return f"ready-{rank}"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and where this package lies, which may be in a source tree that only this process knows of."""
+    source = str(Path(__file__).parents[2])
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _leave_signals_to_rank_0() -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # terminals and service managers send them to all ranks
+        signal.signal(ignored, signal.SIG_IGN)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we could ask
+        sys.exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    """`rank world_size device parent_pid store_path`, as LocalRanks starts it."""
+    import torch.distributed as dist
+
+    _leave_signals_to_rank_0()
+    rank, world_size = int(arguments[0]), int(arguments[1])
+    _end_with_parent(int(arguments[3]))
+    store = dist.FileStore(arguments[4], world_size)
+    store.set(_ready_key(rank), "1")
+    ranks = connect(rank, world_size, torch.device(arguments[2]), store)
+    serve(ranks)
+    disconnect(ranks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,84 @@
+"""The loop of a round: when it ends, what it counts, and what it does with steps that are not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import LeasedLoader, LocalLoader
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.errors import SpesError
+from spes_p2p.ids import PeerId
+from spes_p2p.observe.events import Event
+from spes_p2p.train.loop import run_inner_steps
+from spes_p2p.train.trainer import StepResult, Trainer
+from tests.train.small import VOCABULARY, small_config, trainer_of
+
+TOKENS_OF_A_STEP = 8 * 12
+
+
+def never() -> bool:
+    return False
+
+
+def ignore(result: StepResult, own_steps: int) -> None:
+    pass
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    tokens = np.random.default_rng(0).integers(VOCABULARY, size=100 * 12)
+    (tmp_path / "tokens.raw").write_bytes(tokens.astype("<u2").tobytes())
+    (tmp_path / "paths.txt").write_text("tokens.raw")
+    return Dataset.open(tmp_path / "paths.txt", "uint16")
+
+
+def local(dataset: Dataset, config: Config) -> LocalLoader:
+    return LocalLoader(dataset, config, PeerId("anna"))
+
+
+def test_a_round_of_steps(dataset: Dataset) -> None:
+    config = small_config()
+    trainer, heard = trainer_of(config, step=40), []
+    for _ in range(2):
+        work = run_inner_steps(
+            trainer, local(dataset, config), 3, never, lambda result, own: heard.append((result.step, own))
+        )
+        assert (work.steps, work.tokens, work.sequences, work.skipped) == (3, 3 * TOKENS_OF_A_STEP, 24, 0)
+        assert work.seconds > 0
+    assert heard == [(41, 1), (42, 2), (43, 3), (44, 4), (45, 5), (46, 6)]
+
+
+def test_it_ends_when_the_lease_is_used_up(dataset: Dataset) -> None:
+    config = small_config()
+    loader = LeasedLoader(dataset, config, ((0, 20),))
+    work = run_inner_steps(trainer_of(config), loader, 100, never, ignore)
+    assert (work.steps, work.sequences, loader.remaining()) == (2, 16, 4)
+
+
+def test_it_stops_between_two_steps_when_asked(dataset: Dataset) -> None:
+    config = small_config()
+    trainer = trainer_of(config)
+    work = run_inner_steps(trainer, local(dataset, config), 100, lambda: trainer.round_steps == 2, ignore)
+    assert work.steps == 2
+
+
+def poison(trainer: Trainer) -> None:
+    trainer._rank.model.norm.weight.detach()[0] = np.inf
+
+
+def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: Dataset) -> None:
+    config = small_config()
+    trainer, events = trainer_of(config), list[Event]()
+    poison(trainer)
+    work = run_inner_steps(
+        trainer, local(dataset, config), 5, lambda: trainer.skipped_in_row == 4, ignore, events.append
+    )
+    assert (work.steps, work.tokens, work.sequences, work.skipped) == (0, 0, 32, 4)
+    with pytest.raises(SpesError, match="10 steps in a row") as raised:
+        run_inner_steps(trainer, local(dataset, config), 5, never, ignore, events.append)
+    assert "optimizer.lr" in raised.value.fix
+    assert [event.event for event in events] == ["warning"]

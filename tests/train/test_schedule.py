@@ -1,0 +1,35 @@
+"""Learning rate, ramp and auxiliary factor: values computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from spes_p2p.train.schedule import learning_rate, owned_balance_factor, ramp
+from tests.train.small import small_config
+
+CONFIG = small_config(
+    "optimizer.lr=2.0", "scheduler.warmup_steps=10", "scheduler.total_steps=110", "scheduler.min_ratio=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "lr"),
+    [(1, 0.2), (5, 1.0), (10, 2.0), (60, 1.1), (35, 0.2 + 1.8 * (2 + 2**0.5) / 4), (110, 0.2), (10_000, 0.2)],
+)
+def test_linear_warm_up_then_a_cosine_to_the_lowest_rate(step: int, lr: float) -> None:
+    assert learning_rate(CONFIG, step) == pytest.approx(lr, rel=1e-12)
+
+
+def test_no_warm_up_starts_at_the_highest_rate() -> None:
+    assert learning_rate(small_config("scheduler.warmup_steps=0", "optimizer.lr=1.0"), 0) == 1.0
+
+
+def test_fresh_moments_reach_the_full_rate_after_ten_steps() -> None:
+    assert [ramp(steps) for steps in (0, 4, 9, 50)] == [0.1, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("step", "factor"), [(1, 0.7), (499, 0.7), (500, 0.775), (1250, 0.85), (2000, 1.0), (9999, 1)])
+def test_balance_factor_of_owned_experts_rises_in_jumps(step: int, factor: float) -> None:
+    long = ("scheduler.total_steps=10000", "optimizer.decayed_aux_loss=true")
+    assert owned_balance_factor(small_config(*long), step) == pytest.approx(factor)
+    assert owned_balance_factor(small_config(), step) == 1.0

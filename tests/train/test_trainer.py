@@ -1,0 +1,154 @@
+"""One rank: what is trained, how big a step is, and that nothing depends on how the batch was cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spes_p2p.data.loader import Batch
+from spes_p2p.errors import ConfigError, LocalProtocolError
+from spes_p2p.experts.bank import MATRICES
+from spes_p2p.train.schedule import learning_rate
+from spes_p2p.train.trainer import StepResult, Trainer
+from tests.train.small import (
+    CPU,
+    batch_of,
+    initial,
+    largest_difference,
+    same_bits,
+    small_config,
+    small_layout,
+    trainer_of,
+    values_of,
+)
+
+
+def steps(trainer: Trainer, count: int, first: int = 0) -> list[StepResult]:
+    return [trainer.train_step(batch_of(seed)) for seed in range(first, first + count)]
+
+
+def test_loss_falls_on_a_repeated_batch() -> None:
+    trainer, batch = trainer_of(small_config()), batch_of(0)
+    results = [trainer.train_step(batch) for _ in range(30)]
+    assert results[0].loss == pytest.approx(np.log(32), rel=0.05)
+    assert results[-1].loss < 0.5 * results[0].loss
+    assert trainer.round_steps == results[-1].step == 30
+    assert results[0].tokens == 8 * 12
+    assert trainer.evaluate([batch]) < results[-1].loss
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    first, second = trainer_of(small_config()), trainer_of(small_config())
+    losses = [[result.loss for result in steps(trainer, 5)] for trainer in (first, second)]
+    assert losses[0] == losses[1]
+    assert same_bits(values_of(first), values_of(second))
+
+
+@pytest.mark.parametrize("masked", [(), (0, 1, 5)], ids=["all", "masked"])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_accumulation_equals_one_big_batch(micro: int, masked: tuple[int, ...]) -> None:
+    """Without the load-balancing loss, which is one of each micro-batch by its definition."""
+    batch, results, values = batch_of(0, masked=masked), [], []
+    for size in (8, micro):
+        weights = ("optimizer.load_balancing_weight=0.0", "optimizer.router_z_weight=0.1", "optimizer.grad_clip=1e9")
+        trainer = trainer_of(small_config(f"optimizer.micro_batch_sequences={size}", *weights, "optimizer.eps=1.0"))
+        results.append(trainer.train_step(batch))
+        values.append(values_of(trainer))
+    assert results[1].loss == pytest.approx(results[0].loss, rel=1e-6)
+    assert results[1].router_z == pytest.approx(results[0].router_z, rel=1e-6)
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
+    assert largest_difference(*values) < 1e-7  # with eps 1 a step is about lr times the gradient: of order 1e-3
+
+
+def test_masked_sequences_give_no_loss() -> None:
+    trainer = trainer_of(small_config())
+    whole, part = batch_of(0), batch_of(0, masked=(2, 3, 4, 5, 6, 7))
+    two = Batch(whole.tokens[:2], whole.loss_mask[:2], whole.positions[:2])
+    assert trainer.evaluate([part]) == pytest.approx(trainer.evaluate([two]), rel=1e-6)
+    assert trainer.evaluate([whole, part]) != pytest.approx(trainer.evaluate([whole]), rel=1e-6)
+    assert np.isnan(trainer.evaluate([]))
+
+
+def test_foreign_experts_stay_and_cost_no_gradient_and_no_moments() -> None:
+    config = small_config()
+    trainer = trainer_of(config, (1, 4))
+    before = values_of(trainer_of(config, tuple(range(6))))
+    steps(trainer, 3)
+    own = values_of(trainer)
+    moved = {block: not np.array_equal(values, before[block]) for block, values in own.items()}
+    assert moved == {0: True, 2: True, 5: True}
+    with pytest.raises(LocalProtocolError, match="column 2"):
+        trainer.contribution(3)
+    trained_bytes = 4 * sum(values.size for values in own.values())
+    groups = trainer.private_state()["groups"]
+    tensors = sum(len(group["tensors"]) for group in groups)
+    assert trainer.gradient_bytes == trained_bytes
+    assert trainer.optimizer_bytes == 2 * trained_bytes + 4 * tensors  # and a step count for each tensor
+    for expert in (0, 2, 3, 5):
+        matrices = [bank.read(expert, which).numpy() for bank in trainer._rank.model.banks for which in MATRICES]
+        assert np.array_equal(np.concatenate([matrix.ravel() for matrix in matrices]), before[1 + expert])
+
+
+def test_gradients_above_the_limit_are_scaled_down() -> None:
+    """AdamW with a huge eps steps by lr * gradient / eps: the step's length tells the clipped norm."""
+    plain = ("optimizer.eps=1e6", "optimizer.weight_decay=0.0", "optimizer.lr=1e3", "optimizer.betas=[0.0, 0.0]")
+    config = small_config(*plain, "optimizer.grad_clip=0.001")
+    before, trainer = values_of(trainer_of(config)), trainer_of(config)
+    result = trainer.train_step(batch_of(0))
+    moved = [values - before[block] for block, values in values_of(trainer).items()]
+    assert result.grad_norm > 0.01
+    length = float(np.sqrt(sum(np.square(part.astype(np.float64)).sum() for part in moved)))
+    assert length == pytest.approx(0.001 * result.lr / 1e6, rel=0.2)
+
+
+def test_learning_rate_follows_committed_step_plus_own_steps_up_to_H() -> None:
+    config = small_config("scheduler.warmup_steps=50", "sync.steps_per_round=[[20, 2], [0, 4]]")
+    trainer = trainer_of(config, step=10)
+    assert [result.lr for result in steps(trainer, 4)] == [learning_rate(config, step) for step in (11, 12, 12, 12)]
+    trainer.adopt((1, 4), initial(config), 20)
+    assert trainer.round_steps == 0
+    assert [result.lr for result in steps(trainer, 5)] == [learning_rate(config, step) for step in (21, 22, 23, 24, 24)]
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    trainer = trainer_of(small_config())
+    steps(trainer, 1)
+    before = values_of(trainer)
+    poisoned = trainer._rank.model.norm.weight
+    good = poisoned.detach().clone()
+    poisoned.detach()[0] = np.nan
+    result = trainer.train_step(batch_of(1))
+    assert result.skipped
+    assert trainer.skipped_in_row == trainer.round_steps == 1
+    poisoned.detach().copy_(good)
+    assert same_bits(values_of(trainer), before)
+    assert not trainer.train_step(batch_of(1)).skipped
+    assert trainer.skipped_in_row == 0
+
+
+@pytest.mark.parametrize(("owned", "factor"), [((0, 1, 2, 3, 4, 5), 0.7), ((), 1.0)])
+def test_decayed_auxiliary_loss_scales_the_balance_of_owned_experts(owned: tuple[int, ...], factor: float) -> None:
+    """With a load-balancing weight that drowns all else, the gradient's norm shows the factor."""
+    settings = "optimizer.load_balancing_weight=1e6", "scheduler.total_steps=10000"
+    norms = [
+        trainer_of(small_config(*settings, f"optimizer.decayed_aux_loss={decayed}"), owned)
+        .train_step(batch_of(0))
+        .grad_norm
+        for decayed in ("true", "false")
+    ]
+    assert norms[0] / norms[1] == pytest.approx(factor, rel=1e-3)
+
+
+def test_misuse_is_refused() -> None:
+    config = small_config()
+    trainer = Trainer(config, small_layout(config), CPU)
+    with pytest.raises(LocalProtocolError, match="before the first adopt"):
+        trainer.train_step(batch_of(0))
+    with pytest.raises(LocalProtocolError, match="before the first adopt"):
+        trainer.load_private_state(trainer_of(config).private_state())
+    with pytest.raises(LocalProtocolError, match="without values"):
+        trainer.adopt((1,), None, 0)
+    with pytest.raises(ConfigError, match="rising"):
+        trainer.adopt((4, 1), initial(config), 0)
+    with pytest.raises(ConfigError, match="below"):
+        trainer.adopt((6,), initial(config), 0)
