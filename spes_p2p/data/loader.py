@@ -145,19 +145,19 @@ class LeasedLoader(_Loader):
         self._offset += sequences
         return batch
 
-    def set_lease(self, ranges: Ranges, uncounted: int) -> None:
+    def set_lease(self, ranges: Ranges, uncounted: int | None = None) -> None:
         """Goes on with what a new certificate says that this peer holds.
 
         The first `uncounted` positions of `ranges` are what this loader has handed out last and no certificate has
-        counted; the next batch comes after them. Raises LocalProtocolError when they are something else.
+        counted; the next batch comes after them. None: as many as agree (after a resume, when nobody remembers).
+        Raises LocalProtocolError when they are something else.
         """
-        last = take(take(self._ranges, self._offset)[0], self._offset - uncounted)[1]
-        front = take(ranges, uncounted)[0]
-        if uncounted > self._offset or not np.array_equal(_positions(last), _positions(front)):
+        agreed = _overlap(_positions(take(self._ranges, self._offset)[0]), ranges)
+        if uncounted not in (None, 0, agreed):
             raise LocalProtocolError(
-                f"{uncounted} uncounted sequences should begin {ranges[:3]}, but {last[:3]} was trained on last"
+                f"{uncounted} uncounted sequences should begin the lease {ranges[:3]}, not {agreed}"
             )
-        self._ranges, self._offset = ranges, uncounted
+        self._ranges, self._offset = ranges, agreed if uncounted is None else uncounted
 
     def state_dict(self) -> dict[str, Any]:
         return {"ranges": [list(span) for span in self._ranges], "offset": self._offset}
@@ -213,6 +213,15 @@ def held_out_batches(dataset: Dataset, config: Config, max_sequences: int) -> It
 
 def _positions(ranges: Ranges) -> NDArray[np.int64]:
     return np.concatenate([np.arange(*span, dtype=np.int64) for span in ranges] or [np.empty(0, np.int64)])
+
+
+def _overlap(consumed: NDArray[np.int64], ranges: Ranges) -> int:
+    """How many positions at the front of `ranges` are the last ones of `consumed`, in the same order."""
+    found = np.flatnonzero(consumed == ranges[0][0] if ranges else [])
+    if len(found) == 0:
+        return 0
+    tail = consumed[found[-1] :]
+    return len(tail) if np.array_equal(tail, _positions(take(ranges, len(tail))[0])) else 0
 
 
 def _damaged_state(error: Exception) -> CheckpointError:

@@ -37,26 +37,29 @@ class TokenSequences:
     def read(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens [len(sequences), sequence_length] of sequences by number."""
         tokens = np.empty((len(sequences), self.sequence_length), dtype=np.int64)
-        for row, sequence in zip(tokens, sequences, strict=True):
-            self._read_into(row, int(sequence) * self.sequence_length)
+        starts = sequences * self.sequence_length
+        files = np.searchsorted(self._ends, starts, side="right")
+        for row, file, start in zip(tokens, files.tolist(), starts.tolist(), strict=True):
+            self._read_into(row, file, start)
         return tokens
 
-    def _read_into(self, row: NDArray[np.int64], start: int) -> None:
-        index = int(np.searchsorted(self._ends, start, side="right"))
+    def _read_into(self, row: NDArray[np.int64], index: int, start: int) -> None:
         filled = 0
         while filled < len(row):
-            file = self._map(index)
-            inside = start + filled - (int(self._ends[index]) - len(file))
+            file, begin = self._map(index)
+            inside = start + filled - begin
             part = file[inside : inside + len(row) - filled]
             row[filled : filled + len(part)] = part
             filled += len(part)
             index += 1
 
-    def _open_map(self, index: int) -> NDArray[np.unsignedinteger]:
+    def _open_map(self, index: int) -> tuple[NDArray[np.unsignedinteger], int]:
+        """The tokens of one file, and where they begin in the stream."""
         file = self._files[index]
         dtype = np.dtype(self._dataset.dtype).newbyteorder("<")
         try:
             # np.asarray: slices of a plain array are made several times faster than those of np.memmap
-            return np.asarray(np.memmap(file.path, dtype, mode="r", offset=file.offset_bytes, shape=(file.tokens,)))
+            tokens = np.asarray(np.memmap(file.path, dtype, mode="r", offset=file.offset_bytes, shape=(file.tokens,)))
         except (OSError, ValueError) as error:
             raise DataError(f"shard {file.path} cannot be read: {error}", fix="copy it again") from error
+        return tokens, int(self._ends[index]) - file.tokens

@@ -9,29 +9,21 @@ with numbers.
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spes_p2p.data.encode import Encode, Encoded, encoder
 from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, InputFile, Manifest
 from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
-from spes_p2p.data.readers import Bad, CorpusFile, Piece, Record, find_inputs, parse_line
+from spes_p2p.data.readers import Bad, CorpusFile, Piece, Record, find_inputs
 from spes_p2p.data.shards import ShardWriter
 from spes_p2p.data.tokenizers import Tokenizer, load_tokenizer
 from spes_p2p.errors import ConfigError, DataError
@@ -77,14 +69,6 @@ class TokenizeResult:
     """The first bad lines of each input, as `file:line: reason`."""
     files_skipped: int
     """Input files that an earlier run had finished."""
-
-
-class Encoded(NamedTuple):
-    """What a batch of records became."""
-
-    tokens: NDArray[np.unsignedinteger]
-    documents: int
-    bad: tuple[tuple[int, str], ...]
 
 
 class _Batch(NamedTuple):
@@ -138,63 +122,6 @@ def choose_dtype(tokenizer: Tokenizer, dtype: str) -> str:
     return dtype
 
 
-def encode_records(records: Sequence[Record], text_field: str, tokenizer: Tokenizer, dtype: str) -> Encoded:
-    """Tokens of all usable `records`, each document followed by the end-of-text id. Empty texts give nothing."""
-    texts: list[str] = []
-    ends: list[bool] = []
-    lines: list[int] = []
-    bad: list[tuple[int, str]] = []
-    for line, content in records:
-        if isinstance(content, Piece):
-            text: str | Bad = _decoded(content.data, line, bad)
-        else:
-            text = parse_line(content, text_field) if isinstance(content, bytes) else content
-        if isinstance(text, Bad):
-            bad.append((line, text.reason))
-        elif text or isinstance(content, Piece):
-            texts.append(text)
-            ends.append(not isinstance(content, Piece) or content.last)
-            lines.append(line)
-    parts, documents = [np.empty(0, dtype)], 0
-    eos = np.array([tokenizer.eos_id], np.uint32)
-    for ids, end, line in zip(_encoded(texts, tokenizer), ends, lines, strict=True):
-        if ids is None:
-            bad.append((line, "a lone surrogate is no valid Unicode"))
-            continue
-        parts += [ids, eos] if end else [ids]
-        documents += end
-    return Encoded(np.concatenate(parts).astype(dtype), documents, tuple(sorted(bad)))
-
-
-def _encoded(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.uint32] | None]:
-    """The ids of each text, None where it is no valid Unicode (JSON can escape what UTF-8 cannot hold)."""
-    try:
-        return [*tokenizer.encode(texts)]
-    except ValueError:
-        return [_encoded_alone(text, tokenizer) for text in texts]
-
-
-def _encoded_alone(text: str, tokenizer: Tokenizer) -> NDArray[np.uint32] | None:
-    try:
-        return tokenizer.encode([text])[0]
-    except ValueError:
-        return None
-
-
-def _decoded(data: bytes, first_line: int, bad: list[tuple[int, str]]) -> str:
-    """The text of a piece, without its undecodable lines, which are added to `bad`."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        kept = []
-        for line, part in enumerate(BytesIO(data), start=first_line):
-            try:
-                kept.append(part.decode())
-            except UnicodeDecodeError as error:
-                bad.append((line, f"invalid UTF-8 at byte {error.start}"))
-        return "".join(kept)
-
-
 class _Run:
     """The way of all open inputs through the workers and into shards."""
 
@@ -212,10 +139,14 @@ class _Run:
 
     def process(self, units: list[Unit]) -> None:
         batches = (batch for unit in units for batch in self._batches(unit))
-        with _encoder(self._options, self._tokenizer, self._workspace.settings.dtype) as encode:
+        with self._encoder() as encode:
             results = _in_order(batches, encode, BATCHES_IN_FLIGHT * self._options.processes)
             for unit in units:
                 self._write_unit(unit, results)
+
+    def _encoder(self) -> AbstractContextManager[Encode]:
+        text_field, dtype = self._options.text_field, self._workspace.settings.dtype
+        return encoder(self._options.processes, self._tokenizer, text_field, dtype)
 
     def _batches(self, unit: Unit) -> Iterator[_Batch]:
         first = self._workspace.progress(unit).records
@@ -326,58 +257,7 @@ def _manifest(workspace: Workspace, units: list[Unit], tokenizer: Tokenizer) -> 
     return manifest
 
 
-_worker: tuple[Tokenizer, str, str] | None = None
-"""In a worker process: what `_start_worker` was given."""
-
-
-def _start_worker(tokenizer: Tokenizer, text_field: str, dtype: str) -> None:
-    global _worker
-    _worker = tokenizer, text_field, dtype
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    """A killed parent leaves workers waiting for ever; they hold both ends of the pipe they wait on."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode_in_worker(records: list[Record]) -> Encoded:
-    assert _worker is not None
-    tokenizer, text_field, dtype = _worker
-    return encode_records(records, text_field, tokenizer, dtype)
-
-
-@contextmanager
-def _encoder(
-    options: TokenizeOptions, tokenizer: Tokenizer, dtype: str
-) -> Iterator[Callable[[list[Record]], Callable[[], Encoded]]]:
-    """A function that starts to encode records and returns one that waits for the result."""
-    if options.processes == 1:
-        yield lambda records: partial(encode_records, records, options.text_field, tokenizer, dtype)
-        return
-    pool = ProcessPoolExecutor(
-        options.processes,
-        mp_context=multiprocessing.get_context("spawn"),  # the caller may have threads
-        initializer=_start_worker,
-        initargs=(tokenizer, options.text_field, dtype),
-    )
-    try:
-        yield lambda records: pool.submit(_encode_in_worker, records).result
-    except BrokenProcessPool as error:
-        fix = "was memory short? use fewer --processes or a smaller --batch-size; the same command goes on from here"
-        raise DataError("a tokenizer process was killed", fix=fix) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _in_order(
-    batches: Iterator[_Batch], encode: Callable[[list[Record]], Callable[[], Encoded]], in_flight: int
-) -> Iterator[tuple[_Batch, Encoded]]:
+def _in_order(batches: Iterator[_Batch], encode: Encode, in_flight: int) -> Iterator[tuple[_Batch, Encoded]]:
     """Each batch with its result, in the order of `batches`, while up to `in_flight` later ones are under way."""
     pending: deque[tuple[_Batch, Callable[[], Encoded]]] = deque()
     for batch in batches:

@@ -32,6 +32,10 @@ WELL_KNOWN_EOS = (
 """Looked for in this order when nothing says which token ends a text."""
 
 
+Ids = NDArray[np.unsignedinteger]
+"""Token ids of one text, in whatever unsigned type the tokenizer makes them."""
+
+
 class Tokenizer(Protocol):
     """Text to token ids. Instances are picklable."""
 
@@ -51,7 +55,7 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int: ...
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, no special token added. Raises ValueError where a text is no valid Unicode."""
         ...
 
@@ -64,8 +68,8 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
 class HuggingFaceTokenizer:
@@ -81,7 +85,7 @@ class HuggingFaceTokenizer:
         self.eos_id = _eos_id(name, vocabulary, eos_token)
         self._rust = rust
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
         try:
             encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:  # how the library refuses a lone surrogate

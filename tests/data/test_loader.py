@@ -75,6 +75,26 @@ def test_a_lease_that_does_not_begin_with_the_uncounted_sequences_is_refused(cou
     assert loader.next_batch(1).positions.tolist() == [20]
 
 
+@pytest.mark.parametrize(
+    ("held_now", "following"),
+    [
+        (((4, 8), (0, 2)), 6),
+        (((5, 8), (0, 2)), 6),
+        (((6, 8), (0, 2)), 6),
+        (((0, 2), (9, 12)), 0),
+        (((30, 40),), 30),
+        ((), None),
+    ],
+)
+def test_after_a_resume_the_loader_finds_its_place_in_a_newer_lease(
+    counting: Counting, held_now: tuple[tuple[int, int], ...], following: int | None
+) -> None:
+    """The checkpoint had consumed 4 and 5; commits since then may have counted less or more than that."""
+    loader = LeasedLoader(counting(40), tiny_config(), ((4, 8), (0, 2)), offset=2)
+    loader.set_lease(held_now)
+    assert (loader.next_batch(1).positions[0] if loader.remaining() else None) == following
+
+
 @pytest.mark.parametrize("kind", ["leased", "local"])
 def test_the_very_next_batch_after_a_resume(counting: Counting, kind: str) -> None:
     dataset, config = counting(40), tiny_config()

@@ -40,3 +40,13 @@ def test_period_14_and_short_sequences_do_not_count() -> None:
 def test_equal_to_a_plain_search(row: list[int], max_period: int, min_repeats: int) -> None:
     found = has_repetition(np.array([row]), max_period, min_repeats)
     assert found.tolist() == [plain_search(row, max_period, min_repeats)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 60), st.integers(20, 110), st.integers(1, 3), st.integers(1, 3))
+def test_equal_to_a_plain_search_at_the_real_limits(start: int, length: int, period: int, change: int) -> None:
+    """A pattern of nearly the length that counts, at any place, perhaps broken in its middle."""
+    row = list(range(100, 300))
+    row[start : start + length] = [index % period for index in range(length)]
+    row[start + length // 2] *= change
+    assert has_repetition(np.array([row])).tolist() == [plain_search(row, 13, 32)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -155,6 +156,20 @@ def test_an_interrupted_run_goes_on_with_the_same_bytes(corpus: Path, tmp_path: 
             assert not (out / "manifest.json").exists()
     assert limit > 3
     assert content(out) == content(tmp_path / "whole")
+
+
+def test_killed_workers_are_an_error_and_the_next_run_goes_on(corpus: Path, tmp_path: Path) -> None:
+    many = replace(SMALL, processes=2, batch_size=1)
+
+    def kill(progress: TokenizeProgress) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(DataError, match="a tokenizer process was killed"):
+        tokenize([str(corpus)], tmp_path / "out", many, kill)
+    tokenize([str(corpus)], tmp_path / "out", SMALL)
+    tokenize([str(corpus)], tmp_path / "whole", SMALL)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_finished_files_are_skipped_and_changed_ones_done_again(corpus: Path, tmp_path: Path) -> None:
