@@ -17,7 +17,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.swarm.hivemind_backend.locks import FileLock
 
-_PREFIX = "spes-p2p-"
+_PREFIX = "spes-p2p-net-"
 _MAX_FOLDER_CHARACTERS = 50
 _LOCK = "lock"
 
