@@ -51,7 +51,7 @@ def _room(owners: list[set[PeerId]], wishes: Mapping[PeerId, Wish], peer: PeerId
 def _grant_claims(owners: list[set[PeerId]], wishes: Mapping[PeerId, Wish]) -> None:
     for peer in sorted(wishes):
         for column in wishes[peer].claims:
-            wanted = column < len(owners) and column not in wishes[peer].releases and peer not in owners[column]
+            wanted = 0 <= column < len(owners) and column not in wishes[peer].releases and peer not in owners[column]
             if wanted and _room(owners, wishes, peer) > 0:
                 owners[column].add(peer)
 

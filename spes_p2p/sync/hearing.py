@@ -1,12 +1,14 @@
 """What the round's state machine takes from messages, and what it refuses.
 
-Signatures were checked before; here the content is held against the round that we are in.
+Signatures were checked before; here the content is held against the round that we are in. Each method says whether
+there is something new in it that the rules should look at.
 """
 
 from __future__ import annotations
 
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
+from spes_p2p.sync.knowledge import MAX_NEWCOMERS, Contact
 from spes_p2p.sync.messages import (
     Acceptance,
     Commit,
@@ -18,30 +20,52 @@ from spes_p2p.sync.messages import (
     Status,
     plan_hash,
 )
-from spes_p2p.sync.round_state import MAX_NEWCOMERS, Contact, CoreState
-from spes_p2p.sync.rules import (
-    check_certificate,
-    check_child,
-)
+from spes_p2p.sync.round_state import CoreState
+from spes_p2p.sync.rules import check_certificate, check_child
 
 
 class Hearing(CoreState):
     """Fills the state from what others say."""
 
-    def _hear(self, signed: Signed[Status], now: float) -> None:
+    def _hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
         status = signed.value
-        if status.peer == self.me or signed.author != status.peer or status.fingerprint != self.rules.fingerprint:
-            return
-        known = self.contacts.get(status.peer)
-        if known is None and not self._has_room_for(status.peer):
-            return
-        if known is not None:
-            last = known.status
-            if (status.incarnation, status.sequence) <= (last.incarnation, last.sequence):
-                return
-            self.pace.observe_gap(now - known.at)
-        voting_at = now if status.intent.can_vote or known is None else known.voting_at
-        self.contacts[status.peer] = Contact(signed, now, voting_at)
+        peer = status.peer
+        if peer == self.me or signed.author != peer or status.fingerprint != self.rules.fingerprint:
+            return False
+        known = self.contacts.get(peer)
+        if known is None:
+            if not self._has_room_for(peer):
+                return False
+            self.contacts[peer] = Contact(signed, now, now if sender == peer else float("-inf"))
+            self._heard_from(status, now)
+            return True
+        last = known.status
+        if (status.incarnation, status.sequence) <= (last.incarnation, last.sequence):
+            return False
+        revived = not self.alive(peer, now)
+        if sender == peer:
+            self.pace.observe_gap(now - known.direct_at)
+            known.direct_at = now
+        known.signed, known.at = signed, now
+        self._heard_from(status, now)
+        if status.moved > last.moved and status.head == last.head == self.round.head:
+            self._moved_at(peer, now)
+        return revived or _says_something_new(last, status)
+
+    def _heard_from(self, status: Status, now: float) -> None:
+        peer = status.peer
+        self._gone.discard(peer)
+        self._probed.pop(peer, None)
+        self._poked.add(peer)
+        if self._elector.get(peer) == status.incarnation and status.intent.can_vote:
+            self._voting_at[peer] = now
+
+    def _moved_at(self, peer: PeerId, now: float) -> None:
+        """Bytes move at a peer: neither it nor the leader is to be blamed."""
+        if peer in self.round.seen:
+            self.round.seen[peer] = now
+        if self.round.decided is None:
+            self.round.progress_at = now
 
     def _has_room_for(self, peer: PeerId) -> bool:
         if any(member.peer == peer for member in self.tip.members):
@@ -49,81 +73,120 @@ class Hearing(CoreState):
         strangers = len(self.contacts) - len(self.tip.members)
         return strangers < MAX_NEWCOMERS
 
-    def _hear_plan(self, signed: Signed[Plan], now: float) -> None:
+    def _hear_plan(self, signed: Signed[Plan], now: float) -> bool:
         plan, current = signed.value, self.round
         if plan.parent != current.head or signed.author != plan.leader or plan.fingerprint != self.rules.fingerprint:
-            return
+            return False
         if plan.leader not in self._elector:
-            return
+            return False
         if current.plan is not None:  # a total order, so that all end with one plan even if two leaders share a ballot
             mine = current.plan.value
             if (mine.ballot, plan_hash(mine)) >= (plan.ballot, plan_hash(plan)):
-                return
+                return False
         self._take_plan(signed, now)
+        return True
 
-    def _hear_report(self, signed: Signed[Report], now: float) -> None:
+    def _hear_report(self, signed: Signed[Report], now: float) -> bool:
+        """Takes the first report of a slice; another one only when nobody could give what the first promised."""
         report, current = signed.value, self.round
         if current.plan is None or report.plan != plan_hash(current.plan.value) or signed.author != report.reducer:
-            return
+            return False
         plan = current.plan.value
-        if not 0 <= report.index < len(plan.slices):
-            return
+        if not 0 <= report.index < len(plan.slices) or report.reducer == self.me:  # ours: of a life before a restart
+            return False
         piece = plan.slices[report.index]
         fits = report.reducer in piece.contributors and set(report.contributors) <= set(piece.contributors)
         if not fits or len(report.wire_hashes) != (piece.tiles if report.contributors else 0):
-            return
-        earlier = current.reports.get(report.index)
-        if earlier is not None and (piece.key in current.staged or self.alive(earlier.value.reducer, now)):
-            return
+            return False
+        if report.index in current.reports:
+            return False
+        if not report.contributors:
+            return self._take_void(signed)
         current.reports[report.index] = signed
+        current.seen[report.reducer] = now
         current.failed.discard(piece.key)
+        current.missing = None
         self._progress(now)
+        return True
 
-    def _hear_proposal(self, signed: Signed[Proposal], now: float) -> None:
+    def _take_void(self, signed: Signed[Report]) -> bool:
+        """A reducer found no values that are fit; the next in order tries, unless all were seen and none was fit."""
+        report = signed.value
+        voids = self.round.voids.setdefault(report.index, {})
+        if report.reducer in voids:
+            return False
+        voids[report.reducer] = signed
+        return True
+
+    def _hear_proposal(self, signed: Signed[Proposal], now: float) -> bool:
         proposal, current = signed.value, self.round
         key = (proposal.heard, proposal.ballot)
         if proposal.parent != current.head or signed.author != proposal.leader or key in current.proposals:
-            return
-        if proposal.leader != self._leader_of(proposal.heard, proposal.ballot):
-            return
+            return False
+        if proposal.leader != self._leader_of(proposal.heard, proposal.ballot) or proposal.ballot < 0:
+            return False
+        if len(proposal.wire_hashes) != len(proposal.manifest.slices):
+            return False
         try:
             check_child(self.rules, current.tip, proposal.manifest)
         except RemoteProtocolError as error:
             self._note("refused", str(error), proposal.leader)
-            return
-        if len(proposal.wire_hashes) == len(proposal.manifest.slices):
-            current.proposals[key] = signed
-            current.failed.clear()
-            self._progress(now)
+            return True
+        current.proposals[key] = signed
+        current.failed.clear()
+        current.missing = None
+        self._progress(now)
+        return True
 
-    def _hear_vote(self, signed: Signed[Acceptance], now: float) -> None:
+    def _hear_vote(self, signed: Signed[Acceptance], now: float) -> bool:
         vote, current = signed.value, self.round
-        if (
-            vote.parent == current.head
-            and vote.fingerprint == self.rules.fingerprint
-            and signed.author in self._elector
-        ):
-            ballot = current.votes.setdefault((vote.ballot, vote.manifest), {})
-            if signed.author not in ballot:
-                ballot[signed.author] = signed
-                self._progress(now)
+        if vote.parent != current.head or vote.fingerprint != self.rules.fingerprint:
+            return False
+        if signed.author not in self._elector or signed.author == self.me:
+            return False
+        ballot = current.votes.setdefault((vote.ballot, vote.manifest), {})
+        if signed.author in ballot:
+            return False
+        ballot[signed.author] = signed
+        self._progress(now)
+        return True
 
-    def _hear_degraded_vote(self, signed: Signed[DegradedVote]) -> None:
+    def _hear_degraded_vote(self, signed: Signed[DegradedVote]) -> bool:
         vote, current = signed.value, self.round
         fits = vote.parent == current.head and vote.fingerprint == self.rules.fingerprint
-        if fits and signed.author in vote.heard and set(vote.heard) <= set(self._elector):
-            current.degraded_votes.setdefault((vote.heard, vote.manifest), {})[signed.author] = signed
+        if not fits or signed.author not in vote.heard or not set(vote.heard) <= set(self._elector):
+            return False
+        votes = current.degraded_votes.setdefault((vote.heard, vote.manifest), {})
+        if signed.author in votes or signed.author == self.me:
+            return False
+        votes[signed.author] = signed
+        return True
 
-    def _hear_commit(self, commit: Commit, sender: PeerId, now: float) -> None:
+    def _hear_commit(self, commit: Commit, sender: PeerId, now: float) -> bool:
         current, manifest = self.round, commit.manifest
         if manifest.round <= current.tip.round or current.decided is not None:
-            return
+            return False
         if manifest.parent != current.head:
-            return  # rule `follow` asks for the headers
+            return False  # rule `follow` asks for the headers
         try:
             check_certificate(current.tip, manifest, commit.certificate, self._check)
+            check_child(self.rules, current.tip, manifest)
         except RemoteProtocolError as error:
             self._note("refused", str(error), sender)
-            return
-        current.decided = commit
-        self._progress(now)
+            return True
+        self._take_decision(commit, now)
+        return True
+
+
+def _says_something_new(last: Status, status: Status) -> bool:
+    """Whether the rules need to look at once; the rest (progress of training, what is staged) waits for a tick."""
+    return (
+        status.head != last.head
+        or status.ballots != last.ballots
+        or status.work.ready != last.work.ready
+        or status.plan != last.plan
+        or status.intent != last.intent
+        or status.proposal != last.proposal
+        or status.incarnation != last.incarnation
+        or status.round != last.round
+    )

@@ -200,7 +200,8 @@ class Status:
 
     `round` and `head` name the newest manifest that it stands on; everything below is about the child of `head`.
     `plan`, `reports` (one byte a slice of the plan) and `proposal` say what it has, so that others send what it lacks;
-    `staged` (one byte a slice) says which slices it can serve. `unheard` are electors that it does not hear.
+    `staged` (one byte a slice) says which slices it can serve. `unheard` are electors that do not reach it. `moved`
+    grows while bytes of this round move at it.
     """
 
     fingerprint: Hash
@@ -217,6 +218,7 @@ class Status:
     staged: bytes = b""
     proposal: int = -1
     unheard: tuple[PeerId, ...] = ()
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,8 @@ def plan_hash(plan: Plan) -> Hash:
 class Report:
     """A reducer's word that a slice is reduced: whose values went in and the hash of each tile that it now serves.
 
-    `left_out` names contributors that were lost or refused, with the reason.
+    `left_out` names contributors that were lost or refused, with the reason. Without contributors and hashes it is a
+    void report: this reducer has no values that are fit, the next in order tries.
     """
 
     plan: Hash

@@ -5,24 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.actions import (
-    Build,
-    CloseTraining,
-    Fetch,
-    Reduce,
-)
-from spes_p2p.sync.messages import (
-    Contribution,
-    Plan,
-    Slice,
-)
+from spes_p2p.sync.actions import Build, CloseTraining, Fetch, Reduce
+from spes_p2p.sync.knowledge import Key
+from spes_p2p.sync.messages import Contribution, Plan, Report, Slice, Status
 from spes_p2p.sync.plan import plan_slices, reducer_order
-from spes_p2p.sync.round_state import CoreState, Key
-from spes_p2p.sync.rules import (
-    capped_tokens,
-    merge_alpha_for,
-    next_step,
-)
+from spes_p2p.sync.round_state import CoreState
+from spes_p2p.sync.rules import capped_tokens, merge_alpha_for, next_step
+
+LOST = "lost"
+"""Reason of a contributor that a reducer could not reach: another reducer may."""
 
 
 class Reducing(CoreState):
@@ -31,50 +22,48 @@ class Reducing(CoreState):
     def _rule_close(self, now: float) -> bool:
         """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""
         current = self.round
-        if current.closing >= 0 or current.plan is not None or current.decided or not self._leading(now):
+        if current.closing >= 0 or current.plan is not None or current.decided or not self._leading():
             return False
         if not self._should_close(now):
             return False
         current.closing = current.view
         current.closed_at = now
-        self._progress(now)
         return True
 
     def _rule_stop_training(self, now: float) -> bool:
-        """The leader said that the round closes."""
+        """The leader said that the round closes. From here on the leader is expected to move on."""
         current = self.round
         if current.close_asked or not self._is_closing():
             return False
         current.close_asked = True
         current.closed_at = current.closed_at or now
+        current.progress_at = now
         if not current.work.ready:
             self._out.append(CloseTraining())
         return True
 
     def _rule_plan(self, now: float) -> bool:
-        """Everyone who was training has stopped, or had time to: name the roster."""
+        """Everyone who was training has stopped, or had time to: name the roster, be it empty."""
         current = self.round
-        if current.closing < 0 or current.plan is not None or current.decided or not self._leading(now):
+        if current.closing < 0 or current.plan is not None or current.decided or not self._leading():
             return False
         if not self._all_stopped(now):
             return False
-        roster = self._roster(now)
-        if not roster and not self._membership_changes(now):
-            return False
-        self._take_plan(self._sealer.seal(self._make_plan(roster)), now)
+        self._take_plan(self._sealer.seal(self._make_plan(self._roster(now))), now)
+        self._news = True
         return True
 
     def _rule_reduce(self, now: float) -> bool:
-        """The first living peer in a slice's order reduces it."""
+        """The first peer in a slice's order that is able to reduces it."""
         current = self.round
-        if current.plan is None or current.decided:
+        if current.plan is None or current.decided or not self.intent.can_vote or self._target() is not None:
             return False
         plan = current.plan
         started = False
-        for index, piece in enumerate(plan.value.slices):
-            if index in current.reports or index in current.reducing or self.me not in piece.contributors:
+        for index in current.mine:
+            if index in current.reports or index in current.reducing:
                 continue
-            if self._acting_reducer(piece, now) == self.me:
+            if self._acting_reducer(index, plan.value.slices[index], now) == self.me:
                 current.reducing.add(index)
                 self._out.append(Reduce(plan, index))
                 started = True
@@ -83,19 +72,20 @@ class Reducing(CoreState):
     def _rule_fetch(self, now: float) -> bool:
         """Get every slice that is wanted and not here."""
         current, started = self.round, False
-        for piece, hashes, first in self._wanted():
-            key = piece.key
-            if current.staged.get(key) == hashes or current.fetching.get(key) == hashes or key in current.failed:
+        if not self.intent.can_vote:
+            return False
+        for key, wanted in self._missing().items():
+            if current.fetching.get(key) == wanted.hashes or key in current.failed:
                 continue
-            current.fetching[key] = hashes
-            self._out.append(Fetch(piece, hashes, self._holders(piece, first, now)))
+            current.fetching[key] = wanted.hashes
+            self._out.append(Fetch(wanted.piece, wanted.hashes, self._holders(wanted.piece, wanted.first, now)))
             started = True
         return started
 
     def _rule_refetch(self, now: float) -> bool:
         """What could not be fetched is tried again with the next heartbeat."""
         current = self.round
-        if not current.failed or now < self._next_heartbeat or current.decided:
+        if not current.failed or now < self._next_heartbeat:
             return False
         current.failed.clear()
         return True
@@ -103,9 +93,9 @@ class Reducing(CoreState):
     def _rule_build(self, now: float) -> bool:
         """All slices that can come about are staged: the leader computes the new state."""
         current = self.round
-        if current.plan is None or current.decided or current.building or not self._leading(now):
+        if current.plan is None or current.decided or current.building or not self._leading():
             return False
-        if self._bound()[0]:
+        if self._target() is not None or self._bound()[0] or self._verified_before() is not None:
             return False
         chosen = self._resolved_slices(now)
         if chosen is None:
@@ -117,10 +107,13 @@ class Reducing(CoreState):
         return True
 
     def _should_close(self, now: float) -> bool:
+        if self._is_closing():  # a leader before us has said so
+            return True
         here = self._members_here(now)
         ready = [status for status in here if status.work.ready]
         trained = sum(status.work.tokens for status in ready)
-        if any(status.intent.leaving and status.work.ready for status in here):
+        leaving = [status for status in ready if status.intent.leaving]
+        if leaving and (trained > 0 or self._somebody_stays(here, now)):
             return True
         if trained == 0:
             return False
@@ -130,6 +123,13 @@ class Reducing(CoreState):
             return True
         seconds = [status.work.seconds for status in ready if status.work.tokens]
         return now - self.round.started_at > self.pace.close_after_seconds(seconds)
+
+    def _somebody_stays(self, here: list[Status], now: float) -> bool:
+        """Whether a round without its leavers would have members; the last to leave have nobody to tell."""
+        known = {status.peer for status in here}
+        others = (c.status for peer, c in self.contacts.items() if peer not in known and self.alive(peer, now))
+        stay = any(not status.intent.leaving for status in here)
+        return stay or any(s.head == self.round.head and s.intent.joining and not s.intent.leaving for s in others)
 
     def _all_stopped(self, now: float) -> bool:
         current = self.round
@@ -156,37 +156,34 @@ class Reducing(CoreState):
         slices = plan_slices(peers, self.tip.ownership, uplinks, self.rules.block_tiles, self.rules.slice_tiles)
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
-    def _membership_changes(self, now: float) -> bool:
-        return any(status.intent.leaving for status in self._members_here(now))
-
-    def _acting_reducer(self, piece: Slice, now: float) -> PeerId | None:
-        """The first in order that still has its inputs: alive, and standing on the plan's parent."""
+    def _acting_reducer(self, index: int, piece: Slice, now: float) -> PeerId | None:
+        """Whose turn it is: the first in order that may do it and whose time is not over; None when all had theirs."""
+        current, turn_ends, tries = self.round, self.round.plan_at, 0
+        voids = current.voids.get(index)
+        if voids and any(_saw_all(void.value, piece) for void in voids.values()):
+            return None
         for peer in reducer_order(piece):
+            if (voids and peer in voids) or not self._may_reduce(peer, now):
+                continue
             if peer == self.me:
                 return peer
-            contact = self.contacts.get(peer)
-            if self.alive(peer, now) and contact is not None and contact.status.head == self.round.head:
+            turn_ends = max(turn_ends, current.seen.setdefault(peer, current.plan_at)) + self.pace.slice_seconds(tries)
+            if now <= turn_ends:
                 return peer
+            tries += 1
         return None
 
-    def _wanted(self) -> list[tuple[Slice, bytes, PeerId]]:
-        """Slices to be staged here, with their hashes and who has them surely."""
-        current = self.round
-        proposal = self._target()
-        if proposal is not None:
-            pairs = zip(proposal.value.manifest.slices, proposal.value.wire_hashes, strict=True)
-            return [(piece, hashes, piece.reducer) for piece, hashes in pairs]
-        if current.plan is None:
-            return []
-        slices = current.plan.value.slices
-        return [
-            (slices[index], b"".join(report.value.wire_hashes), report.value.reducer)
-            for index, report in current.reports.items()
-            if report.value.contributors
-        ]
+    def _may_reduce(self, peer: PeerId, now: float) -> bool:
+        """Alive, standing on the plan's parent, with room on its disk."""
+        if peer == self.me:
+            return self.intent.can_vote
+        contact = self.contacts.get(peer)
+        if contact is None or not self.alive(peer, now):
+            return False
+        return contact.status.head == self.round.head and contact.status.intent.can_vote
 
     def _holders(self, piece: Slice, first: PeerId, now: float) -> tuple[PeerId, ...]:
-        """Who may have a slice: its reducer, those who say so, then anybody of this round."""
+        """Who may have a slice: its reducer, those who say so, then anybody of this round; the silent last."""
         index = self._index_of(piece.key)
         said: list[PeerId] = []
         others: list[PeerId] = []
@@ -195,8 +192,9 @@ class Reducing(CoreState):
             if peer != first and self.alive(peer, now):
                 has = index is not None and index < len(staged) and staged[index]
                 (said if has else others).append(peer)
-        start = [first] if first != self.me else []
-        return tuple(start + sorted(said) + sorted(others))
+        reducer = [first] if first != self.me else []
+        likely = sorted(said) + sorted(others)
+        return tuple(reducer + likely if self.alive(first, now) else likely + reducer)
 
     def _index_of(self, key: Key) -> int | None:
         if self.round.plan is None:
@@ -207,27 +205,32 @@ class Reducing(CoreState):
         """Staged slices with their hashes once every slice is staged or beyond hope; a block is whole or not at all."""
         current = self.round
         assert current.plan is not None
-        found: list[tuple[Slice, bytes]] = []
+        if self._missing():
+            return None
         lost_blocks: set[int] = set()
-        for index, piece in enumerate(current.plan.value.slices):
-            report = current.reports.get(index)
-            if report is not None and not report.value.contributors:
-                lost_blocks.add(piece.block)  # nobody's values were fit
-            elif report is not None:
-                hashes = b"".join(report.value.wire_hashes)
-                if current.staged.get(piece.key) != hashes:
+        slices = current.plan.value.slices
+        for index, piece in enumerate(slices):
+            if index not in current.reports:
+                if self._acting_reducer(index, piece, now) is not None:
                     return None
-                found.append(
-                    (replace(piece, reducer=report.value.reducer, contributors=report.value.contributors), hashes)
-                )
-            elif self._acting_reducer(piece, now) is None:
                 lost_blocks.add(piece.block)
-            else:
-                return None
-        return [(piece, hashes) for piece, hashes in found if piece.block not in lost_blocks]
+        return [
+            (
+                replace(slices[index], reducer=report.reducer, contributors=report.contributors),
+                b"".join(report.wire_hashes),
+            )
+            for index, report in sorted((index, signed.value) for index, signed in current.reports.items())
+            if slices[index].block not in lost_blocks
+        ]
 
     def _counted(self, slices: tuple[Slice, ...]) -> tuple[Contribution, ...]:
         """The plan's roster without those whose values went into no slice."""
         assert self.round.plan is not None
         used = {peer for piece in slices for peer in piece.contributors}
         return tuple(entry for entry in self.round.plan.value.roster if entry.peer in used)
+
+
+def _saw_all(void: Report, piece: Slice) -> bool:
+    """Whether the reducer had everybody's values and none was fit: then no other needs to try."""
+    reasons = dict(void.left_out)
+    return all(reasons.get(peer, LOST) != LOST for peer in piece.contributors)

@@ -23,7 +23,9 @@ from spes_p2p.sync.actions import (
     CatchUp,
 )
 from spes_p2p.sync.hearing import Hearing
+from spes_p2p.sync.knowledge import Contact, Key
 from spes_p2p.sync.messages import (
+    DEGRADED,
     Acceptance,
     Commit,
     Envelope,
@@ -36,7 +38,6 @@ from spes_p2p.sync.messages import (
     plan_hash,
 )
 from spes_p2p.sync.reducing import Reducing
-from spes_p2p.sync.round_state import Contact, Key
 from spes_p2p.sync.rules import (
     CheckSignature,
     Outcome,
@@ -95,32 +96,33 @@ class Core(Hearing, Reducing, Voting, Speaking):
             (name, getattr(self, f"_rule_{name}")) for name in RULE_NAMES
         )
         if record is not None and record.parent == self.head:
-            self._resume(record)
+            self._resume(record, now)
 
     def receive(self, envelope: Envelope, now: float) -> list[Action]:
-        """A message came. Its signatures were checked; nothing else was."""
+        """A message came. Its signatures were checked; nothing else was.
+
+        What says nothing new (most heartbeats) is noted and costs no more; time alone is looked at by `tick`.
+        """
+        self._notice_sleep(now)
+        new = False
         for signed in envelope.statuses:
-            self._hear(signed, now)
+            new |= self._hear(signed, envelope.sender, now)
         if envelope.plan is not None:
-            self._hear_plan(envelope.plan, now)
+            new |= self._hear_plan(envelope.plan, now)
         for report in envelope.reports:
-            self._hear_report(report, now)
+            new |= self._hear_report(report, now)
         for proposal in envelope.proposals:
-            self._hear_proposal(proposal, now)
+            new |= self._hear_proposal(proposal, now)
         for vote in envelope.votes:
-            self._hear_vote(vote, now)
+            new |= self._hear_vote(vote, now)
         for degraded in envelope.degraded_votes:
-            self._hear_degraded_vote(degraded)
+            new |= self._hear_degraded_vote(degraded)
         if envelope.commit is not None:
-            self._hear_commit(envelope.commit, envelope.sender, now)
-        return self._advance(now)
+            new |= self._hear_commit(envelope.commit, envelope.sender, now)
+        return self._advance(now) if new else []
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed. A late tick (the machine slept) makes the silence of others ours."""
-        asleep = now - self._last_tick
-        if asleep > 5 * self.pace.heartbeat_seconds:
-            self._forgive(asleep)
-        self._last_tick = now
+        """Time passed; to be called at least once a heartbeat."""
         return self._advance(now)
 
     def trained(self, work: Work, now: float) -> list[Action]:
@@ -133,38 +135,46 @@ class Core(Hearing, Reducing, Voting, Speaking):
         return self._advance(now)
 
     def reduced(self, report: Report, now: float) -> list[Action]:
-        """A slice was reduced here and its tiles are staged."""
+        """A slice was reduced here and its tiles are staged; without contributors: nobody's values were fit."""
         current = self.round
         if current.plan is not None and report.plan == plan_hash(current.plan.value):
             current.reducing.discard(report.index)
             signed = self._sealer.seal(report)
-            current.reports[report.index] = signed
             if report.contributors:
-                current.staged[current.plan.value.slices[report.index].key] = b"".join(report.wire_hashes)
+                current.reports[report.index] = signed
+                self._stage(current.plan.value.slices[report.index].key, b"".join(report.wire_hashes))
+            else:
+                current.voids.setdefault(report.index, {})[self.me] = signed
+            current.missing = None
+            self._news = True
             self._progress(now)
         return self._advance(now)
 
     def reduce_failed(self, index: int, now: float) -> list[Action]:
-        """No contributor's values could be had; tried again while we are the one to do it."""
-        self.round.reducing.discard(index)
-        return self._advance(now)
+        """No contributor's values could be had here: the next in order is to try."""
+        current = self.round
+        if current.plan is None or index not in current.reducing:
+            return self._advance(now)
+        return self.reduced(Report(plan_hash(current.plan.value), index, self.me, (), ()), now)
 
     def staged(self, key: Key, hashes: bytes, now: float) -> list[Action]:
         """The tiles of a slice are on disk."""
         self.round.fetching.pop(key, None)
-        self.round.staged[key] = hashes
+        self._stage(key, hashes)
         self._progress(now)
         return self._advance(now)
 
     def fetch_failed(self, key: Key, now: float) -> list[Action]:
-        """No holder could give the tiles: a report of a lost reducer is void, its slice is done again."""
+        """No holder could give the tiles: what was reported of them is forgotten, until somebody says it again.
+
+        Only who has the tiles repeats a report, so one of a lost reducer is gone for good and its slice is done again.
+        """
         current = self.round
         current.fetching.pop(key, None)
         current.failed.add(key)
-        for index, report in list(current.reports.items()):
-            assert current.plan is not None
-            if current.plan.value.slices[index].key == key and not self.alive(report.value.reducer, now):
-                del current.reports[index]
+        index = self._index_of(key)
+        if index is not None and key not in current.staged and current.reports.pop(index, None) is not None:
+            current.missing = None
         return self._advance(now)
 
     def built(self, build: Build, wire_root: Hash, state_root: Hash, merge: Merge | None, now: float) -> list[Action]:
@@ -178,22 +188,32 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """The state that `manifest` names is on disk here, with equal roots."""
         self.round.verified.add(manifest)
         self.round.verifying = NO_HASH
+        self.round.missing = None
         self._progress(now)
         return self._advance(now)
 
     def verify_failed(self, now: float) -> list[Action]:
-        """The state could not be brought to the proposed root yet; it is tried again."""
-        self.round.verifying = NO_HASH
+        """The state could not be brought to the proposed root: tried again later, the second time from fresh tiles."""
+        current = self.round
+        name, current.verifying = current.verifying, NO_HASH
+        current.verify_after = now + self.pace.heartbeat_seconds
+        current.unfit[name] = current.unfit.get(name, 0) + 1
+        signed = self._proposal_of(name)
+        if current.unfit[name] > 1 and signed is not None:
+            for piece in signed.value.manifest.slices:
+                current.staged.pop(piece.key, None)
+            current.missing = None
         return self._advance(now)
 
     def gone(self, peer: PeerId, now: float) -> list[Action]:
         """The host of `peer` refused a fresh dial: its process is gone."""
-        if peer in self.contacts:
-            self.contacts[peer].gone = True
+        if peer != self.me:
+            self._gone.add(peer)
         return self._advance(now)
 
     def moved(self, now: float) -> list[Action]:
-        """Bytes of this round moved; the leader is not to be blamed."""
+        """Bytes of this round moved here: nobody is to be blamed. Others learn it with our next status."""
+        self.round.moved += 1
         self._progress(now)
         return []
 
@@ -212,10 +232,16 @@ class Core(Hearing, Reducing, Voting, Speaking):
         return self._advance(now)
 
     def disk_full(self, durable: VoteRecord, now: float) -> list[Action]:
-        """No room: back to the voting record that is on disk, nothing is staged any more, and we cannot vote."""
-        self.record = durable
+        """No room: back to the voting record that is on disk, nothing is staged any more, and we cannot vote.
+
+        Whatever was asked for and not done is asked for again when there is room.
+        """
         self.intent = replace(self.intent, can_vote=False)
+        self._forget_votes()
         self._forget_staged()
+        self.record = VoteRecord(self.head)
+        if durable.parent == self.head:
+            self._resume(durable, now)
         return self._advance(now)
 
     def disk_has_room(self, now: float) -> list[Action]:
@@ -230,11 +256,15 @@ class Core(Hearing, Reducing, Voting, Speaking):
         return self._advance(now)
 
     def reply_to(self, peer: PeerId, now: float) -> Envelope:
-        """What to answer a peer that has just sent us something."""
-        return self._envelope(peer, resend=False)
+        """What to answer a peer that has just sent us something; only after all earlier actions were carried out."""
+        return self._envelope(peer, None)
 
     def _advance(self, now: float) -> list[Action]:
-        self.degraded_set = self._degraded_electors(now)
+        self._notice_sleep(now)
+        heard = self._degraded_electors(now)
+        if heard != self.degraded_set:
+            self.degraded_set = heard
+            self.round.missing = None
         for _ in range(256):
             for name, rule in self._rules:
                 if rule(now):
@@ -252,6 +282,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         commit = current.decided
         if commit is None or current.adopting or commit.certificate.manifest not in current.verified:
             return False
+        if not self.intent.can_vote:
+            return False
         current.adopting = True
         self._out.append(Adopt(commit))
         return True
@@ -259,39 +291,72 @@ class Core(Hearing, Reducing, Voting, Speaking):
     def _rule_follow(self, now: float) -> bool:
         """Somebody stands on a later manifest, or our child is certified and cannot be staged: fetch it by hash."""
         current = self.round
-        if current.adopting:
-            return False
-        if current.decided is not None and self._can_stage(current.decided):
-            return False
         ahead = [
             contact
             for peer, contact in self.contacts.items()
-            if contact.status.round > current.tip.round
-            and self.alive(peer, now)
-            and now - self._asked.get(peer, -1e9) > self.pace.deadline_seconds(0)
+            if contact.status.round > current.tip.round and self.alive(peer, now)
         ]
-        if not ahead or (current.decided is None and not self._is_left_behind(ahead)):
+        if not ahead:
+            self._ahead_since = None
             return False
-        best = max(ahead, key=lambda contact: (contact.status.round, contact.status.peer))
+        if self._ahead_since is None:
+            self._ahead_since = now
+        if current.adopting or not self.intent.can_vote or not self._is_left_behind(ahead, now):
+            return False
+        limit = now - self.pace.deadline_seconds(0)
+        not_asked = [c for c in ahead if self._asked.get(c.status.peer, float("-inf")) < limit]
+        if not not_asked:
+            return False
+        best = max(not_asked, key=lambda contact: (contact.status.round, contact.status.peer))
         self._asked[best.status.peer] = now
         current.adopting = True
         self._out.append(CatchUp(best.status.peer, best.status.round, best.status.head))
         return True
 
-    def _is_left_behind(self, ahead: list[Contact]) -> bool:
-        """The certificate of our child normally comes with the next message; only further heads need the chain."""
-        return any(c.status.round > self.tip.round + 1 for c in ahead) or not self.is_member()
+    def _is_left_behind(self, ahead: list[Contact], now: float) -> bool:
+        """The certificate of our child normally comes with the next message, its tiles from those who stage them."""
+        decided = self.round.decided
+        if any(c.status.round > self.tip.round + 1 for c in ahead) or not self.is_member():
+            return True
+        if decided is not None:
+            return not self._can_stage(decided)
+        return self._ahead_since is not None and now - self._ahead_since > self.pace.suspect_seconds
 
     def _can_stage(self, commit: Commit) -> bool:
+        if commit.certificate.manifest in self.round.verified:
+            return True
         proposal = self._proposal_of(commit.certificate.manifest)
         return proposal is not None and not any(piece.key in self.round.failed for piece in commit.manifest.slices)
 
-    def _forgive(self, asleep: float) -> None:
+    def _notice_sleep(self, now: float) -> None:
+        """A late event (the machine slept) makes the silence of others ours: their time starts again."""
+        asleep = now - self._last_event
+        self._last_event = now
+        if asleep <= 5 * self.pace.heartbeat_seconds:
+            return
+        current = self.round
         for contact in self.contacts.values():
             contact.at += asleep
-            contact.voting_at += asleep
-        self._elector_since += asleep
-        self.round.progress_at += asleep
+            contact.direct_at += asleep
+        self._voting_at = dict.fromkeys(self._voting_at, now)
+        self._gone.clear()
+        current.started_at += asleep
+        current.plan_at += asleep
+        current.progress_at = now
+        current.seen = dict.fromkeys(current.seen, now)
+
+    def _stage(self, key: Key, hashes: bytes) -> None:
+        """Notes what is on disk. A tile has one version there: other hashes undo what was made with the old ones."""
+        current = self.round
+        if current.staged.get(key, hashes) != hashes:
+            current.verified.clear()
+            current.building = None
+            current.outcome = None
+            current.missing = None
+        current.staged[key] = hashes
+        wanted = current.missing.get(key) if current.missing else None
+        if wanted is not None and wanted.hashes == hashes and current.missing:
+            del current.missing[key]
 
     def _forget_staged(self) -> None:
         current = self.round
@@ -299,22 +364,42 @@ class Core(Hearing, Reducing, Voting, Speaking):
         current.fetching.clear()
         current.reducing.clear()
         current.verified.clear()
+        current.failed.clear()
         current.verifying = NO_HASH
         current.building = None
         current.outcome = None
+        current.missing = None
+        current.adopting = False
+        current.close_asked = current.close_asked and current.work.ready
         for index in [index for index, report in current.reports.items() if report.author == self.me]:
             del current.reports[index]
 
-    def _resume(self, record: VoteRecord) -> None:
-        """Back from a restart with our record: we hold to every vote in it."""
+    def _forget_votes(self) -> None:
+        """Of what we have voted only what is on disk may count; what others decided comes again."""
+        current = self.round
+        current.own_vote = current.own_degraded = current.decided = None
+        current.prepare = -1
+        for ballots in (current.votes, current.degraded_votes):
+            for votes in ballots.values():
+                votes.pop(self.me, None)
+        for key in [key for key, signed in current.proposals.items() if signed.author == self.me]:
+            del current.proposals[key]
+
+    def _resume(self, record: VoteRecord, now: float) -> None:
+        """Back with what is on disk: we hold to every vote in it."""
         self.record = record
-        self.round.view = record.promised
+        current = self.round
+        current.view = max(current.view, record.promised)
+        current.missing = None
         for signed in (record.accepted, record.degraded):
             if signed is not None:
-                self.round.proposals[(signed.value.heard, signed.value.ballot)] = signed
+                current.proposals[(signed.value.heard, signed.value.ballot)] = signed
         if record.accepted is not None:
             name = record.accepted_hash
-            self.round.own_vote = self._sealer.seal(
-                Acceptance(self.rules.fingerprint, self.round.head, record.accepted_ballot, name)
+            current.own_vote = self._sealer.seal(
+                Acceptance(self.rules.fingerprint, current.head, record.accepted_ballot, name)
             )
-            self.round.votes[(record.accepted_ballot, name)] = {self.me: self.round.own_vote}
+            current.votes.setdefault((record.accepted_ballot, name), {})[self.me] = current.own_vote
+        if record.degraded_votes and record.degraded is not None:
+            proposal = record.degraded.value
+            self._decide(DEGRADED, -1, proposal.heard, proposal.manifest, list(record.degraded_votes), now)

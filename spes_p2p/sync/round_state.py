@@ -3,97 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.swarm.membership import electors, is_majority, leader_order
-from spes_p2p.sync.actions import (
-    Action,
-    Build,
-    Notice,
-    Persist,
-)
+from spes_p2p.sync.actions import Action, Notice, Persist
+from spes_p2p.sync.knowledge import Contact, Heard, Key, RoundState, Wanted
 from spes_p2p.sync.messages import (
-    Acceptance,
     Ballots,
     Commit,
-    DegradedVote,
     Intent,
     Manifest,
     Plan,
     Proposal,
-    Report,
     Sealer,
     Signed,
     Status,
-    Work,
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.rules import (
-    CheckSignature,
-    Outcome,
-    RunRules,
-)
+from spes_p2p.sync.rules import CheckSignature, RunRules
 from spes_p2p.sync.timing import Pace
 from spes_p2p.sync.votes import VoteRecord
-
-MAX_NEWCOMERS = 64
-Key = tuple[int, int]
-"""(first tile, tiles) of a slice."""
-Heard = tuple[PeerId, ...]
-"""The electors of a degraded proposal; empty for an ordinary one."""
-
-
-@dataclass
-class Contact:
-    """The newest that was heard of one peer. Times are ours; `voting_at` is when it last said that it can vote."""
-
-    signed: Signed[Status]
-    at: float
-    voting_at: float
-    gone: bool = False
-    probed: bool = False
-
-    @property
-    def status(self) -> Status:
-        return self.signed.value
-
-
-@dataclass
-class RoundState:
-    """Everything about the child of one manifest; forgotten when it is committed."""
-
-    tip: Manifest
-    head: Hash
-    order: tuple[PeerId, ...]
-    started_at: float
-    progress_at: float
-    work: Work = field(default_factory=Work)
-    ready_at: float | None = None
-    close_asked: bool = False
-    closing: int = -1
-    closed_at: float | None = None
-    view: int = 0
-    prepare: int = -1
-    plan: Signed[Plan] | None = None
-    reports: dict[int, Signed[Report]] = field(default_factory=dict)
-    reducing: set[int] = field(default_factory=set)
-    fetching: dict[Key, bytes] = field(default_factory=dict)
-    failed: set[Key] = field(default_factory=set)
-    staged: dict[Key, bytes] = field(default_factory=dict)
-    building: Build | None = None
-    outcome: tuple[Build, Outcome] | None = None
-    proposals: dict[tuple[Heard, int], Signed[Proposal]] = field(default_factory=dict)
-    verifying: Hash = NO_HASH
-    verified: set[Hash] = field(default_factory=set)
-    own_vote: Signed[Acceptance] | None = None
-    own_degraded: Signed[DegradedVote] | None = None
-    votes: dict[tuple[int, Hash], dict[PeerId, Signed[Acceptance]]] = field(default_factory=dict)
-    degraded_votes: dict[tuple[Heard, Hash], dict[PeerId, Signed[DegradedVote]]] = field(default_factory=dict)
-    decided: Commit | None = None
-    adopting: bool = False
-    sent: dict[PeerId, set[object]] = field(default_factory=dict)
 
 
 class CoreState:
@@ -120,19 +50,25 @@ class CoreState:
         self.contacts: dict[PeerId, Contact] = {}
         self.seeds: tuple[PeerId, ...] = ()
         self.fired: Counter[str] = Counter()
+        self.degraded_set: Heard = ()
+        self.record = VoteRecord(NO_HASH)
         self._sealer = sealer
         self._check = check_signature
         self._sequence = 0
         self._status: Signed[Status] | None = None
         self._loud: object = None
+        self._news = False
+        self._poked: set[PeerId] = set()
         self._next_heartbeat = now
-        self._last_tick = now
-        self._fresh: set[PeerId] = set()
-        self.degraded_set: Heard = ()
+        self._last_event = now
+        self._gone: set[PeerId] = set()
+        self._probed: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
+        self._ahead_since: float | None = None
         self._out: list[Action] = []
         self._commit = tip_commit
-        self.record = VoteRecord(NO_HASH)
+        self._elector: dict[PeerId, int] = {}
+        self._voting_at: dict[PeerId, float] = {}
         self._enter(tip, now)
 
     @property
@@ -161,7 +97,11 @@ class CoreState:
         if peer == self.me:
             return True
         contact = self.contacts.get(peer)
-        return contact is not None and not contact.gone and now - contact.at <= self.pace.suspect_seconds
+        return contact is not None and peer not in self._gone and now - contact.at <= self.pace.suspect_seconds
+
+    def _can_elect(self) -> bool:
+        """Whether we may vote: an elector whose disk takes what it must remember."""
+        return self.intent.can_vote and self.is_elector()
 
     def _leader_of(self, heard: Heard, ballot: int) -> PeerId:
         order = self.round.order
@@ -169,9 +109,9 @@ class CoreState:
             return next((peer for peer in order if peer in heard), PeerId(""))
         return order[ballot % len(order)] if order else PeerId("")
 
-    def _leading(self, now: float) -> bool:
+    def _leading(self) -> bool:
         """Whether we may act as leader: of a degraded set, of ballot 0, or of a ballot that a majority promised."""
-        if not self.is_elector():
+        if not self._can_elect():
             return False
         if self.degraded_set:
             return self._leader_of(self.degraded_set, 0) == self.me
@@ -225,27 +165,43 @@ class CoreState:
             plan=plan_hash(current.plan.value) if current.plan else NO_HASH,
             reports=bytes(index in current.reports for index in range(len(slices))),
             staged=bytes(piece.key in current.staged for piece in slices),
-            proposal=max((ballot for heard, ballot in current.proposals if not heard), default=-1),
-            unheard=tuple(p for p in self._elector if p != self.me and p not in self._fresh),
+            proposal=self._newest_ballot(),
+            unheard=self._unheard(),
+            moved=current.moved,
         )
 
-    def _proposal_of(self, name: Hash) -> Proposal | None:
+    def _newest_ballot(self) -> int:
+        """The highest ballot of which we know an ordinary proposal; -1 for none."""
+        return max((ballot for heard, ballot in self.round.proposals if not heard), default=-1)
+
+    def _unheard(self) -> tuple[PeerId, ...]:
+        """Electors that do not reach us: others pass their statuses on."""
+        limit = self._last_event - 2 * self.pace.heartbeat_seconds
+        return tuple(
+            peer
+            for peer in self._elector
+            if peer != self.me and (peer not in self.contacts or self.contacts[peer].direct_at < limit)
+        )
+
+    def _proposal_of(self, name: Hash) -> Signed[Proposal] | None:
         for signed in self.round.proposals.values():
             if manifest_hash(signed.value.manifest) == name:
-                return signed.value
+                return signed
         return None
 
     def _target(self) -> Signed[Proposal] | None:
-        """The proposal to stage: the decided one, else that of the highest ballot (in a degraded set: that set's)."""
+        """The proposal to stage: the decided one, else the newest that we could vote for."""
         current = self.round
+        if not current.proposals:
+            return None
         if current.decided is not None:
-            name = current.decided.certificate.manifest
-            return next((s for s in current.proposals.values() if manifest_hash(s.value.manifest) == name), None)
-        heard = self.degraded_set
-        fitting = [signed for (said, _), signed in current.proposals.items() if said == heard]
-        return max(fitting, key=lambda signed: signed.value.ballot, default=None)
+            return self._proposal_of(current.decided.certificate.manifest)
+        heard, floor = self.degraded_set, 0 if self.degraded_set else self.record.promised
+        fitting = [ballot for said, ballot in current.proposals if said == heard and ballot >= floor]
+        return current.proposals[(heard, max(fitting))] if fitting else None
 
     def _highest_acceptance(self) -> Ballots:
+        """Of the promises (or of all that a degraded set heard) the acceptance at the highest ballot."""
         if self.degraded_set:
             known = [self._ballots()] + [s.ballots for s in self._electors_here() if s.peer in self.degraded_set]
         else:
@@ -255,12 +211,12 @@ class CoreState:
     def _bound(self) -> tuple[bool, Proposal | None]:
         """Whether we must propose a certain manifest again, and its proposal where we have it.
 
-        Of the promises (or of all that a degraded set heard) the acceptance at the highest ballot binds; a degraded
-        leader is bound, next, by what it signed before.
+        The acceptance at the highest ballot binds; a degraded leader is bound, next, by what it signed before.
         """
         best = self._highest_acceptance()
         if best.accepted >= 0:
-            return True, self._proposal_of(best.accepted_manifest)
+            signed = self._proposal_of(best.accepted_manifest)
+            return True, signed.value if signed else None
         if self.degraded_set and self.record.degraded is not None:
             return True, self.record.degraded.value
         return False, None
@@ -270,34 +226,34 @@ class CoreState:
         best = self._highest_acceptance()
         return best.accepted >= 0 and best.accepted_manifest != name
 
+    def _hears_majority(self, now: float) -> bool:
+        """Whether a majority of the electors, with us, was heard of late and can vote."""
+        heard = sum(peer == self.me or not self._is_silent(peer, now) for peer in self._elector)
+        return is_majority(heard, len(self._elector))
+
     def _degraded_electors(self, now: float) -> Heard:
         """The electors that are heard, when a majority was unheard for long enough; empty otherwise (design 4)."""
+        if self._hears_majority(now) or not self.is_elector() or self.round.decided:
+            return ()
         others = [peer for peer in self._elector if peer != self.me]
-        if not self.is_elector() or self.round.decided:
-            return ()
-        silent = {peer: self._silent_seconds(peer, now) for peer in others}
-        suspects = [peer for peer in others if silent[peer] > self.pace.suspect_seconds or self._is_gone(peer)]
-        if is_majority(len(self._elector) - len(suspects), len(self._elector)):
-            return ()
-        wait = self.pace.degraded_wait_seconds(all(self._is_gone(peer) for peer in suspects))
-        lost = {peer for peer in suspects if silent[peer] >= wait}
+        refused = all(self._is_gone(peer) for peer in others if self._is_silent(peer, now))
+        wait = self.pace.degraded_wait_seconds(refused)
+        lost = {peer for peer in others if self._is_silent(peer, now) and now - self._voting_at[peer] >= wait}
         if is_majority(len(self._elector) - len(lost), len(self._elector)):
             return ()
         return tuple(sorted(peer for peer in self._elector if peer not in lost))
 
-    def _silent_seconds(self, peer: PeerId, now: float) -> float:
-        """Time since `peer` last said, in the incarnation that may vote, that it can."""
-        contact = self.contacts.get(peer)
-        if contact is None or contact.status.incarnation != self._elector[peer]:
-            return now - self._elector_since
-        return now - contact.voting_at
+    def _is_silent(self, peer: PeerId, now: float) -> bool:
+        """Whether this elector did not say of late, in the incarnation that may vote, that it can."""
+        return self._is_gone(peer) or now - self._voting_at[peer] > self.pace.suspect_seconds
 
     def _is_gone(self, peer: PeerId) -> bool:
         """Nothing is to be hoped for from this elector: refused, reborn without its record, or unable to vote."""
         contact = self.contacts.get(peer)
-        if contact is None:
-            return False
-        return contact.gone or contact.status.incarnation != self._elector[peer] or not contact.status.intent.can_vote
+        if peer in self._gone or contact is None:
+            return peer in self._gone
+        status = contact.status
+        return status.incarnation != self._elector[peer] or not status.intent.can_vote
 
     def _progress(self, now: float) -> None:
         if self.round.plan is not None:
@@ -307,21 +263,33 @@ class CoreState:
     def _enter(self, tip: Manifest, now: float) -> None:
         head = manifest_hash(tip)
         self.round = RoundState(tip, head, leader_order(head, tip.members), now, now)
+        before, since = self._elector, self._voting_at
         self._elector = {member.peer: member.incarnation for member in electors(tip.members)}
-        self._elector_since = now
+        self._voting_at = {  # silence goes on over rounds: no second wait
+            peer: since[peer] if before.get(peer) == incarnation else self._first_voting_at(peer, incarnation, now)
+            for peer, incarnation in self._elector.items()
+        }
         self.degraded_set = ()
+        self._ahead_since = None
         self._asked.clear()
         if self.record.parent != head:
             self.record = VoteRecord(head)
         named = {member.peer for member in tip.members}
-        for peer in [p for p, c in self.contacts.items() if p not in named and not self.alive(p, now)]:
+        for peer in [p for p in self.contacts if p not in named and not self.alive(p, now)]:
             del self.contacts[peer]
+
+    def _first_voting_at(self, peer: PeerId, incarnation: int, now: float) -> float:
+        contact = self.contacts.get(peer)
+        if contact is not None and contact.status.incarnation == incarnation and contact.status.intent.can_vote:
+            return contact.at
+        return now
 
     def _note(self, kind: str, text: str, peer: PeerId | None = None) -> None:
         self._out.append(Notice(kind, text, peer))
 
     def _bind(self, record: VoteRecord) -> None:
         self.record = record
+        self.round.missing = None
         self._out.append(Persist(record))
 
     def _is_closing(self) -> bool:
@@ -334,9 +302,57 @@ class CoreState:
         """Staged tiles stay: they are known by their hashes, whatever plan they came from."""
         current = self.round
         current.plan = signed
+        current.plan_at = now
+        current.mine = tuple(i for i, piece in enumerate(signed.value.slices) if self.me in piece.contributors)
         current.reports.clear()
+        current.voids.clear()
+        current.seen.clear()
         current.reducing.clear()
         current.failed.clear()
+        current.missing = None
         current.building = None
         current.outcome = None
+        self._progress(now)
+
+    def _missing(self) -> dict[Key, Wanted]:
+        """Slices that are wanted and not staged; worked out anew only when something that it hangs on has changed."""
+        current = self.round
+        if current.missing is None:
+            staged = current.staged
+            current.missing = {w.piece.key: w for w in self._wanted() if staged.get(w.piece.key) != w.hashes}
+        return current.missing
+
+    def _wanted(self) -> list[Wanted]:
+        """Slices to be staged here, with their hashes and who has them surely."""
+        current = self.round
+        proposal = self._target()
+        if proposal is not None and manifest_hash(proposal.value.manifest) in current.verified:
+            return []
+        if proposal is not None:
+            pairs = zip(proposal.value.manifest.slices, proposal.value.wire_hashes, strict=True)
+            return [Wanted(piece, hashes, piece.reducer) for piece, hashes in pairs]
+        if current.plan is None:
+            return []
+        slices = current.plan.value.slices
+        return [
+            Wanted(slices[index], b"".join(report.value.wire_hashes), report.value.reducer)
+            for index, report in current.reports.items()
+        ]
+
+    def _verified_before(self) -> Proposal | None:
+        """A proposal of a lower ballot whose state is here: a free leader takes it up, which saves everybody's work."""
+        current = self.round
+        if self.degraded_set or not current.verified:
+            return None
+        fitting = [
+            (ballot, signed.value)
+            for (heard, ballot), signed in current.proposals.items()
+            if not heard and manifest_hash(signed.value.manifest) in current.verified
+        ]
+        return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+
+    def _take_decision(self, commit: Commit, now: float) -> None:
+        self.round.decided = commit
+        self.round.missing = None
+        self.round.failed.clear()
         self._progress(now)

@@ -205,6 +205,7 @@ def _check_roster(rules: RunRules, parent: Manifest, child: Manifest) -> None:
 def _check_slices(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Slices are in order, do not overlap, stay in their block, and cover a block wholly or not at all."""
     roster = {entry.peer for entry in child.roster}
+    members = {member.peer for member in parent.members}
     covered = [0] * len(rules.block_tiles)
     starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
     for piece in child.slices:
@@ -213,8 +214,12 @@ def _check_slices(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         allowed = roster if piece.block == 0 else roster & set(parent.ownership[piece.block - 1])
         if piece.first_tile != starts[piece.block] + covered[piece.block] or not set(piece.contributors) <= allowed:
             raise RemoteProtocolError(f"manifest of round {child.round}: slice {piece.key} does not fit the plan")
-        if not piece.contributors or piece.reducer not in allowed:
-            raise RemoteProtocolError(f"manifest of round {child.round}: slice {piece.key} has no contributors")
+        if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
+            raise RemoteProtocolError(
+                f"manifest of round {child.round}: slice {piece.key} has no contributors in order"
+            )
+        if piece.reducer not in members:  # its own values may have been left out, so it need not be in the roster
+            raise RemoteProtocolError(f"manifest of round {child.round}: slice {piece.key} was reduced by a stranger")
         covered[piece.block] += piece.tiles
     if any(have not in (0, tiles) for have, tiles in zip(covered, rules.block_tiles, strict=True)):
         raise RemoteProtocolError(f"manifest of round {child.round}: a block is covered in part")

@@ -1,20 +1,14 @@
-"""What the round's state machine says to whom: its status, and what the receiver lacks."""
+"""What the round's state machine says to whom: its status, and what the receiver lacks.
+
+An author says what is new at once; everybody repeats and passes on what others lack with each heartbeat. So an event
+costs at most one envelope a peer, and what is lost comes again.
+"""
 
 from __future__ import annotations
 
-from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.sync.actions import (
-    Send,
-)
-from spes_p2p.sync.messages import (
-    Envelope,
-    Plan,
-    Proposal,
-    Report,
-    Signed,
-    Status,
-    plan_hash,
-)
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.actions import Send
+from spes_p2p.sync.messages import Envelope, Plan, Proposal, Report, Signed, Status, manifest_hash, plan_hash
 from spes_p2p.sync.round_state import CoreState
 
 
@@ -22,32 +16,36 @@ class Speaking(CoreState):
     """Turns the state into messages."""
 
     def _flush(self, now: float) -> None:
-        """Speaks at each heartbeat, and at once when something that others wait for has changed."""
+        """Speaks to all at each heartbeat and when our state has changed, else to those whose state has."""
         beat = now >= self._next_heartbeat
         if beat:
             self._next_heartbeat = now + self.pace.heartbeat_seconds
             for sent in self.round.sent.values():
                 sent.clear()
-            limit = 2 * self.pace.heartbeat_seconds
-            self._fresh = {p for p, c in self.contacts.items() if now - c.at <= limit}
         loud = (self.round.head, self.round.work.ready, self._ballots(), self.intent, self.round.plan is None)
-        if beat or loud != self._loud:
+        speak = beat or loud != self._loud
+        if speak:
             self._loud = loud
             self._sequence += 1
             self._status = self._sealer.seal(self._own_status())
-            beat = True
-        for peer in self._audience(now):
-            envelope = self._envelope(peer, resend=beat)
-            if beat or _has_news(envelope):
+        audience = self._audience(now) if speak or self._news else [p for p in self._poked if self.alive(p, now)]
+        for peer in audience:
+            envelope = self._envelope(peer, now if beat else None)
+            if speak or _has_news(envelope):
                 self._out.append(Send(peer, envelope))
+        self._news = False
+        self._poked.clear()
 
     def _audience(self, now: float) -> list[PeerId]:
         named = [member.peer for member in self.tip.members if member.peer != self.me]
         strangers = [p for p in self.contacts if p not in named and self.alive(p, now)]
         return named + strangers + [p for p in self.seeds if p not in named and p not in strangers and p != self.me]
 
-    def _envelope(self, peer: PeerId, resend: bool) -> Envelope:
-        """Our status and what `peer`, by its last word, lacks; nothing twice between two heartbeats."""
+    def _envelope(self, peer: PeerId, beat_at: float | None) -> Envelope:
+        """Our status and what `peer`, by its last word, lacks; nothing twice between two heartbeats.
+
+        With `beat_at` also what others have said: at the heartbeat at that time.
+        """
         current = self.round
         contact = self.contacts.get(peer)
         statuses: tuple[Signed[Status], ...] = (self._status,) if self._status else ()
@@ -55,54 +53,80 @@ class Speaking(CoreState):
             return Envelope(self.me, statuses)
         theirs = contact.status
         sent = current.sent.setdefault(peer, set())
+        if beat_at is not None and theirs.unheard:
+            statuses += self._passed_on(theirs, beat_at)
         if theirs.round < current.tip.round:
-            commit = self._commit if self._once(sent, "tip") else None
-            return Envelope(self.me, statuses, commit=commit)
+            return Envelope(self.me, statuses, commit=self._commit if self._once(sent, "tip") else None)
         if theirs.head != current.head:
             return Envelope(self.me, statuses)
-        if resend:
-            statuses += tuple(self.contacts[p].signed for p in theirs.unheard if p in self._fresh and p != peer)
+        relay = beat_at is not None
+        vote, degraded = current.own_vote, current.own_degraded
         return Envelope(
             self.me,
             statuses,
-            plan=self._plan_for(theirs, sent),
-            reports=self._reports_for(theirs, sent),
-            proposals=self._proposals_for(theirs, sent),
-            votes=(current.own_vote,) if current.own_vote and self._once(sent, current.own_vote.value) else (),
-            degraded_votes=(current.own_degraded,)
-            if current.own_degraded and self._once(sent, current.own_degraded.value)
-            else (),
-            commit=current.decided if current.decided and self._once(sent, "decided") else None,
+            plan=self._plan_for(theirs, sent, relay),
+            reports=self._reports_for(theirs, sent, relay) if current.plan is not None else (),
+            proposals=self._proposals_for(theirs, sent, relay) if current.proposals else (),
+            votes=(vote,) if vote and self._once(sent, ("vote", vote.value.ballot)) else (),
+            degraded_votes=(degraded,) if degraded and self._once(sent, degraded.value) else (),
+            commit=current.decided if relay and current.decided and self._once(sent, "decided") else None,
         )
 
-    def _plan_for(self, theirs: Status, sent: set[object]) -> Signed[Plan] | None:
-        plan = self.round.plan
-        if plan is None or theirs.plan == plan_hash(plan.value) or not self._once(sent, plan_hash(plan.value)):
-            return None
-        return plan
+    def _passed_on(self, theirs: Status, now: float) -> tuple[Signed[Status], ...]:
+        """Fresh statuses of electors that do not reach `theirs` themselves."""
+        limit = now - 2 * self.pace.heartbeat_seconds
+        known = ((p, self.contacts.get(p)) for p in theirs.unheard if p != theirs.peer)
+        return tuple(contact.signed for _, contact in known if contact is not None and contact.at >= limit)
 
-    def _reports_for(self, theirs: Status, sent: set[object]) -> tuple[Signed[Report], ...]:
+    def _plan_for(self, theirs: Status, sent: set[object], relay: bool) -> Signed[Plan] | None:
+        plan = self.round.plan
+        if plan is None or not (relay or plan.author == self.me) or theirs.plan == plan_hash(plan.value):
+            return None
+        return plan if self._once(sent, plan_hash(plan.value)) else None
+
+    def _reports_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Report], ...]:
+        """Own reports at once, those of others only where we can serve what they promise; none before the plan."""
         current = self.round
-        if current.plan is None or (theirs.plan != plan_hash(current.plan.value) and theirs.plan != NO_HASH):
+        assert current.plan is not None
+        if theirs.plan != plan_hash(current.plan.value):
             return ()
-        known = theirs.reports
-        return tuple(
+        slices, known = current.plan.value.slices, theirs.reports
+        wanted = [
             report
             for index, report in current.reports.items()
-            if not (index < len(known) and known[index]) and self._once(sent, ("report", index, report.author))
-        )
+            if not (index < len(known) and known[index])
+            and (report.author == self.me or (relay and slices[index].key in current.staged))
+        ]
+        for index, voids in current.voids.items():
+            if self.me in voids and index not in current.reports:
+                wanted.append(voids[self.me])
+        return tuple(r for r in wanted if self._once(sent, ("report", r.value.index, r.author)))
 
-    def _proposals_for(self, theirs: Status, sent: set[object]) -> tuple[Signed[Proposal], ...]:
-        """The newest proposal; to a candidate also the one that we accepted; in a degraded set that set's."""
+    def _proposals_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Proposal], ...]:
+        """The newest proposal; to a candidate also what was accepted; in a degraded set that set's."""
         current = self.round
         chosen: list[Signed[Proposal]] = []
-        newest = max((k for h, k in current.proposals if not h), default=-1)
+        newest = self._newest_ballot()
         if newest > theirs.proposal:
             chosen.append(current.proposals[((), newest)])
-        if self.record.accepted is not None and (theirs.ballots.prepare >= 0 or self.degraded_set):
+        if not relay:
+            chosen = [signed for signed in chosen if signed.author == self.me]
+        asks = theirs.ballots.prepare >= 0 or bool(self.degraded_set)
+        if asks and self.record.accepted is not None:
             chosen.append(self.record.accepted)
-        chosen += [signed for (heard, _), signed in current.proposals.items() if heard and theirs.peer in heard]
+        if asks and relay:
+            chosen += self._accepted_by_others()
+        chosen += [
+            signed
+            for (heard, _), signed in current.proposals.items()
+            if heard and theirs.peer in heard and (relay or signed.author == self.me)
+        ]
         return tuple(s for s in chosen if self._once(sent, ("proposal", s.value.heard, s.value.ballot)))
+
+    def _accepted_by_others(self) -> list[Signed[Proposal]]:
+        """Proposals that other electors say they accepted, as far as we have them: a candidate may need one."""
+        names = {status.ballots.accepted_manifest for status in self._electors_here() if status.ballots.accepted >= 0}
+        return [s for s in self.round.proposals.values() if manifest_hash(s.value.manifest) in names]
 
     @staticmethod
     def _once(sent: set[object], what: object) -> bool:

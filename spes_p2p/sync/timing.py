@@ -1,36 +1,35 @@
 """How long to wait: deadlines learnt from observed times, with floors and caps, never from a constant to guess.
 
-Pure: time comes in as numbers of a monotonic clock. One `Pace` belongs to one peer and outlives rounds.
+Pure: time comes in as numbers of a monotonic clock. One `Pace` belongs to one peer and outlives rounds. What is learnt
+are high quantiles of the last durations, so that one fault among many good messages moves nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-_GAIN = 0.125
-_DEVIATION_GAIN = 0.25
+from collections import deque
 
 
-@dataclass
-class Estimate:
-    """Smoothed mean and mean deviation of observed durations, as TCP keeps its round trip time (RFC 6298)."""
+class Window:
+    """The last durations of one kind, and one that is exceeded by an eighth of them."""
 
-    mean: float = 0.0
-    deviation: float = 0.0
-    count: int = 0
+    SIZE = 32
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=self.SIZE)
+        self._high = 0.0
+        self._stale = 0
 
     def observe(self, seconds: float) -> None:
-        if self.count == 0:
-            self.mean, self.deviation = seconds, seconds / 2
-        else:
-            self.deviation += _DEVIATION_GAIN * (abs(seconds - self.mean) - self.deviation)
-            self.mean += _GAIN * (seconds - self.mean)
-        self.count += 1
+        self._last.append(seconds)
+        self._stale += 1
 
     @property
     def high(self) -> float:
-        """A duration that is rarely exceeded."""
-        return self.mean + 4 * self.deviation
+        """The (1/8)-th largest of the last durations (the largest, while there are fewer than 8); 0 without any."""
+        if self._stale and (self._stale >= 8 or len(self._last) <= 8):  # sorting at each message would cost more
+            self._high = sorted(self._last)[len(self._last) - 1 - len(self._last) // 8]
+            self._stale = 0
+        return self._high
 
 
 class Pace:
@@ -43,37 +42,43 @@ class Pace:
 
     def __init__(self, heartbeat_seconds: float) -> None:
         self.heartbeat_seconds = heartbeat_seconds
-        self._gap = Estimate()
-        self._quiet = Estimate()
-        self._round = Estimate()
+        self._gap = Window()
+        self._quiet = Window()
+        self._rounds: deque[float] = deque(maxlen=5)
 
     def observe_gap(self, seconds: float) -> None:
-        """Time between two statuses of one peer."""
-        self._gap.observe(min(seconds, self.SUSPECT_CAP_SECONDS))
+        """Time between two statuses of one peer; a silence for which we suspect it says little of its rhythm."""
+        self._gap.observe(min(seconds, self.suspect_seconds))
 
     def observe_quiet(self, seconds: float) -> None:
         """Time between two signs of progress inside a sync."""
-        self._quiet.observe(min(seconds, self.DEADLINE_CAP_SECONDS))
+        self._quiet.observe(min(seconds, self.deadline_seconds(0)))
 
     def observe_round(self, seconds: float) -> None:
         """Training time of a round, from commit to close."""
-        self._round.observe(seconds)
+        self._rounds.append(seconds)
 
     @property
     def round_seconds(self) -> float:
-        """Learnt training time of a round; 0 while nothing is learnt."""
-        return self._round.mean
+        """Learnt training time of a round (the median of the last); 0 while nothing is learnt."""
+        return sorted(self._rounds)[len(self._rounds) // 2] if self._rounds else 0.0
 
     @property
     def suspect_seconds(self) -> float:
         """A peer that was not heard for this long is taken for lost."""
-        floor = 4 * self.heartbeat_seconds
-        return min(max(floor, 3 * self._gap.high), self.SUSPECT_CAP_SECONDS)
+        return min(max(4 * self.heartbeat_seconds, 3 * self._gap.high), self.SUSPECT_CAP_SECONDS)
 
     def deadline_seconds(self, ballot: int) -> float:
         """Without progress for this long the next leader takes over; doubles with each ballot."""
         floor = max(6 * self.heartbeat_seconds, 1.5 * self.suspect_seconds)
         return min(max(floor, 3 * self._quiet.high) * 2.0 ** min(ballot, 8), self.DEADLINE_CAP_SECONDS)
+
+    def slice_seconds(self, rank: int) -> float:
+        """A reducer that shows no progress for this long loses its slices to the next in order; doubles by rank.
+
+        Half of a leader's deadline, so that one stuck reducer does not cost the leader its ballot.
+        """
+        return 0.5 * self.deadline_seconds(rank)
 
     def degraded_wait_seconds(self, all_refused: bool) -> float:
         """How long a majority must be unheard before a minority goes on without it (design section 4)."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.sync.messages import Proposal, Signed, manifest_hash
+from spes_p2p.sync.messages import DegradedVote, Proposal, Signed, manifest_hash
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class VoteRecord:
 
     `promised`: no acceptance below this ballot any more. `accepted`: the proposal accepted at the highest ballot.
     `proposed`: (ballot, manifest hash) of own proposals; one a ballot, ever. `degraded`: the last degraded proposal
-    that it signed.
+    that it signed; `degraded_votes`: where it led that set, the votes of all in it, ours too: the certificate.
     """
 
     parent: Hash
@@ -27,6 +27,7 @@ class VoteRecord:
     accepted: Signed[Proposal] | None = None
     proposed: tuple[tuple[int, Hash], ...] = ()
     degraded: Signed[Proposal] | None = None
+    degraded_votes: tuple[Signed[DegradedVote], ...] = ()
 
     @property
     def accepted_ballot(self) -> int:
@@ -51,7 +52,7 @@ def promise(record: VoteRecord, ballot: int) -> VoteRecord:
 
 def can_accept(record: VoteRecord, proposal: Proposal) -> bool:
     """A proposal below the promise is refused, and so is a second content at one ballot."""
-    if proposal.ballot < record.promised or proposal.parent != record.parent:
+    if proposal.ballot < record.promised or proposal.parent != record.parent or proposal.heard:
         return False
     if proposal.ballot == record.accepted_ballot:
         return manifest_hash(proposal.manifest) == record.accepted_hash
@@ -77,6 +78,13 @@ def propose(record: VoteRecord, ballot: int, manifest: Hash) -> VoteRecord:
     return replace(record, proposed=(*record.proposed, (ballot, manifest)))
 
 
-def vote_degraded(record: VoteRecord, proposal: Signed[Proposal]) -> VoteRecord:
-    """Notes a degraded vote; it is kept apart from acceptances and never reported in a promise."""
-    return replace(record, degraded=proposal)
+def vote_degraded(
+    record: VoteRecord, proposal: Signed[Proposal], votes: tuple[Signed[DegradedVote], ...] = ()
+) -> VoteRecord:
+    """Notes a degraded vote; it is kept apart from acceptances and never reported in a promise.
+
+    The leader of a degraded set signs last and brings all `votes`: it has decided, once and for all.
+    """
+    if record.degraded_votes:
+        raise LocalProtocolError("a degraded certificate was signed already")
+    return replace(record, degraded=proposal, degraded_votes=votes)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member, is_majority, next_members
 from spes_p2p.sync import votes
-from spes_p2p.sync.actions import (
-    Probe,
-    Verify,
-)
+from spes_p2p.sync.actions import Probe, Verify
+from spes_p2p.sync.knowledge import Heard
 from spes_p2p.sync.messages import (
     DEGRADED,
     MAJORITY,
@@ -23,41 +21,66 @@ from spes_p2p.sync.messages import (
     Signed,
     manifest_hash,
 )
-from spes_p2p.sync.round_state import CoreState, Heard
-from spes_p2p.sync.rules import (
-    Outcome,
-    child_manifest,
-)
+from spes_p2p.sync.round_state import CoreState
+from spes_p2p.sync.rules import Outcome, child_manifest
+
+Content = tuple[Manifest, tuple[bytes, ...]]
+"""A manifest and the tile hashes of each of its slices, joined."""
 
 
 class Voting(CoreState):
     """From a new state to its certificate."""
 
     def _rule_propose(self, now: float) -> bool:
-        """The leader proposes: what it is bound to, else what it built; one proposal a ballot, ever."""
+        """The leader proposes: what it is bound to, else what it has verified or built; one proposal a ballot, ever."""
         current = self.round
-        if current.decided or not self._leading(now) or not self.intent.can_vote:
+        if current.decided or not self._leading():
             return False
-        heard, ballot = self.degraded_set, current.view
-        if (heard, ballot) in current.proposals:
+        if self.degraded_set:
+            return self._propose_degraded(now)
+        ballot = current.view
+        if ((), ballot) in current.proposals:
             return False
         content = self._content_to_propose(now)
         if content is None:
             return False
-        manifest, hashes = content
-        name = manifest_hash(manifest)
-        if not heard:
-            if not votes.can_propose(self.record, ballot, name):
-                return False
-            self._bind(votes.propose(self.record, ballot, name))
-        proposal = Proposal(current.head, ballot, self.me, manifest, hashes, heard)
-        current.proposals[(heard, ballot)] = self._sealer.seal(proposal)
-        self._progress(now)
+        name = manifest_hash(content[0])
+        if not votes.can_propose(self.record, ballot, name):
+            return False
+        self._bind(votes.propose(self.record, ballot, name))
+        self._put_forward((), ballot, content, now)
         return True
 
-    def _content_to_propose(self, now: float) -> tuple[Manifest, tuple[bytes, ...]] | None:
+    def _propose_degraded(self, now: float) -> bool:
+        """Like an ordinary proposal; another one only where an acceptance comes to light that binds the set.
+
+        Attempts are numbered by status sequence, which grows over restarts too.
+        """
+        heard, current = self.degraded_set, self.round
+        earlier = [ballot for said, ballot in current.proposals if said == heard]
         bound, proposal = self._bound()
-        if bound:
+        if earlier:
+            last = current.proposals[(heard, max(earlier))].value.manifest
+            if not bound or proposal is None or manifest_hash(proposal.manifest) == manifest_hash(last):
+                return False
+        content = self._content_to_propose(now)
+        if content is None:
+            return False
+        self._put_forward(heard, max([self._sequence, *(ballot + 1 for ballot in earlier)]), content, now)
+        return True
+
+    def _put_forward(self, heard: Heard, ballot: int, content: Content, now: float) -> None:
+        proposal = Proposal(self.round.head, ballot, self.me, content[0], content[1], heard)
+        self.round.proposals[(heard, ballot)] = self._sealer.seal(proposal)
+        self.round.missing = None
+        self._news = True
+        self._progress(now)
+
+    def _content_to_propose(self, now: float) -> Content | None:
+        bound, proposal = self._bound()
+        if not bound:
+            proposal = self._verified_before()
+        if bound or proposal is not None:
             return (proposal.manifest, proposal.wire_hashes) if proposal else None
         if self.round.outcome is None:
             return None
@@ -68,13 +91,10 @@ class Voting(CoreState):
         """All slices of the proposal at hand are staged: compute the state that it names."""
         current = self.round
         proposal = self._target()
-        if proposal is None or current.verifying != NO_HASH:
+        if proposal is None or current.verifying != NO_HASH or now < current.verify_after or not self.intent.can_vote:
             return False
         name = manifest_hash(proposal.value.manifest)
-        if name in current.verified:
-            return False
-        pairs = zip(proposal.value.manifest.slices, proposal.value.wire_hashes, strict=True)
-        if any(current.staged.get(piece.key) != hashes for piece, hashes in pairs):
+        if name in current.verified or self._missing():
             return False
         current.verifying = name
         self._out.append(Verify(proposal))
@@ -83,7 +103,7 @@ class Voting(CoreState):
     def _rule_accept(self, now: float) -> bool:
         """An elector accepts a proposal whose state it has on disk, unless it promised a later ballot."""
         current = self.round
-        if current.decided or not self.is_elector() or not self.intent.can_vote or self.degraded_set:
+        if current.decided or self.degraded_set or not self._can_elect():
             return False
         proposal = self._target()
         if proposal is None or proposal.value.heard:
@@ -95,7 +115,11 @@ class Voting(CoreState):
         if current.own_vote is not None and current.own_vote.value.ballot == ballot:
             return False
         self._bind(votes.accept(self.record, proposal))
-        self._vote(ballot, name, now)
+        current.view = max(current.view, ballot)
+        current.own_vote = self._sealer.seal(Acceptance(self.rules.fingerprint, current.head, ballot, name))
+        current.votes.setdefault((ballot, name), {})[self.me] = current.own_vote
+        self._news = True
+        self._progress(now)
         return True
 
     def _rule_certify(self, now: float) -> bool:
@@ -107,32 +131,41 @@ class Voting(CoreState):
             if is_majority(len(seals), len(self._elector)):
                 proposal = self._proposal_of(name)
                 if proposal is not None:
-                    self._decide(MAJORITY, ballot, (), proposal.manifest, list(seals.values()))
+                    self._decide(MAJORITY, ballot, (), proposal.value.manifest, list(seals.values()), now)
                     return True
         return False
 
     def _rule_next_ballot(self, now: float) -> bool:
-        """The leader is lost or nothing moves: look to the next one; if that is us, ask for promises."""
+        """The leader is lost or nothing moves: look to the next one; if that is us, ask for promises.
+
+        A leader that gives up says so by promising the next ballot. Without a majority in hearing nobody can be
+        elected, and ballots stay where they are.
+        """
         current = self.round
-        if current.decided or not self.is_elector() or not self.intent.can_vote or not self._leader_failed(now):
+        if current.decided or not self._can_elect():
             return False
+        if not self._leader_failed(now) or not self._hears_majority(now):
+            return False
+        leaders = {self._leader_of((), current.view), self._leader_of((), current.view + 1)}
         current.view += 1
         current.progress_at = now
-        if self._leader_of((), current.view) == self.me and votes.can_promise(self.record, current.view):
+        if self.me in leaders and votes.can_promise(self.record, current.view):
             self._bind(votes.promise(self.record, current.view))
+        if self._leader_of((), current.view) == self.me and self.record.promised == current.view:
             current.prepare = current.view
-            current.building = None
-            current.outcome = None
+            if current.outcome is None:
+                current.building = None
         return True
 
     def _rule_promise(self, now: float) -> bool:
         """A later leader asks: promise, unless the present one is heard and bytes move."""
         current = self.round
-        if current.decided or not self.is_elector() or not self.intent.can_vote:
+        if current.decided or not self._can_elect():
             return False
         for ballot, peer in self._asking():
-            given_up = current.view > self.record.promised or self._leader_failed(now)
-            if votes.can_promise(self.record, ballot) and self._leader_of((), ballot) == peer and given_up:
+            if not votes.can_promise(self.record, ballot) or self._leader_of((), ballot) != peer:
+                continue
+            if current.view > self.record.promised or self._leader_failed(now):
                 self._bind(votes.promise(self.record, ballot))
                 current.view = max(current.view, ballot)
                 current.progress_at = now
@@ -140,45 +173,64 @@ class Voting(CoreState):
         return False
 
     def _rule_degraded_vote(self, now: float) -> bool:
-        """A majority is unheard for long: sign with all that are heard, and nothing but what they all sign."""
+        """A majority is unheard for long: give the leader of those who are heard our signature for its proposal."""
         current, heard = self.round, self.degraded_set
-        if current.decided or not heard or not self.is_elector() or not self.intent.can_vote:
+        if current.decided or not heard or not self._can_elect() or self._leader_of(heard, 0) == self.me:
             return False
-        proposal = self._target()
-        if proposal is None or proposal.value.heard != heard:
+        proposal = self._degraded_proposal()
+        if proposal is None:
             return False
-        name = manifest_hash(proposal.value.manifest)
-        if name not in current.verified or self._contradicts(name):
-            return False
-        vote = DegradedVote(self.rules.fingerprint, current.head, heard, name)
+        vote = DegradedVote(self.rules.fingerprint, current.head, heard, manifest_hash(proposal.value.manifest))
         if current.own_degraded is not None and current.own_degraded.value == vote:
             return False
         self._bind(votes.vote_degraded(self.record, proposal))
         current.own_degraded = self._sealer.seal(vote)
-        current.degraded_votes.setdefault((heard, name), {})[self.me] = current.own_degraded
+        self._news = True
         return True
 
     def _rule_degraded_certify(self, now: float) -> bool:
-        """All electors that the degraded proposal calls heard have signed it."""
-        current = self.round
-        if current.decided:
+        """All others that the degraded proposal calls heard have signed: its leader signs last, and that decides.
+
+        So there is one content for a set of electors, ever: only its leader can complete a certificate, and the record
+        keeps it whole.
+        """
+        current, heard = self.round, self.degraded_set
+        if current.decided or not heard or not self._can_elect() or self._leader_of(heard, 0) != self.me:
             return False
-        for (heard, name), seals in current.degraded_votes.items():
-            proposal = self._proposal_of(name)
-            if set(seals) == set(heard) and proposal is not None and self.me in heard:
-                self._decide(DEGRADED, -1, heard, proposal.manifest, list(seals.values()))
-                return True
-        return False
+        proposal = self._degraded_proposal()
+        if proposal is None or self.record.degraded_votes:
+            return False
+        manifest = proposal.value.manifest
+        name = manifest_hash(manifest)
+        given = current.degraded_votes.get((heard, name), {})
+        if any(peer != self.me and (peer not in given or not self.alive(peer, now)) for peer in heard):
+            return False
+        own = self._sealer.seal(DegradedVote(self.rules.fingerprint, current.head, heard, name))
+        seals = [own, *(given[peer] for peer in heard if peer != self.me)]
+        self._bind(votes.vote_degraded(self.record, proposal, tuple(seals)))
+        self._decide(DEGRADED, -1, heard, manifest, seals, now)
+        return True
+
+    def _degraded_proposal(self) -> Signed[Proposal] | None:
+        """The proposal of our degraded set, if its state is here and no acceptance that we know of is against it."""
+        proposal = self._target()
+        if proposal is None or proposal.value.heard != self.degraded_set:
+            return None
+        name = manifest_hash(proposal.value.manifest)
+        return proposal if name in self.round.verified and not self._contradicts(name) else None
 
     def _rule_probe(self, now: float) -> bool:
-        """A silent elector is dialled afresh once: a refusing host shortens the wait."""
+        """A silent elector is dialled afresh now and then: a refusing host shortens the wait."""
+        found = False
         for peer in self._elector:
-            contact = self.contacts.get(peer)
-            if contact is not None and not contact.probed and peer != self.me and not self.alive(peer, now):
-                contact.probed = True
-                self._out.append(Probe(peer))
-                return True
-        return False
+            if peer == self.me or peer in self._gone or now - self._voting_at[peer] <= self.pace.suspect_seconds:
+                continue
+            if self.alive(peer, now) or now - self._probed.get(peer, float("-inf")) < self.pace.deadline_seconds(0):
+                continue
+            self._probed[peer] = now
+            self._out.append(Probe(peer))
+            found = True
+        return found
 
     def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:
         heard: list[Member] = []
@@ -193,7 +245,7 @@ class Voting(CoreState):
                 leavers.add(status.peer)
             elif known.get(status.peer) == status.incarnation:
                 heard.append(member)
-            elif status.intent.joining:
+            elif status.intent.joining and status.head == self.round.head:  # who has caught up
                 newcomers.append(member)
             wishes[status.peer] = Wish(status.intent.max_columns, status.intent.claims, status.intent.releases)
         if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
@@ -205,12 +257,6 @@ class Voting(CoreState):
             self.rules, self.tip, outcome, members, {peer: wish for peer, wish in wishes.items() if peer in named}
         )
 
-    def _vote(self, ballot: int, name: Hash, now: float) -> None:
-        current = self.round
-        current.own_vote = self._sealer.seal(Acceptance(self.rules.fingerprint, current.head, ballot, name))
-        current.votes.setdefault((ballot, name), {})[self.me] = current.own_vote
-        self._progress(now)
-
     def _decide(
         self,
         kind: str,
@@ -218,6 +264,7 @@ class Voting(CoreState):
         heard: Heard,
         manifest: Manifest,
         seals: list[Signed[Acceptance]] | list[Signed[DegradedVote]],
+        now: float,
     ) -> None:
         """Only as many seals as needed: one more than half, or all of a degraded set; in a fixed order."""
         chosen = sorted(seals, key=lambda signed: signed.author)
@@ -231,7 +278,7 @@ class Voting(CoreState):
             heard,
             tuple(Seal(signed.author, signed.public_key, signed.signature) for signed in chosen),
         )
-        self.round.decided = Commit(certificate, manifest)
+        self._take_decision(Commit(certificate, manifest), now)
 
     def _asking(self) -> list[tuple[int, PeerId]]:
         """(ballot, candidate) of those who ask for promises, the highest first."""
@@ -239,17 +286,36 @@ class Voting(CoreState):
         return sorted(asked, reverse=True)
 
     def _leader_failed(self, now: float) -> bool:
-        """The leader of our view is lost, or the round should move and does not."""
+        """The leader of our view is lost or has given up, or the round should move and does not."""
         current = self.round
-        leader = self._leader_of((), current.view)
-        if leader != self.me and (
-            self._is_gone(leader) or self._silent_seconds(leader, now) > self.pace.suspect_seconds
-        ):
+        if self._is_out(self._leader_of((), current.view), now):
             return True
         deadline = self.pace.deadline_seconds(current.view)
-        if self._is_closing() or current.view > 0:
+        if current.close_asked or not self._has_leader():
             return now - current.progress_at > deadline
         if current.ready_at is None:
             return False
         patience = max(self.pace.round_seconds, current.work.seconds)
         return now - current.ready_at > 1.5 * patience + deadline
+
+    def _is_out(self, leader: PeerId, now: float) -> bool:
+        """Whether the leader of our view can not lead: silent, given up, left behind, or without its own proposal."""
+        current = self.round
+        if leader == self.me:
+            proposed = any(ballot == current.view for ballot, _ in self.record.proposed)
+            waited = now - current.started_at > 2 * self.pace.heartbeat_seconds
+            return proposed and waited and ((), current.view) not in current.proposals
+        if self._is_silent(leader, now):
+            return True
+        contact = self.contacts.get(leader)
+        if contact is None:
+            return False
+        status = contact.status
+        if status.head == current.head:
+            return status.ballots.promised > current.view
+        return status.round <= current.tip.round and now - current.started_at > self.pace.deadline_seconds(current.view)
+
+    def _has_leader(self) -> bool:
+        """Whether the leader of our view may act: nobody needs to be elected for ballot 0."""
+        view = self.round.view
+        return view == 0 or is_majority(len(self._promisers(view)), len(self._elector))

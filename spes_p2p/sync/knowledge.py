@@ -1,0 +1,106 @@
+"""What one peer keeps in mind: whom it heard, and everything about the round on top of its tip. No behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.sync.actions import Build
+from spes_p2p.sync.messages import (
+    Acceptance,
+    Commit,
+    DegradedVote,
+    Manifest,
+    Plan,
+    Proposal,
+    Report,
+    Signed,
+    Slice,
+    Status,
+    Work,
+)
+from spes_p2p.sync.rules import Outcome
+
+MAX_NEWCOMERS = 64
+Key = tuple[int, int]
+"""(first tile, tiles) of a slice."""
+Heard = tuple[PeerId, ...]
+"""The electors of a degraded proposal; empty for an ordinary one."""
+
+
+@dataclass
+class Contact:
+    """The newest that was heard of one peer, and when by our clock: at all, and from itself."""
+
+    signed: Signed[Status]
+    at: float
+    direct_at: float
+
+    @property
+    def status(self) -> Status:
+        return self.signed.value
+
+
+@dataclass
+class Wanted:
+    """A slice to be staged: the hashes of its tiles, joined, and who has them surely."""
+
+    piece: Slice
+    hashes: bytes
+    first: PeerId
+
+
+@dataclass
+class RoundState:
+    """Everything about the child of one manifest; forgotten when it is committed.
+
+    `reports` are those that brought values; `voids` the words of reducers that had none. `seen` is when a reducer of
+    the plan last showed progress. `moved` counts signs of bytes moving here.
+    """
+
+    tip: Manifest
+    head: Hash
+    order: tuple[PeerId, ...]
+    started_at: float
+    progress_at: float
+    work: Work = field(default_factory=Work)
+    ready_at: float | None = None
+    close_asked: bool = False
+    closing: int = -1
+    closed_at: float | None = None
+    view: int = 0
+    prepare: int = -1
+    moved: int = 0
+    plan: Signed[Plan] | None = None
+    plan_at: float = 0.0
+    mine: tuple[int, ...] = ()
+    reports: dict[int, Signed[Report]] = field(default_factory=dict)
+    voids: dict[int, dict[PeerId, Signed[Report]]] = field(default_factory=dict)
+    seen: dict[PeerId, float] = field(default_factory=dict)
+    reducing: set[int] = field(default_factory=set)
+    fetching: dict[Key, bytes] = field(default_factory=dict)
+    failed: set[Key] = field(default_factory=set)
+    staged: dict[Key, bytes] = field(default_factory=dict)
+    missing: dict[Key, Wanted] | None = None
+    building: Build | None = None
+    outcome: tuple[Build, Outcome] | None = None
+    proposals: dict[tuple[Heard, int], Signed[Proposal]] = field(default_factory=dict)
+    verifying: Hash = NO_HASH
+    verified: set[Hash] = field(default_factory=set)
+    unfit: dict[Hash, int] = field(default_factory=dict)
+    verify_after: float = 0.0
+    own_vote: Signed[Acceptance] | None = None
+    own_degraded: Signed[DegradedVote] | None = None
+    votes: dict[tuple[int, Hash], dict[PeerId, Signed[Acceptance]]] = field(default_factory=dict)
+    degraded_votes: dict[tuple[Heard, Hash], dict[PeerId, Signed[DegradedVote]]] = field(default_factory=dict)
+    decided: Commit | None = None
+    adopting: bool = False
+    sent: dict[PeerId, set[object]] = field(default_factory=dict)
+
+    def words(self) -> Iterator[tuple[int, Signed[Report]]]:
+        """All reports of the plan's slices, those that brought no values too."""
+        yield from self.reports.items()
+        for index, voids in self.voids.items():
+            for report in voids.values():
+                yield index, report
