@@ -17,6 +17,10 @@ from spes_p2p import __version__
 from spes_p2p.errors import SpesError
 
 COMMANDS: Mapping[str, str] = {
+    "quickstart": "spes_p2p.cli.quickstart:quickstart",
+    "join": "spes_p2p.cli.join:join",
+    "bootstrap": "spes_p2p.cli.bootstrap:bootstrap",
+    "status": "spes_p2p.cli.status:status",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
 }
 """Command to the function behind it, in the order of the help."""

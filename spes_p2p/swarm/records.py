@@ -89,6 +89,8 @@ class PeerRecord:
     client_mode: bool
     joined_at_seconds: int
     """Wall clock of the peer, seconds since 1970; for people, nothing is decided by it."""
+    written_at_seconds: int = 0
+    """When this record was written, by the same clock."""
 
     def __post_init__(self) -> None:
         _matches("run_id", self.run_id, _RUN_ID)
@@ -100,6 +102,7 @@ class PeerRecord:
         _between("tokens", self.tokens, 0, MAX_COUNT)
         _between("tokens_per_second", self.tokens_per_second, 0, MAX_SPEED)
         _between("joined_at_seconds", self.joined_at_seconds, 0, 2**40)
+        _between("written_at_seconds", self.written_at_seconds, 0, 2**40)
         _columns(self.owned)
         if self.role not in ROLES:
             raise ValueError(f"role is {self.role!r}, not one of {ROLES}")
@@ -114,12 +117,15 @@ class HeadRecord:
     certificate: bytes
     manifest: bytes
     """b"" when it is too large for the directory; then it is fetched from the publisher by its hash."""
+    seen_at_seconds: int = 0
+    """When the publisher first had it, by its wall clock; for people."""
 
     def __post_init__(self) -> None:
         _between("round", self.round, 0, MAX_ROUND)
         _size("manifest_hash", self.manifest_hash, 32, 32)
         _size("certificate", self.certificate, 0, MAX_CERTIFICATE_BYTES)
         _size("manifest", self.manifest, 0, MAX_MANIFEST_BYTES)
+        _between("seen_at_seconds", self.seen_at_seconds, 0, 2**40)
 
 
 def parse_run(publisher: PeerId, data: bytes) -> RunRecord:

@@ -82,12 +82,13 @@ class RoundTimes:
 class Applied:
     """A commit that is the state here now.
 
-    `uncounted` are tiles whose slice did not take this peer's trained values although it has some; `caught_up` is true
-    when the peer was behind and skipped rounds.
+    `counted` is what the first round after `previous` counted of this peer; `uncounted` are tiles whose slice did not
+    take this peer's trained values although it has some; `caught_up` is true when the peer was behind and skipped rounds.
     """
 
     commit: Commit
     previous: Manifest
+    counted: Contribution | None
     uncounted: frozenset[int]
     caught_up: bool
     seconds: dict[str, float]
@@ -516,7 +517,7 @@ class Driver:
                 return
             self._disk.chain.append(commit)
             staged.staging.publish()
-            self._applied(commit, caught_up=False)
+            self._applied(commit, commit.manifest)
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
@@ -535,7 +536,7 @@ class Driver:
             for commit in commits:
                 self._disk.chain.append(commit)
             staging.publish()
-            self._applied(newest, caught_up=True)
+            self._applied(newest, commits[0].manifest)
 
     async def _headers(self, holder: PeerId) -> list[Commit]:
         before = self._disk.chain.commit(self.core.tip.round)
@@ -568,20 +569,23 @@ class Driver:
             raise RemoteProtocolError(f"the state of round {manifest.round} does not hash to its root")
         return staging
 
-    def _applied(self, commit: Commit, caught_up: bool) -> None:
+    def _applied(self, commit: Commit, first: Manifest) -> None:
+        """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
         self._staged = None
         previous, times = self.core.tip, self._times
         deadline = self.core.pace.deadline_seconds(0)
         times.applied = self._clock.now()
-        uncounted = self._uncounted(commit.manifest) if not caught_up else self._all_inputs()
+        uncounted = self._uncounted(first)
+        counted = next((entry for entry in first.roster if entry.peer == self.core.me), None)
         store = self._disk.store
         for round in [r for r in store.rounds() if r < commit.manifest.round - 1]:
             store.drop(round)
         event = Applied(
             commit,
             previous,
+            counted,
             uncounted,
-            caught_up,
+            commit.manifest.round > first.round,
             times.seconds(),
             self._transport.bytes_sent - times.sent_before,
             self._transport.bytes_received - times.received_before,
@@ -666,11 +670,6 @@ class Driver:
             sent_before=self._transport.bytes_sent,
             received_before=self._transport.bytes_received,
         )
-
-
-def counted(manifest: Manifest, peer: PeerId) -> Contribution | None:
-    """What a round counted of `peer`."""
-    return next((entry for entry in manifest.roster if entry.peer == peer), None)
 
 
 def _first(error: BaseException) -> str:

@@ -1,0 +1,54 @@
+"""`spes-p2p bootstrap`: the node that others meet first. Only flags; the work is in `peer/bootstrap.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spes_p2p.cli.join import AnnounceMaddrs, HostMaddrs, IdentityPath, UseRelay
+
+
+def bootstrap(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Changes, such as sync.steps_per_round=50.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="The run: a file or a bundled name (default: only a DHT node)."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the run's token shards.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of identity and certificates.")] = Path(
+        "bootstrap-node"
+    ),
+    initial_peers: Annotated[
+        list[str] | None, typer.Option(help="Join the DHT of these nodes instead of founding one.", show_default=False)
+    ] = None,
+    host_maddrs: HostMaddrs = None,
+    announce_maddrs: AnnounceMaddrs = None,
+    identity_path: IdentityPath = None,
+    use_relay: UseRelay = True,
+) -> None:
+    """Founds the DHT, begins a run, and prints what volunteers type. Needs no GPU; the run goes on without it.
+
+    Example: spes-p2p bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337
+    """
+    from spes_p2p.config.load import bundled_config
+    from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
+    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions
+
+    path = config
+    if config is not None and not config.exists() and config.suffix == "":
+        path = bundled_config(str(config))
+    network = NetworkOptions(
+        tuple(initial_peers or ()),
+        tuple(host_maddrs or DEFAULT_HOST_MADDRS),
+        tuple(announce_maddrs or ()),
+        identity_path,
+        False,
+        use_relay,
+    )
+    options = BootstrapOptions(network, output, path, data, tuple(overrides or ()))
+    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))

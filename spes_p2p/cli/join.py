@@ -1,0 +1,93 @@
+"""`spes-p2p join`: this machine becomes a peer of a run. Flags and what is shown; the work is in `peer/run.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+InitialPeers = Annotated[
+    list[str],
+    typer.Option("--initial-peers", help="Addresses of live nodes of the run, as bootstrap prints them."),
+]
+HostMaddrs = Annotated[
+    list[str] | None,
+    typer.Option("--host-maddrs", help="Where to listen (default: everywhere, a free port).", show_default=False),
+]
+AnnounceMaddrs = Annotated[
+    list[str] | None, typer.Option("--announce-maddrs", help="Where others should dial us instead.", show_default=False)
+]
+IdentityPath = Annotated[
+    Path | None, typer.Option(help="Key file of this node (default: identity.key in the output folder).")
+]
+UseRelay = Annotated[bool, typer.Option("--use-relay/--no-relay", help="Use libp2p relays where they help.")]
+RunId = Annotated[str | None, typer.Option(help="Which run, where several are announced.")]
+
+
+def join(
+    initial_peers: InitialPeers,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Own choices such as output.tensorboard=true.", show_default=False)
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the run's token shards.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
+    run_id: RunId = None,
+    owned_experts: Annotated[
+        str | None, typer.Option(help="Expert columns to claim, such as 0,3-5 (default: as many as the run says).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one a visible GPU).", min=1)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the output folder.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Stop when the run has committed this round.", min=1)] = None,
+    dump_rounds: Annotated[Path | None, typer.Option(help="Write what goes in and out of each round there.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Refuse to join a run with another config than this.")] = None,
+    identity_path: IdentityPath = None,
+    host_maddrs: HostMaddrs = None,
+    announce_maddrs: AnnounceMaddrs = None,
+    client_mode: Annotated[bool, typer.Option("--client-mode", help="Listen nowhere (behind NAT).")] = False,
+    use_relay: UseRelay = True,
+) -> None:
+    """Trains in a run until Ctrl-C; then says goodbye to the others and ends within ten seconds.
+
+    Example: spes-p2p join --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/Qm... --data shards --output peer
+    """
+    import sys
+
+    from spes_p2p.observe.events import EventBus
+    from spes_p2p.observe.progress import progress_sink
+    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, parse_columns
+    from spes_p2p.peer.run import run_peer
+
+    network = NetworkOptions(
+        tuple(initial_peers),
+        tuple(host_maddrs or DEFAULT_HOST_MADDRS),
+        tuple(announce_maddrs or ()),
+        identity_path,
+        client_mode,
+        use_relay,
+    )
+    options = PeerOptions(
+        network=network,
+        output=output,
+        data=data,
+        run_id=run_id,
+        owned_experts=None if owned_experts is None else parse_columns(owned_experts),
+        device=device,
+        local_ranks=local_ranks,
+        resume=resume,
+        rounds=rounds,
+        dump_rounds=dump_rounds,
+        overrides=tuple(overrides or ()),
+        config_path=config,
+    )
+    bus = EventBus()
+    try:
+        run_peer(
+            options,
+            bus,
+            typer.echo,
+            lambda peer, steps_per_round: bus.add(progress_sink(peer, steps_per_round, sys.stdout)),
+        )
+    finally:
+        bus.close()

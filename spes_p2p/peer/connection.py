@@ -1,0 +1,258 @@
+"""One peer's connection to a run: network thread, the run found over it, its place on disk, and the driver.
+
+Everything here runs on the network's thread; the training thread sees the `Gate`. Starting it touches no GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spes_p2p import __version__
+from spes_p2p.config.fingerprint import apply_peer_overrides, differences
+from spes_p2p.config.load import load_config
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.ids import PeerId
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns
+from spes_p2p.state.layout import Layout
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
+from spes_p2p.swarm.records import PeerRecord
+from spes_p2p.sync.announce import Announcer
+from spes_p2p.sync.driver import Arithmetic, Disk, Driver
+from spes_p2p.sync.gate import Gate
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.joining import Joining, find_run, load_run, rules_of
+from spes_p2p.sync.messages import Commit, Intent, Status
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.sync.timing import Pace
+
+ANSWER_SECONDS = 15.0
+LEAVE_SECONDS = 8.0
+LINGER_SECONDS = 10.0
+
+
+class MonotonicClock:
+    """Seconds that never jump."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+@dataclass
+class Progress:
+    """What the peer's own DHT record says of its training; written by the training thread."""
+
+    step: int = 0
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+
+
+async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwork:
+    """Joins the DHT. Raises NetworkError, IdentityInUse or ClockSkewed, each with the fix."""
+    return await HivemindNetwork.start(
+        options.initial_peers,
+        options.identity_path or identity,
+        options.host_maddrs,
+        options.announce_maddrs,
+        options.client_mode,
+        options.use_relay,
+    )
+
+
+class Connection:
+    """Made by `Connection.open`, ended by `close`. `config` has this peer's own choices on top of the run's."""
+
+    def __init__(self, thread: NetworkThread, options: PeerOptions, gate: Gate, say: Callable[[str], None]) -> None:
+        self._thread = thread
+        self._options = options
+        self._say = say
+        self.gate = gate
+        self.clock = MonotonicClock()
+        self.progress = Progress()
+        self._joined_at = int(time.time())
+        self._announcer: Announcer | None = None
+        self._driver: Driver | None = None
+        self._network: HivemindNetwork | None = None
+        self._disk: Disk | None = None
+
+    @classmethod
+    def open(
+        cls, thread: NetworkThread, options: PeerOptions, gate: Gate, say: Callable[[str], None]
+    ) -> tuple[Connection, Config, RunInfo]:
+        """Joins the DHT, finds the run and checks its config; the run itself is entered by `enter`."""
+        self = cls(thread, options, gate, say)
+        try:
+            config, info = thread.run(self._find())
+        except BaseException:
+            self.close()
+            raise
+        return self, config, info
+
+    def enter(self) -> Commit:
+        """Waits for genesis, opens the disk and begins to take part; the commit to start training from."""
+        return self._thread.run(self._enter())
+
+    # ---- what others may look at; written on the network's thread ----
+
+    @property
+    def driver(self) -> Driver:
+        assert self._driver is not None
+        return self._driver
+
+    @property
+    def disk(self) -> Disk:
+        assert self._disk is not None
+        return self._disk
+
+    @property
+    def peer_id(self) -> PeerId:
+        assert self._network is not None
+        return self._network.signer.peer_id
+
+    def is_member(self) -> bool:
+        return self.driver.core.is_member()
+
+    def others(self) -> list[Status]:
+        """Newest statuses of other members that are alive."""
+        core, now = self.driver.core, self.clock.now()
+        contacts = list(core.contacts.items())
+        return [contact.status for peer, contact in contacts if core.alive(peer, now)]
+
+    # ---- the network's thread ----
+
+    async def _find(self) -> tuple[Config, RunInfo]:
+        options = self._options
+        if not options.network.initial_peers:
+            raise ConfigError("no initial peer is given", fix="give --initial-peers the address the organiser printed")
+        self._network = await open_network(options.network, options.output / "identity.key")
+        network = self._network
+        group = await find_run(network.directory, options.run_id, ANSWER_SECONDS)
+        self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
+        if options.config_path is not None:
+            _check_same(load_config(options.config_path), agreed, self._info)
+        overrides = list(options.overrides)
+        if options.data is not None:
+            overrides.append(f"data.path={options.data}")
+        self.config = apply_peer_overrides(agreed, overrides)
+        self.layout = Layout(state_tensors(self.config.model), self.config.sync.tile_values)
+        if options.owned_experts is not None:
+            check_columns(options.owned_experts, self.layout.num_columns)
+        self._say(f"run {self._info.run_id}, fingerprint {self._info.fingerprint.hex()[:16]}")
+        return self.config, self._info
+
+    async def _enter(self) -> Commit:
+        network, config, info = self._network, self.config, self._info
+        assert network is not None
+        intent = self.intent = self._first_intent()
+        sealer, checker = KeySealer(network.signer), EnvelopeChecker(network.verifier)
+        self._announcer = Announcer(info, network.transport, network.directory, self._describe, self._newest)
+        await self._announcer.start()
+        folder = self._options.output / "run"
+        joining = Joining(
+            info, config, self.layout, folder, network.transport, network.signer, network.verifier, sealer, self._say
+        )
+        place = await joining.enter(intent, self._announcer.sources)
+        self._disk = Disk(place.store, place.chain, place.votes, Inputs(folder / "inputs", self.layout))
+        core = Core(
+            me=network.signer.peer_id,
+            incarnation=place.votes.incarnation,
+            rules=rules_of(config, info, self.layout),
+            sealer=sealer,
+            check_signature=checker.check,
+            pace=Pace(config.swarm.heartbeat_seconds),
+            tip=place.tip.manifest,
+            now=self.clock.now(),
+            record=place.votes.record,
+            intent=intent,
+            tip_commit=place.tip,
+            first_sequence=time.time_ns() // 1_000_000,
+        )
+        core.seeds = tuple(await self._announcer.sources())
+        arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
+        self._driver = Driver(core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock)
+        self.gate.attach(self._driver, asyncio.get_running_loop())
+        await self._driver.start()
+        self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
+        return place.tip
+
+    def _first_intent(self) -> Intent:
+        options, config = self._options, self.config
+        claims = options.owned_experts or ()
+        return Intent(
+            joining=True,
+            max_columns=len(claims) if options.owned_experts is not None else config.swarm.experts_per_peer,
+            claims=claims,
+            link_class=LINK_PRIVATE if options.network.client_mode else LINK_PUBLIC,
+        )
+
+    async def _watch_daemon(self, network: HivemindNetwork) -> None:
+        await network.daemon_ended.wait()
+        self.gate.failed(
+            NetworkError("the libp2p daemon ended", fix="start this peer again with --resume; its log has the reason")
+        )
+
+    def _newest(self) -> Commit | None:
+        if self._driver is not None:
+            return self._driver.core.last_commit
+        return None
+
+    def _describe(self) -> PeerRecord:
+        assert self._network is not None
+        transport, core = self._network.transport, self._driver.core if self._driver else None
+        return PeerRecord(
+            run_id=self._info.run_id,
+            peer=self.peer_id,
+            addresses=() if self._options.network.client_mode else transport.addresses[:16],
+            version=__version__,
+            round=core.tip.round if core else 0,
+            step=self.progress.step,
+            tokens=self.progress.tokens,
+            tokens_per_second=self.progress.tokens_per_second,
+            owned=columns_of(core.tip.ownership, self.peer_id) if core and core.is_member() else (),
+            role="peer",
+            client_mode=self._options.network.client_mode,
+            joined_at_seconds=self._joined_at,
+        )
+
+    # ---- the end ----
+
+    def leave(self) -> None:
+        """Tells the others that this peer goes; what it has trained so far counts."""
+        self.intent = replace(self.intent, leaving=True)
+        self.gate.wish(self.intent)
+
+    def close(self) -> None:
+        """Ends driver, records and network. What is on disk stays."""
+        self._thread.run(self._close())
+
+    async def _close(self) -> None:
+        if self._driver is not None:
+            self._watch.cancel()
+            await self._driver.stop()
+        if self._announcer is not None:
+            await self._announcer.stop()
+        if self._network is not None:
+            await self._network.close()
+        if self._disk is not None:
+            self._disk.store.close()
+
+
+def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:
+    """Raises ConfigError naming the fields in which a local config differs from the run's."""
+    wrong = differences(ours, theirs)
+    if wrong:
+        shown = ", ".join(f"{item.key} is {item.ours!r} here and {item.theirs!r} there" for item in wrong[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigError(
+            f"--config has another fingerprint than run {info.run_id}: {shown}{more}",
+            fix="leave --config out (the run's config comes from the swarm), or join the right run with --run-id",
+        )

@@ -1,0 +1,70 @@
+"""What a person chooses for one machine: the flags of `join`, checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.errors import ConfigError
+
+DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Where to find others, and where to be found. `identity_path` None: `identity.key` in the output folder."""
+
+    initial_peers: tuple[str, ...] = ()
+    host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS
+    announce_maddrs: tuple[str, ...] = ()
+    identity_path: Path | None = None
+    client_mode: bool = False
+    use_relay: bool = True
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """Everything about one peer that is not the run's.
+
+    `rounds`: stop once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for
+    what goes in and out of each round. `owned_experts`: columns to claim (None: as many as the run's config says).
+    `config_path`: the run must have this config.
+    """
+
+    network: NetworkOptions
+    output: Path
+    data: str | None = None
+    run_id: str | None = None
+    owned_experts: tuple[int, ...] | None = None
+    device: str = "auto"
+    local_ranks: int | None = None
+    resume: bool = False
+    rounds: int | None = None
+    dump_rounds: Path | None = None
+    overrides: tuple[str, ...] = ()
+    config_path: Path | None = None
+
+
+def parse_columns(text: str, num_experts: int | None = None) -> tuple[int, ...]:
+    """`0,3-5` to (0, 3, 4, 5). Raises ConfigError for anything else, and for columns that the run does not have."""
+    columns: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise ConfigError(f"--owned-experts {text!r} is not a list of columns", fix="write it as 0,3-5")
+        columns |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    chosen = tuple(sorted(columns))
+    if num_experts is not None:
+        check_columns(chosen, num_experts)
+    return chosen
+
+
+def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
+    """Raises ConfigError where a column is out of the run's range."""
+    wrong = [column for column in columns if column >= num_experts]
+    if wrong:
+        raise ConfigError(
+            f"--owned-experts names column {wrong[0]}, the run has {num_experts} (0 to {num_experts - 1})",
+            fix=f"choose columns below {num_experts}",
+        )

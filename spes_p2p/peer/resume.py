@@ -1,0 +1,105 @@
+"""A peer's private training state on its way to disk and back: what must be there beside the committed state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spes_p2p.checkpoint.load import Checkpoint, load_latest
+from spes_p2p.checkpoint.save import save_checkpoint
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import LeasedLoader, LocalLoader
+from spes_p2p.errors import CheckpointError, StorageFull
+from spes_p2p.observe.events import Event, Warning
+from spes_p2p.peer.training import Uncounted
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.version import Version
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.messages import Commit, Manifest, manifest_hash
+from spes_p2p.train.trainer import Trainer
+from spes_p2p.wire import pack
+
+
+class Saver:
+    """Saves a checkpoint after a commit, as often as the config says. A full disk pauses saving, with one warning."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        info: RunInfo,
+        trainer: Trainer,
+        loader: LeasedLoader | LocalLoader,
+        certificate_of: Callable[[int], Commit],
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._folder = folder
+        self._config = config
+        self._info = info
+        self._trainer = trainer
+        self._loader = loader
+        self._certificate_of = certificate_of
+        self._emit = emit
+        self._paused = False
+
+    def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted) -> None:
+        """Saves the state of `manifest` beside the present training state."""
+        if manifest.round % self._config.output.checkpoint_every_rounds:
+            return
+        private = {
+            "round": manifest.round,
+            "manifest": manifest_hash(manifest),
+            "commit": pack(self._certificate_of(manifest.round)),
+            "trainer": self._trainer.private_state(),
+            "loader": self._loader.state_dict(),
+            "uncounted": {"tokens": uncounted.tokens, "steps": uncounted.steps},
+        }
+        run = {"run_id": self._info.run_id, "fingerprint": self._info.fingerprint.hex(), "config": self._info.config}
+        try:
+            save_checkpoint(self._folder, version, manifest.step, private, run, self._config.output.keep_checkpoints)
+        except StorageFull as error:
+            if not self._paused:
+                self._emit(Warning(f"saving is paused, training goes on: {error} ({error.fix})"))
+            self._paused = True
+            return
+        if self._paused:
+            self._emit(Warning("there is room again: checkpoints are saved"))
+        self._paused = False
+
+
+class Resumed:
+    """What the newest whole checkpoint says. `load` fails where it belongs to another run."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
+        private: dict[str, Any] = checkpoint.private()
+        self.round: int = private["round"]
+        self.manifest: bytes = private["manifest"]
+        self.uncounted = Uncounted(**private["uncounted"])
+        self._private = private
+        self._version = checkpoint.version(layout)
+        self._step = checkpoint.step
+
+    @classmethod
+    def load(cls, folder: Path, info: RunInfo, layout: Layout, emit: Callable[[Event], None]) -> Resumed | None:
+        """None where nothing was saved yet. Raises CheckpointError for a checkpoint of another run."""
+        if not folder.exists() or not any(folder.iterdir()):
+            return None
+        checkpoint, warnings = load_latest(folder)
+        for text in warnings:
+            emit(Warning(text))
+        found = checkpoint.run.get("fingerprint")
+        if found != info.fingerprint.hex():
+            raise CheckpointError(
+                f"{folder} holds checkpoints of run {checkpoint.run.get('run_id')!r} with fingerprint "
+                f"{str(found)[:16]}, not {info.fingerprint.hex()[:16]}",
+                fix="choose another --output, or join that run",
+            )
+        return cls(checkpoint, layout)
+
+    def restore(self, trainer: Trainer, loader: LeasedLoader | LocalLoader) -> None:
+        """Brings trainer and loader to where they were when the checkpoint was saved."""
+        owned = tuple(self._private["trainer"]["owned"])
+        trainer.adopt(owned, self._version, self._step)
+        trainer.load_private_state(self._private["trainer"])
+        loader.load_state_dict(self._private["loader"])

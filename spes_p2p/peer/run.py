@@ -1,0 +1,203 @@
+"""`run_peer`: one peer from its options to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import torch
+
+from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.errors import ConfigError, DataError, SpesError
+from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
+from spes_p2p.observe.sinks import file_sinks
+from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.options import PeerOptions
+from spes_p2p.peer.resume import Resumed, Saver
+from spes_p2p.peer.training import TrainingLoop
+from spes_p2p.swarm.hivemind_backend import NetworkThread
+from spes_p2p.sync.actions import Notice
+from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.dump import RoundDump
+from spes_p2p.sync.gate import Gate
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.messages import DEGRADED, Commit
+from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.trainer import Trainer
+from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
+
+Say = Callable[[str], None]
+StepsPerRound = Callable[[int], int]
+
+
+def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Callable[[PeerId, StepsPerRound], None]) -> None:
+    """Joins a run, trains until SIGINT, SIGTERM or the last round, and leaves.
+
+    `say` gets lines for a person before training starts; `show` is called once with the own peer id and H by step, and
+    may add sinks to `bus`. Under an outer torchrun only rank 0 joins the network.
+    """
+    device = choose_device(options.device)
+    outer = ranks_from_environment(device)
+    if outer is not None and outer.rank > 0:
+        serve(outer)
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    if not options.resume and (options.output / "run").exists():
+        raise ConfigError(f"{options.output} already holds a run", fix="add --resume, or choose another --output")
+    gate = Gate(lambda event: _note_commit(event, bus), lambda notice: _note(notice, bus))
+    with NetworkThread() as thread, _stopping(gate):  # before CUDA is touched
+        connection, config, info = Connection.open(thread, options, gate, say)
+        try:
+            _run(connection, options, config, info, device, outer, bus, say, show)
+        except SpesError as error:
+            bus.emit(Error.of(error))
+            raise
+        finally:
+            connection.close()
+
+
+def _run(
+    connection: Connection,
+    options: PeerOptions,
+    config: Config,
+    info: RunInfo,
+    device: torch.device,
+    outer: Ranks | None,
+    bus: EventBus,
+    say: Say,
+    show: Callable[[PeerId, StepsPerRound], None],
+) -> None:
+    me = connection.peer_id
+    for sink in file_sinks(
+        options.output,
+        tensorboard=config.output.tensorboard,
+        wandb=config.output.wandb,
+        run_id=info.run_id,
+        peer=me,
+        settings=config.model_dump(),
+    ):
+        bus.add(sink)
+    dataset = open_dataset(config)
+    loader = _make_loader(config, info, dataset, me)
+    checkpoints = options.output / "checkpoints"
+    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit) if options.resume else None
+    tip = connection.enter()
+    say(f"peer {me} is in, round {tip.manifest.round}")
+    show(me, lambda step: steps_per_round_at(config, step))
+    with contextlib.ExitStack() as stack:
+        if outer is None:
+            local = stack.enter_context(LocalRanks(_rank_count(options, device), device))
+            ranks = local.ranks
+        else:
+            ranks = outer
+        trainer = Trainer(config, connection.layout, device, ranks)
+        stack.callback(trainer.close)
+        saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
+        dump = None
+        if options.dump_rounds is not None:
+            dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.codec, config.sync.merge_top_k)
+        loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds)
+        exactly = _restore(resumed, tip, loop, trainer, loader)
+        loop.run(tip.manifest, resumed=exactly)
+
+
+def _restore(
+    resumed: Resumed | None, tip: Commit, loop: TrainingLoop, trainer: Trainer, loader: LeasedLoader | LocalLoader
+) -> bool:
+    """Puts saved training state back; whether it is exactly that of the tip."""
+    if resumed is None:
+        return False
+    resumed.restore(trainer, loader)
+    if resumed.manifest != tip.certificate.manifest:
+        return False  # the moments are kept, the values are those of the newer commit
+    loop.uncounted = resumed.uncounted
+    return True
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes CUDA where there is one. Raises ConfigError for a device that is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is no device", fix="use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here", fix="use --device cpu, or install CUDA torch")
+    return device
+
+
+def _rank_count(options: PeerOptions, device: torch.device) -> int:
+    if options.local_ranks is not None:
+        return options.local_ranks
+    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+
+
+def _make_loader(config: Config, info: RunInfo, dataset: Dataset, me: PeerId) -> LeasedLoader | LocalLoader:
+    """Leased blocks of the run's dataset, or the peer's own data. Raises DataError for another dataset."""
+    if config.data.source == "local" or info.dataset == NO_HASH:
+        return LocalLoader(dataset, config, me)
+    if dataset.dataset_hash != info.dataset:
+        raise DataError(
+            f"the data in {config.data.path} has hash {dataset.dataset_hash.hex()[:16]}, "
+            f"the run trains on {info.dataset.hex()[:16]}",
+            fix="use the organiser's shards, or train on your own with data.source=local",
+        )
+    return LeasedLoader(dataset, config)
+
+
+def _note_commit(event: Applied, bus: EventBus) -> None:
+    manifest = event.commit.manifest
+    stale = tuple(column for column, round in enumerate(manifest.column_rounds) if round < manifest.round)
+    bus.emit(
+        Round(
+            round=manifest.round,
+            step=manifest.step,
+            roster_size=len(manifest.roster),
+            commit="degraded" if event.commit.certificate.kind == DEGRADED else "committed",
+            tokens=sum(entry.tokens for entry in manifest.roster),
+            bytes_sent=event.bytes_sent,
+            bytes_received=event.bytes_received,
+            seconds=event.seconds | {"deadline": round(event.deadline_seconds, 3)},
+            model_hash=manifest.state_root.hex(),
+            merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
+            stale_columns=stale if manifest.slices else (),
+        )
+    )
+    before = {member.peer for member in event.previous.members}
+    after = {member.peer for member in manifest.members}
+    for peer in sorted(after - before):
+        bus.emit(Peer("joined", peer, manifest.round))
+    for peer in sorted(before - after):
+        bus.emit(Peer("left", peer, manifest.round))
+
+
+def _note(notice: Notice, bus: EventBus) -> None:
+    who = f"peer {short(notice.peer)}: " if notice.peer else ""
+    bus.emit(Warning(f"{who}{notice.text}"))
+
+
+@contextlib.contextmanager
+def _stopping(gate: Gate) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the peer to leave; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if gate.stopping:
+            raise KeyboardInterrupt
+        gate.stop()
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

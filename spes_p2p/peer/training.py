@@ -1,0 +1,283 @@
+"""The loop over rounds of one peer: adopt the committed state, train, hand in, wait for the commit.
+
+Runs in the main thread. What a round does not count is carried: theta <- new + (theta - old), and its tokens count
+once, when a roster lists them (design section 4).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.leases import Ranges
+from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.errors import LocalProtocolError, StorageFull
+from spes_p2p.ids import NO_HASH, Hash
+from spes_p2p.observe.events import Eval, Event, Step, Warning
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
+from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.state.version import Version
+from spes_p2p.swarm.membership import leader_order
+from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.dump import RoundDump
+from spes_p2p.sync.inputs import Carried
+from spes_p2p.sync.messages import Manifest, Work, manifest_hash
+from spes_p2p.train.loop import RoundWork, run_inner_steps
+from spes_p2p.train.trainer import StepResult, Trainer
+
+REPORT_SECONDS = 1.0
+
+
+@dataclass
+class Uncounted:
+    """Work that no round has counted yet."""
+
+    tokens: int = 0
+    steps: int = 0
+
+
+@dataclass
+class _Turn:
+    """One round of this peer: the manifest it trains on, and what it trains from."""
+
+    manifest: Manifest
+    head: Hash
+    base: Version
+    owned: tuple[int, ...]
+
+
+class TrainingLoop:
+    """Trains until told to stop. `save` is called after each commit that was adopted."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        config: Config,
+        trainer: Trainer,
+        loader: LeasedLoader | LocalLoader,
+        dataset: Dataset,
+        emit: Callable[[Event], None],
+        save: Callable[[Manifest, Version, Uncounted], None],
+        dump: RoundDump | None,
+        last_round: int | None,
+    ) -> None:
+        self._connection = connection
+        self._gate = connection.gate
+        self._config = config
+        self._trainer = trainer
+        self._loader = loader
+        self._dataset = dataset
+        self._emit = emit
+        self._save = save
+        self._dump = dump
+        self._last_round = last_round
+        self._me = connection.peer_id
+        self._turn: _Turn | None = None
+        self._handed_in = NO_HASH
+        self._reported = 0.0
+        self.uncounted = Uncounted()
+
+    # ---------------------------------------------------------------- life
+
+    def run(self, start: Manifest, resumed: bool = False) -> None:
+        """From the state of `start` on, until the gate says stop or the last round is committed.
+
+        `resumed`: the trainer and loader already stand where a checkpoint of `start` left them.
+        """
+        if self._connection.is_member():
+            self._begin(start, None, resumed)
+        while not self._gate.stopping and not self._is_over():
+            if self._turn is not None and self._handed_in != self._turn.head:
+                self._train()
+            news = self._gate.wait()
+            if news.applied:
+                self._take(news.applied)
+        if self._is_over():
+            self._linger()
+        else:
+            self._leave()
+
+    def _is_over(self) -> bool:
+        return self._last_round is not None and self._connection.driver.core.tip.round >= self._last_round
+
+    def _linger(self) -> None:
+        """Serves the others until they have the last round too."""
+        until = time.monotonic() + LINGER_SECONDS
+        while time.monotonic() < until and not self._gate.stopping:
+            if all(status.round >= (self._last_round or 0) for status in self._connection.others()):
+                break
+            self._gate.wait(time.monotonic() + 0.2)
+
+    def _leave(self) -> None:
+        """Hands in what was trained, and goes when a manifest without us is committed, or after a while."""
+        until = time.monotonic() + LEAVE_SECONDS
+        turn = self._turn
+        if turn is None or not self._connection.is_member():
+            return
+        if self._handed_in != turn.head:
+            self._hand_in(turn, RoundWork())
+        self._connection.leave()
+        while time.monotonic() < until:
+            news = self._gate.wait(until, heed_stop=False)
+            if news.applied:
+                self._note_counted(news.applied[0])
+                newest = news.applied[-1].commit.manifest
+                members = {member.peer for member in newest.members}
+                if self._me not in members or members == {self._me}:
+                    return
+
+    # ---------------------------------------------------------------- one round
+
+    def _train(self) -> None:
+        turn = self._turn
+        assert turn is not None
+        wanted = turn.manifest.steps_per_round - self._trainer.round_steps
+        self._started = time.monotonic()
+        work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.should_stop, self._on_step, self._emit)
+        self._hand_in(turn, work)
+
+    def _on_step(self, result: StepResult, own_steps: int) -> None:
+        now = time.monotonic()
+        speed = result.tokens / max(result.seconds, 1e-9)
+        progress = self._connection.progress
+        progress.step, progress.tokens_per_second = result.step, speed
+        progress.tokens += result.tokens
+        if own_steps % self._config.output.log_every_steps == 0:
+            self._emit(
+                Step(result.step, result.loss, result.tokens, speed, result.lr, result.grad_norm),
+            )
+        if now - self._reported > REPORT_SECONDS:
+            self._reported = now
+            self._gate.report(self._work(ready=False, seconds=now - self._started, step_seconds=result.seconds))
+
+    def _work(self, ready: bool, seconds: float, step_seconds: float = 0.0) -> Work:
+        batch = self._config.optimizer.batch_sequences * self._config.data.sequence_length
+        steps = self._turn.manifest.steps_per_round if self._turn else 0
+        return Work(
+            ready=ready,
+            tokens=self.uncounted.tokens,
+            steps=self.uncounted.steps,
+            sequences=self._loader.consumed if isinstance(self._loader, LeasedLoader) else 0,
+            seconds=seconds,
+            ready_in_seconds=0.0 if ready else step_seconds,
+            expected_tokens=steps * batch,
+        )
+
+    def _hand_in(self, turn: _Turn, work: RoundWork) -> None:
+        """Snapshots the trained values and says READY."""
+        self.uncounted.tokens += work.tokens
+        self.uncounted.steps += work.steps
+        blocks = (0, *(1 + column for column in turn.owned))
+        self._connection.disk.inputs.take(turn.head, blocks, self._trainer.contribution)
+        self._handed_in = turn.head
+        self._gate.ready(self._work(ready=True, seconds=work.seconds))
+
+    # ---------------------------------------------------------------- commits
+
+    def _take(self, events: tuple[Applied, ...]) -> None:
+        """Goes on from the newest of these commits; the first says what it counted of our work."""
+        turn = self._turn
+        if turn is not None and self._handed_in != turn.head:
+            self._hand_in(turn, RoundWork())  # the round was decided while we trained: nothing of it is counted
+            uncounted = self._own_tiles(turn)
+        else:
+            uncounted = events[0].uncounted
+        used = self._note_counted(events[0])
+        if self._dump is not None and turn is not None:
+            self._dump_round(events[0], turn)
+        newest = events[-1].commit.manifest
+        if not self._connection.is_member():
+            self._turn = None
+            return
+        carried = None
+        if turn is not None and self._keep_place(newest, used):
+            new = self._connection.disk.store.version(newest.round)
+            carried = Carried(self._connection.layout, new, turn.base, self._connection.disk.inputs, uncounted)
+        self._begin(newest, carried, resumed=False)
+
+    def _own_tiles(self, turn: _Turn) -> frozenset[int]:
+        layout = self._connection.layout
+        blocks = (0, *(1 + column for column in turn.owned))
+        return frozenset(tile_id for block in blocks for tile_id in layout.tile_ids_of(block))
+
+    def _note_counted(self, event: Applied) -> int:
+        """Sequences that the round counted of ours; what it counted is no longer uncounted."""
+        if event.counted is None:
+            return 0
+        self.uncounted = Uncounted()
+        return event.counted.sequences
+
+    def _keep_place(self, newest: Manifest, used: int) -> bool:
+        """Moves the loader to the new lease; False where our uncounted work lost its place in the data."""
+        if not isinstance(self._loader, LeasedLoader):
+            return True
+        ranges = newest.leases.of(self._me)
+        left = self._loader.consumed - used
+        try:
+            self._loader.set_lease(ranges, left)
+        except LocalProtocolError:
+            if left and self.uncounted.tokens:
+                self._emit(Warning(f"{self.uncounted.tokens:,} tokens were lost: their data was leased to others"))
+            self._restart_loader(ranges)
+            return False
+        return True
+
+    def _restart_loader(self, ranges: Ranges) -> None:
+        assert isinstance(self._loader, LeasedLoader)
+        self.uncounted = Uncounted()
+        self._loader.load_state_dict({"ranges": [list(span) for span in ranges], "offset": 0})
+
+    def _begin(self, manifest: Manifest, carried: BlockSource | None, resumed: bool) -> None:
+        """Starts a round on top of `manifest`."""
+        base = self._connection.disk.store.version(manifest.round)
+        owned = columns_of(manifest.ownership, self._me)
+        first = self._turn is None
+        self._turn = _Turn(manifest, manifest_hash(manifest), base, owned)
+        if not resumed:
+            if first and isinstance(self._loader, LeasedLoader):
+                self._restart_loader(manifest.leases.of(self._me))
+            self._trainer.adopt(owned, _Touched(carried or base, base), manifest.step)
+            self._save(manifest, base, self.uncounted)
+        self._evaluate(manifest)
+
+    def _evaluate(self, manifest: Manifest) -> None:
+        """The held-out loss, by one peer a round: the first in the order of leaders."""
+        every = self._config.eval.every_rounds
+        order = leader_order(manifest_hash(manifest), manifest.members)
+        if not every or manifest.round % every or not order or order[0] != self._me or self.uncounted.tokens:
+            return
+        loss = self._trainer.evaluate(held_out_batches(self._dataset, self._config, self._config.eval.sequences))
+        if np.isfinite(loss):
+            tokens = self._config.eval.sequences * self._config.data.sequence_length
+            self._emit(Eval(manifest.round, manifest.step, loss, tokens))
+
+    def _dump_round(self, event: Applied, turn: _Turn) -> None:
+        manifest = event.commit.manifest
+        inputs, store = self._connection.disk.inputs, self._connection.disk.store
+        if self._dump is None or inputs.parent != manifest.parent or manifest.round not in store.rounds():
+            return
+        try:
+            self._dump.write(manifest, event.previous, inputs, inputs.blocks, store.version(manifest.round))
+        except StorageFull as error:
+            self._emit(Warning(f"round {manifest.round} was not dumped: {error}"))
+
+
+class _Touched:
+    """A block source that also maps every block of the version it builds on.
+
+    The version's files may be removed while this peer still needs them to carry work over; what is mapped stays.
+    """
+
+    def __init__(self, source: BlockSource, base: Version) -> None:
+        self._source = source
+        self._base = base
+
+    def block(self, index: int) -> Values:
+        self._base.block(index)
+        return self._source.block(index)

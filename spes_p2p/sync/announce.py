@@ -1,0 +1,123 @@
+"""Keeps a node's records in the DHT fresh, and its knowledge of where others are.
+
+Three records a node: the run it serves, itself, and the newest certificate it has. They expire, so a node that is gone
+is forgotten without anybody's doing. Nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from spes_p2p.errors import NetworkError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.ports import Directory, Transport
+from spes_p2p.swarm.records import (
+    MAX_ADDRESSES,
+    MAX_CERTIFICATE_BYTES,
+    MAX_MANIFEST_BYTES,
+    RUNS_KEY,
+    HeadRecord,
+    PeerRecord,
+    RunRecord,
+    heads_key,
+    parse_all,
+    parse_peer,
+    peers_key,
+)
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.messages import WIRE_VERSION, Commit, manifest_hash
+from spes_p2p.wire import pack
+
+EVERY_SECONDS = 5.0
+TTL_SECONDS = 45.0
+
+
+class Announcer:
+    """Publishes and learns at intervals, on the network's loop. `describe` gives the node's own record."""
+
+    def __init__(
+        self,
+        info: RunInfo,
+        transport: Transport,
+        directory: Directory,
+        describe: Callable[[], PeerRecord],
+        newest: Callable[[], Commit | None],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._info = info
+        self._transport = transport
+        self._directory = directory
+        self._describe = describe
+        self._newest = newest
+        self._wall_clock = wall_clock
+        self._head, self._head_since = b"", 0
+        self._task: asyncio.Task[None] | None = None
+        self.known: dict[PeerId, PeerRecord] = {}
+
+    async def start(self) -> None:
+        """Announces once, so that others find us from now on, then goes on beside."""
+        await self.announce()
+        await self.learn()
+        self._task = asyncio.get_running_loop().create_task(self._for_ever())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def announce(self) -> None:
+        """Publishes all records. Raises NetworkError when nobody takes them."""
+        addresses = self._transport.addresses[:MAX_ADDRESSES]
+        commit = self._newest()
+        round = commit.manifest.round if commit else 0
+        head = manifest_hash(commit.manifest) if commit else b""
+        run = RunRecord(
+            self._info.run_id, self._info.fingerprint, self._info.organiser, WIRE_VERSION, round, head, addresses
+        )
+        await self._directory.publish(RUNS_KEY, pack(run), TTL_SECONDS)
+        now = int(self._wall_clock())
+        peer = replace(self._describe(), written_at_seconds=now)
+        await self._directory.publish(peers_key(self._info.run_id), pack(peer), TTL_SECONDS)
+        if commit is not None:
+            if head != self._head:
+                self._head, self._head_since = head, now
+            record = head_record(commit, self._head_since)
+            await self._directory.publish(heads_key(self._info.run_id), pack(record), TTL_SECONDS)
+
+    async def learn(self) -> None:
+        """Reads who is there and where; keeps what was known when nobody answers."""
+        records, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id)))
+        self.known = {peer: record for peer, record in records.items() if record.run_id == self._info.run_id}
+        for peer, record in self.known.items():
+            if peer != self._transport.peer_id and record.addresses:
+                self._transport.learn(peer, record.addresses)
+
+    async def sources(self) -> Iterable[PeerId]:
+        """Who else is in the run, freshly read, the organiser first."""
+        with contextlib.suppress(NetworkError):  # what was known before is as good as it gets
+            await self.learn()
+        others = [peer for peer in self.known if peer != self._transport.peer_id]
+        return sorted(others, key=lambda peer: (peer != self._info.organiser, peer))
+
+    async def _for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_SECONDS)
+            with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
+                await self.announce()
+                await self.learn()
+
+
+def head_record(commit: Commit, seen_at_seconds: int) -> HeadRecord:
+    """The record of a certificate; what is too large for the DHT is left out and fetched from its publisher."""
+    certificate, manifest = pack(commit.certificate), pack(commit.manifest)
+    return HeadRecord(
+        commit.manifest.round,
+        manifest_hash(commit.manifest),
+        certificate if len(certificate) <= MAX_CERTIFICATE_BYTES else b"",
+        manifest if len(manifest) <= MAX_MANIFEST_BYTES else b"",
+        seen_at_seconds,
+    )

@@ -1,0 +1,126 @@
+"""Between two threads: the protocol runs on the network's loop, training in a thread of its own.
+
+`Gate` is the `Hooks` of the driver on one side and what the training loop waits for on the other. Holds no tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spes_p2p.sync.actions import Notice
+from spes_p2p.sync.driver import Applied, Driver
+from spes_p2p.sync.messages import Intent, Work
+
+
+@dataclass(frozen=True)
+class News:
+    """What happened since the training loop last looked: commits in order; empty when it should stop."""
+
+    applied: tuple[Applied, ...]
+
+
+class Gate:
+    """Thread-safe. `on_applied` and `on_notice` are called on the network's thread and must be quick."""
+
+    def __init__(
+        self,
+        on_applied: Callable[[Applied], None] = lambda event: None,
+        on_notice: Callable[[Notice], None] = lambda notice: None,
+    ) -> None:
+        self._changed = threading.Condition()
+        self._applied: list[Applied] = []
+        self._closing = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._on_applied = on_applied
+        self._on_notice = on_notice
+        self._driver: Driver | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
+        """The driver whose hooks this is, and the loop that it runs on."""
+        self._driver, self._loop = driver, loop
+
+    # ---- Hooks: the network's thread ----
+
+    def close_training(self) -> None:
+        with self._changed:
+            self._closing = True
+
+    def applied(self, event: Applied) -> None:
+        self._on_applied(event)
+        with self._changed:
+            self._applied.append(event)
+            self._changed.notify_all()
+
+    def notice(self, notice: Notice) -> None:
+        self._on_notice(notice)
+
+    def failed(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    # ---- anybody ----
+
+    def stop(self) -> None:
+        """The peer should end: training stops after the running step."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    # ---- the training thread ----
+
+    def should_stop(self) -> bool:
+        """Whether to end the round after the running step: it closes, is over, or the peer should stop."""
+        return self._closing or self._stopping or bool(self._applied) or self._failure is not None
+
+    def wait(self, until: float = float("inf"), heed_stop: bool = True) -> News:
+        """Waits for commits. Comes back empty when the peer should stop (if heeded) or at `until` (monotonic seconds).
+
+        Raises what the driver failed with.
+        """
+        with self._changed:
+            while not self._applied:
+                if self._failure is not None:
+                    raise self._failure
+                left = until - time.monotonic()
+                if left <= 0 or (heed_stop and self._stopping):
+                    return News(())
+                self._changed.wait(min(left, 1.0))
+            events, self._applied = tuple(self._applied), []
+            self._closing = False
+            return News(events)
+
+    def report(self, work: Work) -> None:
+        """Progress in the middle of a round."""
+        self._call(lambda driver: driver.training(work))
+
+    def ready(self, work: Work) -> None:
+        """The round's training is over and its snapshot taken."""
+        self._call(lambda driver: driver.ready(work))
+
+    def wish(self, intent: Intent) -> None:
+        """What this peer wants has changed."""
+        self._call(lambda driver: driver.wish(intent))
+
+    def _call(self, what: Callable[[Driver], None]) -> None:
+        driver, loop = self._driver, self._loop
+        assert driver is not None
+        assert loop is not None
+
+        def run() -> None:
+            try:
+                what(driver)
+            except Exception as error:  # noqa: BLE001 (it must reach the training thread, not the loop's log)
+                self.failed(error)
+
+        loop.call_soon_threadsafe(run)

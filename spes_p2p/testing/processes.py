@@ -1,0 +1,167 @@
+"""A swarm of real processes on this machine: a bootstrap node and peers over loopback, each the installed program.
+
+The quickstart shows it to people, tests break it on purpose. Every process is a child in its own process group, ended
+by its pid at the latest when the swarm is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from spes_p2p.errors import SpesError
+from spes_p2p.observe.events import Event, Round
+from spes_p2p.observe.sinks import EventReader
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+START_SECONDS = 90.0
+
+
+@dataclass
+class Process:
+    """One `spes-p2p` process; its output goes to `log`."""
+
+    name: str
+    folder: Path
+    log: Path
+    popen: subprocess.Popen[bytes]
+    events: EventReader
+    seen: list[tuple[float, Event]] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self.popen.poll()
+
+    def output(self) -> str:
+        """All that it printed so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def read_events(self) -> list[tuple[float, Event]]:
+        """New events since the last call; `seen` has all."""
+        new = self.events.read()
+        self.seen += new
+        return new
+
+    def rounds(self) -> list[Round]:
+        """Rounds that it applied, as far as it has written them down."""
+        self.read_events()
+        return [event for _, event in self.seen if isinstance(event, Round)]
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to this process alone."""
+        if self.exit_code is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout_seconds: float) -> int:
+        """Its exit code. Raises SpesError with the end of its output when it does not end in time."""
+        try:
+            return self.popen.wait(timeout_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise SpesError(f"{self.name} did not end in {timeout_seconds:g} s; {self.last_words()}") from error
+
+    def last_words(self) -> str:
+        lines = [line for line in self.output().splitlines() if line.strip()]
+        return "its last lines: " + " | ".join(lines[-3:]) if lines else "it printed nothing"
+
+    def end(self) -> None:
+        """SIGKILL, if it still runs."""
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+class LocalSwarm:
+    """A bootstrap node and any number of peers. A context manager: leaving it ends every process."""
+
+    def __init__(self, folder: Path, threads: int = 1, environment: Mapping[str, str] | None = None) -> None:
+        """`threads`: CPU threads of each process."""
+        self.folder = folder
+        self.processes: dict[str, Process] = {}
+        self.address = ""
+        self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
+
+    def bootstrap(self, config: str | Path, data: Path | None = None, overrides: Sequence[str] = ()) -> Process:
+        """Starts the bootstrap node and waits until peers can come. Raises SpesError when it ends instead."""
+        arguments = ["bootstrap", "--config", str(config), "--output", str(self.folder / "bootstrap")]
+        arguments += ["--data", str(data)] if data is not None else []
+        process = self._start("bootstrap", [*arguments, "--host-maddrs", LOOPBACK, "--no-relay", *overrides])
+        until = time.monotonic() + START_SECONDS
+        while "spes-p2p join --initial-peers " not in process.output():
+            if process.exit_code is not None or time.monotonic() > until:
+                raise SpesError(f"the bootstrap node did not start; {process.last_words()}", fix=f"see {process.log}")
+            time.sleep(0.05)
+        line = next(line for line in process.output().splitlines() if "spes-p2p join --initial-peers " in line)
+        self.address = line.split("--initial-peers ")[1].split()[0]
+        return process
+
+    def peer(
+        self, name: str, data: Path | None = None, arguments: Sequence[str] = (), initial_peer: str | None = None
+    ) -> Process:
+        """Starts one peer, or the same again with `--resume` among `arguments`."""
+        command = ["join", "--initial-peers", initial_peer or self.address, "--output", str(self.folder / name)]
+        command += ["--data", str(data)] if data is not None else []
+        return self._start(name, [*command, "--host-maddrs", LOOPBACK, "--no-relay", *arguments])
+
+    def wait_for_round(self, round: int, names: Sequence[str], timeout_seconds: float) -> None:
+        """Until each of these peers has applied `round`. Raises SpesError when one ends before, or time is over."""
+        until = time.monotonic() + timeout_seconds
+        for name in names:
+            process = self.processes[name]
+            while not any(event.round >= round for event in process.rounds()):
+                if process.exit_code is not None:
+                    raise SpesError(
+                        f"{name} ended with {process.exit_code} before round {round}; {process.last_words()}"
+                    )
+                if time.monotonic() > until:
+                    raise SpesError(f"{name} did not reach round {round} in time; {process.last_words()}")
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        """Ends what still runs: SIGTERM, a few seconds, SIGKILL."""
+        for process in self.processes.values():
+            process.send(signal.SIGTERM)
+        until = time.monotonic() + 12.0
+        for process in self.processes.values():
+            while process.exit_code is None and time.monotonic() < until:
+                time.sleep(0.05)
+            process.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, name: str, arguments: Sequence[str]) -> Process:
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "output.log"
+        with open(log, "ab") as stream:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "spes_p2p.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=self._environment,
+                start_new_session=True,
+            )
+        before = self.processes.get(name)
+        events = before.events if before else EventReader(folder / "metrics.jsonl")
+        process = Process(name, folder, log, popen, events, before.seen if before else [])
+        self.processes[name] = process
+        return process
