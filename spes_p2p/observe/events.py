@@ -59,6 +59,8 @@ class Round:
     """State root, hexadecimal."""
     merge_alpha: float = 0.0
     stale_columns: tuple[int, ...] = ()
+    deadline_seconds: float = 0.0
+    """How long without progress the next leader would have waited: learnt, see `sync/timing.py`."""
 
 
 @dataclass(frozen=True)

@@ -164,10 +164,11 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             tokens=sum(entry.tokens for entry in manifest.roster),
             bytes_sent=event.bytes_sent,
             bytes_received=event.bytes_received,
-            seconds=event.seconds | {"deadline": round(event.deadline_seconds, 3)},
+            seconds=event.seconds,
             model_hash=manifest.state_root.hex(),
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
             stale_columns=stale if manifest.slices else (),
+            deadline_seconds=round(event.deadline_seconds, 3),
         )
     )
     before = {member.peer for member in event.previous.members}
