@@ -143,8 +143,8 @@ def gather_texts(ranks: Ranks, text: str) -> list[str]:
 def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
     """`model` with its gradients averaged over the ranks. Values are not made equal: that is `adopt`'s job.
 
-    The expert banks, all the buffers there are, are left out by `_ddp_params_and_buffers_to_ignore` of the model; masters
-    of experts that saw no token get gradients of zeros, so that no search for unused parameters is needed.
+    The expert banks, all the buffers there are, are left out by `_ddp_params_and_buffers_to_ignore` of the model;
+    masters of experts that saw no token get gradients of zeros, so that DDP need not search for unused parameters.
     """
     if ranks.world_size == 1:
         return model

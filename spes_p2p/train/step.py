@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -63,14 +64,14 @@ def micro_batches(batch: Batch, ranks: Ranks, sequences: int) -> Iterator[MicroB
     """This rank's share of the peer's `batch` in parts of at most `sequences`."""
     whole, counted_whole = len(batch.tokens), int(batch.loss_mask.sum())
     share = whole // ranks.world_size
-    first = ranks.rank * share
-    for start in range(first, first + share, sequences):
-        part = slice(start, min(start + sequences, first + share))
-        mask = batch.loss_mask[part]
-        size, counted = len(mask), int(mask.sum())
+    own = slice(ranks.rank * share, (ranks.rank + 1) * share)
+    mask_B = batch.loss_mask[own]
+    on_device = to_device(batch.tokens[own], ranks.device), to_device(mask_B, ranks.device)
+    for start, (token_BS, counted_B) in zip(count(0, sequences), zip(*(part.split(sequences) for part in on_device))):
+        size, counted = len(token_BS), int(mask_B[start : start + sequences].sum())
         yield MicroBatch(
-            to_device(batch.tokens[part], ranks.device),
-            to_device(mask, ranks.device),
+            token_BS,
+            counted_B,
             counted,
             weight=ranks.world_size * size / whole,
             head_factor=counted * whole / (counted_whole * size) if counted else 0.0,
@@ -92,9 +93,8 @@ def accumulate_gradient(
             with autocast(ranks.device):
                 losses: LossParts = forward(micro.token_BS, micro.counted_B, owned_balance_factor, micro.head_factor)
             (losses.total * micro.weight).backward()
-        means = torch.stack((losses.cross_entropy, losses.output_z, losses.load_balancing, losses.router_z))
-        size = len(micro.token_BS)
-        sums += means.double() * sums.new_tensor([micro.counted, micro.counted, size, size])
+        sums[:2] += torch.stack((losses.cross_entropy, losses.output_z)) * micro.counted
+        sums[2:] += torch.stack((losses.load_balancing, losses.router_z)) * len(micro.token_BS)
     return sums
 
 

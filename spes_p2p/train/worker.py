@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,7 @@ from spes_p2p.train.trainer import unpacked
 
 _START_SECONDS = 120.0
 _NOTICE_SECONDS = 5.0
-_CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
 _PR_SET_PDEATHSIG = 1
 _FIX = "if memory ran out, use fewer ranks, a smaller micro_batch_sequences or activation checkpointing; then --resume"
 
@@ -116,13 +117,15 @@ class LocalRanks:
         self.check()
 
     def close(self) -> None:
-        """Ends all processes, by force those that do not end by themselves when the connection does."""
+        """Ends all processes, by force those that the Trainer's `close` has not ended."""
         if self._closing or not self._children:
             return
         self._closing = True
+        abort(self.ranks)
         disconnect(self.ranks)
+        deadline = time.monotonic() + _CLOSE_SECONDS
         for child in self._children:
-            child.end(_CLOSE_SECONDS)
+            child.end(max(0.0, deadline - time.monotonic()))
         self._folder.cleanup()
 
     def __enter__(self) -> Self:

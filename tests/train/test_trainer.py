@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError
@@ -42,6 +43,28 @@ def test_the_same_seed_gives_the_same_bits() -> None:
     losses = [[result.loss for result in steps(trainer, 5)] for trainer in (first, second)]
     assert losses[0] == losses[1]
     assert same_bits(values_of(first), values_of(second))
+
+
+def test_steps_equal_those_of_a_plain_adamw() -> None:
+    """Everything owned, so that a plain loop over the model's parameters is the whole algorithm."""
+    config = small_config("model.activation_checkpointing=full", "optimizer.grad_clip=0.5")
+    everything = tuple(range(6))
+    ours, plain = trainer_of(config, everything), trainer_of(config, everything)._rank.model
+    adamw = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=True)
+    for step in range(1, 6):
+        adamw.param_groups[0]["lr"] = learning_rate(config, step)
+        adamw.zero_grad()
+        parts = plain(torch.from_numpy(batch_of(step).tokens))
+        parts.total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        adamw.step()
+        plain.refresh()
+        result = ours.train_step(batch_of(step))
+        got = result.loss, result.load_balancing, result.router_z, result.output_z, result.grad_norm
+        assert got == pytest.approx([float(number) for number in (*parts[1:5], norm)], rel=1e-5)
+    expected = torch.cat([master.detach().flatten() for master in plain.parameters()])
+    trained = torch.cat([master.detach().flatten() for master in ours._rank.model.parameters()])
+    assert float((trained - expected).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("masked", [(), (0, 1, 5)], ids=["all", "masked"])

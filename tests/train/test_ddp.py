@@ -1,0 +1,84 @@
+"""Two ranks, as real processes: the same training as one rank, and equal values at both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from spes_p2p.errors import ConfigError, LocalProtocolError
+from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.trainer import Trainer
+from spes_p2p.train.worker import LocalRanks
+from tests.train.small import (
+    CPU,
+    batch_of,
+    initial,
+    largest_difference,
+    same_bits,
+    small_config,
+    small_layout,
+    trainer_of,
+    values_of,
+)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(2, CPU) as ranks:
+        yield ranks
+
+
+def rounds(trainer: Trainer) -> list[float]:
+    """Two rounds with a change of columns between; losses and gradient norms of the steps."""
+    numbers = []
+    for start, owned in ((0, (1, 4)), (3, (0, 4, 5))):
+        trainer.adopt(owned, initial(trainer.config), start)
+        results = [trainer.train_step(batch_of(start + index, masked=(0, 1, 2))) for index in range(3)]
+        numbers += [number for result in results for number in (result.loss, result.grad_norm, result.router_z)]
+    return numbers
+
+
+@pytest.mark.parametrize("micro", [8, 2])
+def test_two_ranks_train_like_one(two_ranks: LocalRanks, micro: int) -> None:
+    """Each micro-batch of a rank has a load-balancing loss of its own: it is off here."""
+    config = small_config(
+        f"optimizer.micro_batch_sequences={micro}", "optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3"
+    )
+    one = Trainer(config, small_layout(config), CPU)
+    two = Trainer(config, small_layout(config), CPU, two_ranks.ranks)
+    assert rounds(two) == pytest.approx(rounds(one), rel=1e-4)
+    assert largest_difference(values_of(two), values_of(one)) < 1e-5
+    hashes = two.value_hashes()
+    assert len(hashes) == 2
+    assert hashes[0] == hashes[1]
+    assert one.value_hashes() != trainer_of(config).value_hashes()
+
+
+def test_two_ranks_resume_bit_for_bit(two_ranks: LocalRanks) -> None:
+    config = small_config()
+    whole = trainer_of(config, ranks=two_ranks.ranks)
+    whole.train_step(batch_of(0))
+    state = whole.private_state()
+    loss = whole.train_step(batch_of(1)).loss
+    resumed = trainer_of(config, (3,), ranks=two_ranks.ranks)
+    resumed.load_private_state(state)
+    assert resumed.train_step(batch_of(1)).loss == loss
+    assert same_bits(values_of(resumed), values_of(whole))
+    assert len(set(resumed.value_hashes())) == 1
+
+
+def test_a_batch_that_cannot_be_split_is_refused(two_ranks: LocalRanks) -> None:
+    odd = small_config("optimizer.batch_sequences=7")
+    with pytest.raises(ConfigError, match="7 sequences cannot be split over 2 ranks"):
+        Trainer(odd, small_layout(odd), CPU, two_ranks.ranks)
+    trainer = trainer_of(small_config(), ranks=two_ranks.ranks)
+    with pytest.raises(ConfigError, match="3 sequences"):
+        trainer.train_step(batch_of(0, sequences=3))
+    trainer.train_step(batch_of(0))  # and nothing is broken
+
+
+def test_only_rank_0_has_a_trainer() -> None:
+    config = small_config()
+    with pytest.raises(LocalProtocolError, match="rank 1"):
+        Trainer(config, small_layout(config), CPU, Ranks(rank=1, world_size=2))
