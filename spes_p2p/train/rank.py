@@ -79,7 +79,8 @@ class RankTrainer:
         )
         losses, norm = self._totals(sums, batch)
         finite = all(map(math.isfinite, (*losses, norm)))
-        self._update(norm, lr) if finite else None
+        if finite:
+            self._update(norm, lr)
         self.gradient_bytes = gradient_bytes(self.model)
         self.model.zero_grad(set_to_none=True)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from spes_p2p.config.load import config_from_text
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.state.layout import Layout
+from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.private import load_private_state
 from spes_p2p.train.rank import RankTrainer
@@ -35,7 +35,6 @@ _START_SECONDS = 120.0
 _NOTICE_SECONDS = 5.0
 _CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
 _PR_SET_PDEATHSIG = 1
-_FIX = "if memory ran out, use fewer ranks, a smaller micro_batch_sequences or activation checkpointing; then --resume"
 
 
 def serve(ranks: Ranks) -> None:
@@ -86,8 +85,8 @@ class LocalRanks:
         Raises ConfigError for more ranks than GPUs, SpesError where a rank ends or does not come up in time.
         """
         self.ranks = Ranks(device=device)
-        self._children: list[_Child] = []
-        self._ended: list[_Child] = []
+        self._children: list[Child] = []
+        self._ended: list[Child] = []
         self._news = threading.Event()
         self._closing = False
         if world_size == 1:
@@ -145,8 +144,9 @@ class LocalRanks:
             os.environ.setdefault(name, "lo")
         store_path = folder / "store"
         for rank in range(1, world_size):
-            command = [rank, world_size, _device_of(rank, device_type), os.getpid(), store_path]
-            self._children.append(_Child(rank, [str(part) for part in command], folder, self._on_end))
+            arguments = [rank, world_size, _device_of(rank, device_type), os.getpid(), store_path]
+            command = [sys.executable, "-m", "spes_p2p.train.worker", *map(str, arguments)]
+            self._children.append(Child(rank, command, folder, self._on_end))
         store = dist.FileStore(str(store_path), world_size)
         self._wait_until_ready(store, world_size)
         device = torch.device(_device_of(0, device_type))
@@ -165,71 +165,11 @@ class LocalRanks:
             self._news.wait(0.05)
         raise SpesError(f"{world_size - 1} local ranks did not start in {_START_SECONDS:.0f} s", fix="use fewer ranks")
 
-    def _on_end(self, child: _Child) -> None:
+    def _on_end(self, child: Child) -> None:
         self._ended.append(child)
         self._news.set()
         if not self._closing:
             abort(self.ranks)
-
-
-class _Child:
-    """One rank's process, and the thread that starts it and waits for its end.
-
-    The thread lives as long as the process: the kernel sends PR_SET_PDEATHSIG when the thread that started a process
-    ends, not only when the whole parent does.
-    """
-
-    def __init__(self, rank: int, arguments: list[str], folder: Path, on_end: Callable[[_Child], None]) -> None:
-        self.rank = rank
-        self._command = [sys.executable, "-m", __spec__.name, *arguments]
-        self._log = folder / f"rank-{rank}.log"
-        self._on_end = on_end
-        self._process: subprocess.Popen[bytes] | None = None
-        self._failure: OSError | None = None
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
-        self._thread.start()
-        self._started.wait()
-        if self._failure is not None:
-            raise SpesError(f"rank {rank} could not be started: {self._failure}", fix="use fewer ranks")
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def loss(self) -> SpesError:
-        """The error that says how the process ended."""
-        code = None if self._process is None else self._process.returncode
-        if code is not None and code < 0:
-            return SpesError(f"local rank {self.rank} was killed by {signal.Signals(-code).name}", fix=_FIX)
-        return SpesError(f"local rank {self.rank} ended with exit code {code}{self._last_words()}", fix=_FIX)
-
-    def end(self, patience_seconds: float) -> None:
-        """Waits for the end, which is forced after `patience_seconds`."""
-        self._thread.join(patience_seconds)
-        if self._thread.is_alive() and self._process is not None:
-            self._process.kill()
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            with open(self._log, "wb") as log:
-                self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
-                )
-        except OSError as error:
-            self._failure = error
-            return
-        finally:
-            self._started.set()
-        self._process.wait()
-        self._on_end(self)
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
-        words = [line for line in lines if line.strip()]
-        return f": {words[-1][:300]}" if words else ""
 
 
 def ranks_from_environment(device: torch.device) -> Ranks | None:
@@ -258,13 +198,6 @@ def _check_devices(world_size: int, device: torch.device) -> None:
 
 def _ready_key(rank: int) -> str:
     return f"ready-{rank}"
-
-
-def _environment() -> dict[str, str]:
-    """Ours, and where this package lies, which may be in a source tree that only this process knows of."""
-    source = str(Path(__file__).parents[2])
-    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _leave_signals_to_rank_0() -> None:

@@ -175,3 +175,19 @@ def test_misuse_is_refused() -> None:
         trainer.adopt((4, 1), initial(config), 0)
     with pytest.raises(ConfigError, match="below"):
         trainer.adopt((6,), initial(config), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_in_bf16_the_loss_falls_and_masters_stay_fp32() -> None:
+    config = small_config("model.d_model=32", "model.expert_ffn=32")
+    trainer = Trainer(config, small_layout(config), torch.device("cuda"))
+    trainer.adopt((1, 4), initial(config), 0)
+    results = [trainer.train_step(batch_of(0)) for _ in range(30)]
+    assert results[-1].loss < 0.6 * results[0].loss
+    state, loss = trainer.private_state(), trainer.train_step(batch_of(1)).loss
+    resumed = Trainer(config, small_layout(config), torch.device("cuda"))
+    resumed.adopt((1, 4), initial(config), 0)
+    resumed.load_private_state(state)
+    assert resumed.train_step(batch_of(1)).loss == pytest.approx(loss, rel=1e-2)
+    assert {entry["value"].dtype for group in state["groups"] for entry in group["tensors"].values()} == {torch.float32}
