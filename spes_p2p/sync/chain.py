@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from spes_p2p.errors import RemoteProtocolError, StateError
-from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.state.files import write_whole
+from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.state.files import sync, write_whole
 from spes_p2p.sync.genesis import RunInfo, check_genesis
-from spes_p2p.sync.messages import Commit
+from spes_p2p.sync.messages import Commit, manifest_hash
 from spes_p2p.sync.rules import CheckSignature, RunRules, check_certificate, check_child
 from spes_p2p.sync.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 
 _COMMIT = re.compile(r"(\d{8,})\.commit")
+_JOIN_AGAIN = "remove the run's folder and join again: everything but this peer's own moments is fetched"
 
 
 class Chain:
@@ -32,7 +34,7 @@ class Chain:
         rounds = sorted(int(m[1]) for path in directory.iterdir() if (m := _COMMIT.fullmatch(path.name)))
         if rounds and rounds != list(range(len(rounds))):
             missing = next(at for at, round in enumerate(rounds) if at != round)
-            raise StateError(f"{directory} lacks the commit of round {missing}", fix="remove the folder and join again")
+            raise StateError(f"{directory} lacks the commit of round {missing}", fix=_JOIN_AGAIN)
         self._length = len(rounds)
         self._newest = self.commit(self._length - 1) if rounds else None
 
@@ -47,21 +49,60 @@ class Chain:
 
     def commit(self, round: int) -> Commit:
         """The commit of a round. Raises StateError where its file is damaged."""
-        path = self._path(round)
         try:
-            return unpack(Commit, path.read_bytes())
-        except (OSError, RemoteProtocolError) as error:
-            raise StateError(f"{path} is damaged: {error}", fix="remove the run's folder and join again") from error
+            return unpack(Commit, self._read(round))
+        except RemoteProtocolError as error:
+            raise StateError(f"{self._path(round)} is damaged: {error}", fix=_JOIN_AGAIN) from error
 
     def append(self, commit: Commit) -> None:
-        """Adds the next commit, durably. Raises StorageFull."""
-        write_whole(self._path(commit.manifest.round), pack(commit))
-        self._length = max(self._length, commit.manifest.round + 1)
+        """Adds the next commit, durably; nothing is done for one that is here. Raises StorageFull.
+
+        Another one in the place of one that is here ends the branch that it belongs to.
+        """
+        round = commit.manifest.round
+        if round > self._length:
+            raise LocalProtocolError(f"the commit of round {round} does not follow {self._length} commits")
+        if round < self._length:
+            if self.commit(round).manifest == commit.manifest:
+                return
+            self._cut(round)
+        write_whole(self._path(round), pack(commit))
+        self._length = round + 1
         self._newest = commit
 
-    def part(self, first: int, count: int) -> tuple[Commit, ...]:
-        """Up to `count` commits from round `first` on."""
-        return tuple(self.commit(round) for round in range(first, min(first + count, self._length)))
+    def part(self, first: int, count: int, max_bytes: int) -> tuple[bytes, ...]:
+        """The packed commits from round `first` on: up to `count`, as long as they have no more than `max_bytes`.
+
+        The first one is given whatever its size. Raises StateError where one cannot be read.
+        """
+        found: list[bytes] = []
+        for round in range(first, min(first + count, self._length)):
+            data = self._read(round)
+            max_bytes -= len(data)
+            if found and max_bytes < 0:
+                break
+            found.append(data)
+        return tuple(found)
+
+    def knows(self, head: Hash, round: int) -> bool:
+        """Whether `head` names one of the commits up to `round`."""
+        if head == manifest_hash(self.commit(round).manifest):
+            return True
+        return any(self.commit(at).manifest.parent == head for at in range(round, 0, -1))
+
+    def _cut(self, round: int) -> None:
+        """The last first, so that a crash leaves no gap."""
+        for at in range(self._length - 1, round - 1, -1):
+            self._path(at).unlink()
+        sync(self.directory)
+        self._length = round
+
+    def _read(self, round: int) -> bytes:
+        path = self._path(round)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
 
     def _path(self, round: int) -> Path:
         return self.directory / f"{round:08d}.commit"
@@ -80,19 +121,32 @@ def check_links(
         before = commit
 
 
+def wall_clock_microseconds() -> int:
+    """An incarnation that is above all earlier ones of this peer."""
+    return time.time_ns() // 1000
+
+
 class VoteBook:
     """The incarnation of this peer and its voting record, in two files of `directory`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, new_incarnation: Callable[[], int] = wall_clock_microseconds) -> None:
         """Takes up the record on disk; without one this is a new incarnation, a newcomer to the run."""
         directory.mkdir(parents=True, exist_ok=True)
         self._incarnation_path = directory / "incarnation"
         self._votes_path = directory / "votes"
-        self.record = self._read()
-        if self.record is None or not self._incarnation_path.exists():
-            write_whole(self._incarnation_path, str(time.time_ns() // 1000).encode())
-            self.write(VoteRecord(NO_HASH))
-        self.incarnation = int(self._incarnation_path.read_bytes())
+        self._new_incarnation = new_incarnation
+        record, incarnation = self._read(), self._read_incarnation()
+        if record is None or incarnation is None:
+            self.forget()
+        else:
+            self.record, self.incarnation = record, incarnation
+
+    def forget(self) -> None:
+        """Begins a new incarnation: what was signed before can not be stood by any more. Raises StorageFull."""
+        self.incarnation = self._new_incarnation()
+        self._votes_path.unlink(missing_ok=True)  # first: the new incarnation must never meet the old record
+        write_whole(self._incarnation_path, str(self.incarnation).encode())
+        self.write(VoteRecord(NO_HASH))
 
     def write(self, record: VoteRecord) -> None:
         """fsyncs the record. Raises StorageFull."""
@@ -105,6 +159,12 @@ class VoteBook:
         except FileNotFoundError:
             return None
         except RemoteProtocolError:  # unreadable is as good as lost: never vote on a guess
+            return None
+
+    def _read_incarnation(self) -> int | None:
+        try:
+            return int(self._incarnation_path.read_bytes())
+        except (FileNotFoundError, ValueError):
             return None
 
 

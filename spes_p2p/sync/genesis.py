@@ -18,6 +18,7 @@ from spes_p2p.sync.messages import (
     Acceptance,
     Certificate,
     Commit,
+    Envelope,
     Manifest,
     Seal,
     Sealer,
@@ -73,6 +74,16 @@ def check_run(info: RunInfo, expected: Hash) -> Config:
             fix="use the same spes-p2p version as the organiser",
         )
     return config
+
+
+def check_same_run(envelope: Envelope, info: RunInfo) -> None:
+    """Raises RemoteProtocolError where the sender speaks of another run than ours."""
+    for signed in envelope.statuses:
+        if signed.author == envelope.sender and signed.value.fingerprint != info.fingerprint:
+            raise RemoteProtocolError(
+                f"this is run {info.run_id} with fingerprint {info.fingerprint.hex()[:16]}, "
+                f"yours is {signed.value.fingerprint.hex()[:16]}: join again to get its config"
+            )
 
 
 def sign_genesis(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commit:

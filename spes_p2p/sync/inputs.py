@@ -7,72 +7,85 @@ copy in memory. It is lost with a restart: then this peer's work since its last 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import LocalProtocolError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.files import storing
+from spes_p2p.state.files import reserve, write_at
 from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Values
-from spes_p2p.state.version import bytes_of
+from spes_p2p.state.version import DTYPE, block_file, bytes_of, map_block
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    parent: Hash
+    arrays: Mapping[int, Values]
 
 
 class Inputs:
-    """Snapshots in `directory`, one at a time. Written by the trainer's thread, read by the network's."""
+    """Snapshots in `directory`, one at a time. Taken by the trainer's thread, read by any."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._directory = directory
         self._layout = layout
-        self._parent = NO_HASH
-        self._arrays: dict[int, Values] = {}
+        self._snapshot = _Snapshot(NO_HASH, {})
         self._count = 0
 
     def take(self, parent: Hash, blocks: Sequence[int], values: Callable[[int], Values]) -> None:
         """Replaces the snapshot by `values(block)` for each of `blocks`, trained on top of manifest `parent`.
 
-        Where the disk is full the snapshot is held in memory.
+        Where the disk is full the snapshot is held in memory. Maps of the earlier one stay good.
         """
-        self._parent, self._arrays = NO_HASH, {}
         self._count += 1
-        arrays: dict[int, Values] = {}
-        for block in blocks:
-            path = self._directory / f"{self._count % 2}-block-{block:05d}.f32"
-            size = self._layout.blocks[block].size
-            trained = values(block).astype("<f4", copy=False)
-            try:
-                with storing(path, size * VALUE_BYTES):
-                    trained.tofile(path)
-                arrays[block] = np.memmap(path, np.dtype("<f4"), mode="r", shape=(size,))
-            except StorageFull:
-                arrays[block] = np.array(trained)
-        self._parent, self._arrays = parent, arrays
+        folder = self._directory / f"{self._count:08d}"
+        folder.mkdir()
+        arrays = {block: self._store(folder, block, values(block)) for block in blocks}
+        self._snapshot = _Snapshot(parent, arrays)  # at once: readers see the one or the other
+        for older in self._directory.iterdir():
+            if older != folder:
+                shutil.rmtree(older)
+
+    def _store(self, folder: Path, block: int, values: Values) -> Values:
+        path, size = folder / block_file(block), self._layout.blocks[block].size
+        trained = np.ascontiguousarray(values, DTYPE)
+        if trained.shape != (size,):
+            raise LocalProtocolError(f"block {block} has {size} values, the snapshot {trained.shape}")
+        try:
+            reserve(path, size * VALUE_BYTES)
+            write_at(path, 0, bytes_of(trained))
+        except StorageFull:
+            path.unlink(missing_ok=True)
+            return np.array(trained)
+        return map_block(path, size)
 
     @property
     def parent(self) -> Hash:
         """The manifest that the snapshot was trained on; NO_HASH when there is none."""
-        return self._parent
+        return self._snapshot.parent
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        return tuple(self._arrays)
+        return tuple(self._snapshot.arrays)
 
     def block(self, index: int) -> Values:
         """The trained values of a block. KeyError for one that was not trained here."""
-        return self._arrays[index]
+        return self._snapshot.arrays[index]
 
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""
-        tiles = self._layout.tiles[max(first_tile, 0) : max(first_tile, 0) + max(count, 0)]
-        if parent != self._parent or len(tiles) != count or not tiles:
+        snapshot = self._snapshot
+        if parent != snapshot.parent or first_tile < 0 or count < 1:
             return None
-        block = tiles[0].block
-        if block not in self._arrays or tiles[-1].block != block:
+        tiles = self._layout.tiles[first_tile : first_tile + count]
+        if len(tiles) != count or tiles[0].block != tiles[-1].block or tiles[0].block not in snapshot.arrays:
             return None
-        return self._arrays[block][tiles[0].start : tiles[-1].stop]
+        return snapshot.arrays[tiles[0].block][tiles[0].start : tiles[-1].stop]
 
     def serve(self, parent: Hash, first_tile: int, count: int) -> memoryview | None:
         """The bytes of `values`."""

@@ -21,7 +21,9 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Directory, Signer, Transport, Verifier
 from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run
 from spes_p2p.sync import merge
-from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.bench import staged_state
+from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
 from spes_p2p.sync.messages import WIRE_VERSION, Ballots, Commit, Envelope, Intent, Sealer, Status, Work
 from spes_p2p.sync.rules import RunRules
@@ -30,6 +32,7 @@ from spes_p2p.sync.transfer import Transfers, fetch_run
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
+Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 
 
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
@@ -119,7 +122,9 @@ class Joining:
         verifier: Verifier,
         sealer: Sealer,
         say: Callable[[str], None],
+        new_incarnation: Callable[[], int] = wall_clock_microseconds,
     ) -> None:
+        """`say` is told what a person should read; `new_incarnation` gives numbers that rise over restarts."""
         self._info = info
         self._config = config
         self._layout = layout
@@ -129,42 +134,60 @@ class Joining:
         self._sealer = sealer
         self._checker = EnvelopeChecker(verifier)
         self._say = say
+        self._said: set[str] = set()
+        self._new_incarnation = new_incarnation
         self._rules = rules_of(config, info, layout)
         self._transfers = Transfers(transport, layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds))
 
-    async def enter(self, intent: Intent, sources: Callable[[], Awaitable[Iterable[PeerId]]]) -> Place:
-        """Opens the disk and waits for genesis if there is none yet; `sources` finds peers that may be asked."""
+    async def enter(self, intent: Intent, sources: Sources) -> Place:
+        """Opens the disk and waits for genesis if there is none yet; `sources` finds peers that may be asked.
+
+        Raises StateError where the disk holds what does not fit, NetworkError where the initial state came out
+        differently here and nobody gives it, and StorageFull. The store is closed again then.
+        """
         store = StateStore(self._folder / "state", self._layout)
+        try:
+            return await self._enter(store, intent, sources)
+        except BaseException:
+            store.close()
+            raise
+
+    async def _enter(self, store: StateStore, intent: Intent, sources: Sources) -> Place:
         chain = Chain(self._folder / "chain")
-        votes = VoteBook(self._folder / "votes")
+        votes = VoteBook(self._folder / "votes", self._new_incarnation)
+        for problem in store.problems:
+            self._say(f"{problem}; it is fetched again")
+        for round in [round for round in store.rounds() if round >= max(chain.length, 1)]:
+            store.drop(round)  # a state without a certificate is none
         if store.latest() is None:
             self._say("computing the initial state")
             initial = InitialState(self._layout, self._config.run.seed, self._config.model.init_std)
             await _in_thread(lambda: store.create_initial(initial))
         if chain.length == 0:
             chain.append(await self._genesis(intent, votes.incarnation, sources))
-        return Place(store, chain, votes, await self._tip(store, chain, sources))
+        tip = await self._tip(store, chain, sources)
+        if votes.record.parent != NO_HASH and not chain.knows(votes.record.parent, tip.manifest.round):
+            votes.forget()  # it voted on a round whose state is not here any more: it can not stand by that
+        return Place(store, chain, votes, tip)
 
-    async def _genesis(
-        self, intent: Intent, incarnation: int, sources: Callable[[], Awaitable[Iterable[PeerId]]]
-    ) -> Commit:
+    async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
         """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about."""
         sequence, told = 0, False
         while True:
-            for peer in await sources():
-                sequence += 1
-                found = await self._ask_genesis(peer, self._newcomer(intent, incarnation, sequence))
-                if found is not None:
-                    return found
+            sequence += 1
+            envelope = Envelope(self._me, (self._sealer.seal(self._newcomer(intent, incarnation, sequence)),))
+            answers = await asyncio.gather(*(self._ask_genesis(peer, envelope) for peer in await sources()))
+            found = next((commit for commit in answers if commit is not None), None)
+            if found is not None:
+                return found
             if not told:
                 self._say(f"waiting until {self._config.swarm.min_peers} peers have come")
                 told = True
             await asyncio.sleep(self._config.swarm.heartbeat_seconds)
 
-    async def _ask_genesis(self, peer: PeerId, status: Status) -> Commit | None:
-        envelope = Envelope(self._me, (self._sealer.seal(status),))
+    async def _ask_genesis(self, peer: PeerId, envelope: Envelope) -> Commit | None:
         try:
-            answer = await self._transport.call(peer, pack(envelope), 10 * self._config.swarm.heartbeat_seconds)
+            answer = await self._transport.call(peer, pack(envelope), 4 * self._config.swarm.heartbeat_seconds)
             commit = self._checker.open(peer, answer).commit
             if commit is None or commit.manifest.round > 0:
                 part = await self._transfers.chain(peer, 0)
@@ -173,26 +196,25 @@ class Joining:
                 check_genesis(commit, self._info, self._checker.check)
             return commit
         except (NetworkError, RemoteProtocolError) as error:
-            self._say(f"peer {short(peer)} gave no genesis: {error}")
+            self._say_once(f"peer {short(peer)} gave no genesis: {error}")
             return None
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _newcomer(self, intent: Intent, incarnation: int, sequence: int) -> Status:
         return Status(self._info.fingerprint, self._me, incarnation, sequence, -1, NO_HASH, Work(), intent, Ballots())
 
-    async def _tip(self, store: StateStore, chain: Chain, sources: Callable[[], Awaitable[Iterable[PeerId]]]) -> Commit:
+    async def _tip(self, store: StateStore, chain: Chain, sources: Sources) -> Commit:
         """The newest commit whose state is here whole; ends a commit that a crash cut between chain and state."""
         latest = store.latest()
         assert latest is not None
-        if chain.length > latest.round + 1:
-            staged = store.staged(latest.round + 1)
-            root = chain.commit(latest.round + 1).manifest.state_root
-            if staged is not None and staged.finished is not None and staged.finished.root == root:
-                latest = staged.publish()
-        if chain.length <= latest.round:
-            raise StateError(
-                f"{self._folder} has the state of round {latest.round} but only {chain.length} commits",
-                fix="remove the folder and join again",
-            )
+        for round in (chain.length - 1, latest.round + 1):
+            if latest.round < round < chain.length:
+                staged = staged_state(store, round, chain.commit(round).manifest.state_root)
+                latest = staged.publish() if staged is not None else latest
         tip = chain.commit(latest.round)
         if tip.manifest.state_root == latest.root:
             return tip
@@ -201,34 +223,31 @@ class Joining:
                 f"the state of round {latest.round} in {self._folder} is not the one that was committed",
                 fix="remove the folder and join again",
             )
-        await self._replace_initial(store, tip, await sources())
-        return tip
+        return await self._replace_initial(store, chain, tip, sources)
 
-    async def _replace_initial(self, store: StateStore, genesis: Commit, sources: Iterable[PeerId]) -> None:
-        """Our arithmetic gave another initial state than the organiser: fetch the tiles that differ."""
-        root = genesis.manifest.state_root
+    async def _replace_initial(self, store: StateStore, chain: Chain, genesis: Commit, sources: Sources) -> Commit:
+        """Our arithmetic gave another initial state than the organiser's: fetch what differs, or a newer state."""
         self._say("the initial state came out differently on this machine; fetching it instead")
+        catch_up = CatchUp(self._info, self._rules, self._checker.check, chain, store, self._transfers, _in_thread)
         reasons: list[str] = []
-        for peer in sources:
-            try:
-                hashes = await self._transfers.hash_list(peer, root, 0)
-                ours = store.version(0)
-                differ = [
-                    at for at, pair in enumerate(zip(ours.tile_hashes, hashes, strict=True)) if pair[0] != pair[1]
-                ]
-                staging = store.stage(0, 0, label="fetched")
-                for tile_id in differ:
-                    (tile,) = await self._transfers.tiles_by_id([tile_id], hashes[tile_id], [peer])
-                    staging.write_state(tile_id, tile, hashes[tile_id])
-                staging.finish()
-                staging.publish()
-                return
-            except (NetworkError, RemoteProtocolError) as error:
-                reasons.append(f"{short(peer)}: {error}")
+        for peer in await sources():
+            for commit in dict.fromkeys((await self._newest(catch_up, peer, genesis), genesis)):
+                try:
+                    (await catch_up.state(commit.manifest, 0, [peer])).publish()
+                    return commit
+                except (NetworkError, RemoteProtocolError) as error:
+                    reasons.append(f"{short(peer)}: {error}")
         raise NetworkError(
-            f"the initial state {short(root)} could not be fetched: {'; '.join(reasons) or 'nobody to ask'}",
+            f"the initial state {short(genesis.manifest.state_root)} could not be fetched: "
+            f"{'; '.join(reasons) or 'nobody to ask'}",
             fix="keep the bootstrap node running until all peers have started",
         )
+
+    async def _newest(self, catch_up: CatchUp, peer: PeerId, genesis: Commit) -> Commit:
+        try:
+            return await catch_up.headers(0, peer, 0)
+        except (NetworkError, RemoteProtocolError):
+            return genesis
 
 
 def announced_version(group: RunGroup) -> None:

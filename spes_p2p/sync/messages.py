@@ -53,6 +53,10 @@ class Slice:
     def key(self) -> tuple[int, int]:
         return (self.first_tile, self.tiles)
 
+    @property
+    def tile_ids(self) -> range:
+        return range(self.first_tile, self.first_tile + self.tiles)
+
 
 @dataclass(frozen=True)
 class Merge:

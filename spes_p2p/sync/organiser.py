@@ -6,22 +6,22 @@ goes on without it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId, short
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.membership import Member
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.chain import Chain, check_links
-from spes_p2p.sync.genesis import RunInfo, sign_genesis
+from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.messages import Commit, Envelope, Sealer, Status
 from spes_p2p.sync.requests import Request, Serving
 from spes_p2p.sync.rules import RunRules, genesis_manifest
 from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
 from spes_p2p.wire import pack, unpack
 
@@ -67,7 +67,8 @@ class Organiser:
         self._waiting: dict[PeerId, _Waiting] = {}
         self._serving = Serving(info, chain, store, lambda parent, first, count: None)
         self._transfers = Transfers(transport, store.layout, lambda: 4 * heartbeat_seconds)
-        self._following: asyncio.Task[None] | None = None
+        self._tasks = Tasks(self._failed)
+        self._following = False
 
     async def start(self) -> None:
         """Begins to answer."""
@@ -75,9 +76,7 @@ class Organiser:
 
     async def stop(self) -> None:
         """Ends what is under way."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait([self._following])
+        await self._tasks.stop()
 
     @property
     def waiting(self) -> tuple[PeerId, ...]:
@@ -87,14 +86,16 @@ class Organiser:
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         """Takes a status; answers with genesis, or with the newest commit."""
         envelope = self._checker.open(caller, request)
+        check_same_run(envelope, self.info)
         for signed in envelope.statuses:
-            if signed.author == caller and signed.value.fingerprint == self.info.fingerprint:
+            if signed.author == signed.value.peer == caller:
                 self._hear(signed.value)
         return pack(Envelope(self._transport.peer_id, commit=self._chain_answer(envelope)))
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Run, headers, and tiles of the initial state."""
-        return self._serving.answer(unpack(Request, request))
+        asked = unpack(Request, request)
+        return await self._tasks.in_thread(lambda: self._serving.answer(asked))
 
     def _chain_answer(self, envelope: Envelope) -> Commit | None:
         rounds = [signed.value.round for signed in envelope.statuses]
@@ -105,8 +106,9 @@ class Organiser:
     def _hear(self, status: Status) -> None:
         if self.chain.length == 0:
             self._await(status)
-        elif status.round >= self.chain.length and (self._following is None or self._following.done()):
-            self._following = asyncio.get_running_loop().create_task(self._follow(status.peer))
+        elif status.round >= self.chain.length and not self._following:
+            self._following = True
+            self._tasks.spawn(self._follow(status.peer))
 
     def _await(self, status: Status) -> None:
         now = self._clock.now()
@@ -120,7 +122,10 @@ class Organiser:
         for peer in [peer for peer, waiting in self._waiting.items() if now - waiting.at > limit]:
             del self._waiting[peer]
         if len(self._waiting) >= self._min_peers:
-            self._begin()
+            try:
+                self._begin()
+            except StorageFull as error:
+                self._say(f"the run cannot begin: {error}")
 
     def _begin(self) -> None:
         """Genesis is on disk before anybody sees it, so that there is never a second one."""
@@ -136,8 +141,16 @@ class Organiser:
         """Takes newer headers from a peer; its state is not needed here."""
         try:
             while part := await self._transfers.chain(peer, self.chain.length):
-                check_links(part, self.chain.newest, self.info, self._rules, self._checker.check)
-                for commit in part:
-                    self.chain.append(commit)
-        except (NetworkError, RemoteProtocolError) as error:
+                await self._tasks.in_thread(lambda part=part: self._extend(part))  # type: ignore[misc]
+        except (NetworkError, RemoteProtocolError, StorageFull) as error:
             self._say(f"peer {short(peer)} could not give its newest certificates: {error}")
+        finally:
+            self._following = False
+
+    def _extend(self, part: tuple[Commit, ...]) -> None:
+        check_links(part, self.chain.newest, self.info, self._rules, self._checker.check)
+        for commit in part:
+            self.chain.append(commit)
+
+    def _failed(self, error: BaseException) -> None:
+        self._say(f"could not follow the run: {error!r}")

@@ -19,14 +19,15 @@ NON_FINITE = "non-finite values"
 TOO_LARGE = "a change far larger than the others'"
 
 
-def screen(values: Mapping[PeerId, Values], base: Values) -> dict[PeerId, str]:
+def screen(values: Mapping[PeerId, Values], base: Values, steps: Mapping[PeerId, int]) -> dict[PeerId, str]:
     """Contributors that must stay out of a slice, each with the reason.
 
-    `values` are their values, `base` the committed ones, all of one shape. Sizes can only be judged against others, so
-    with fewer than three contributors only non-finite values are refused.
+    `values` are their values, `base` the committed ones, all of one shape; `steps` the inner steps behind them: a fast
+    peer moves further than a slow one, so changes are compared a step. Sizes can only be judged against others: with
+    fewer than three contributors only non-finite values are refused.
     """
     refused = {peer: NON_FINITE for peer, array in values.items() if not np.isfinite(array).all()}
-    norms = {peer: _norm(array, base) for peer, array in values.items() if peer not in refused}
+    norms = {peer: _norm(array, base) / max(1, steps[peer]) for peer, array in values.items() if peer not in refused}
     if len(norms) >= 3:
         limit = NORM_LIMIT * median(norms.values())
         refused |= {peer: TOO_LARGE for peer, norm in norms.items() if norm > limit > 0}
@@ -45,5 +46,6 @@ def weighted_mean(values: Sequence[Values], weights: Sequence[int]) -> Values:
 
 
 def _norm(array: Values, base: Values) -> float:
-    change = np.subtract(array, base)
-    return float(np.sqrt(np.dot(change, change)))
+    with np.errstate(over="ignore"):  # an infinite norm is far too large, whatever the exact one
+        change = np.subtract(array, base)
+        return float(np.sqrt(np.dot(change, change)))

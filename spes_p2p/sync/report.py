@@ -125,7 +125,7 @@ async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round
             _, data = await transport.fetch(holder, pack(request), ANSWER_SECONDS, MAX_MESSAGE_BYTES)
             commits = unpack(ChainPart, data).commits
             if commits:
-                return commits[0]
+                return unpack(Commit, commits[0])
         except (NetworkError, RemoteProtocolError) as caught:
             error = caught
     raise error

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes
-from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.bench import whole_state
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import Commit
 from spes_p2p.wire import pack
 
 VALUES = "values"
@@ -27,6 +26,7 @@ CHAIN = "chain"
 RUN = "run"
 MAX_TILES_AT_ONCE = 64
 MAX_COMMITS_AT_ONCE = 64
+MAX_CHAIN_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Request:
 
 @dataclass(frozen=True)
 class ChainPart:
-    """The answer to CHAIN."""
+    """The answer to CHAIN: commits, each packed."""
 
-    commits: tuple[Commit, ...]
+    commits: tuple[bytes, ...]
 
 
 class Serving:
@@ -69,8 +69,7 @@ class Serving:
         if request.kind == RUN:
             return Blob(pack(self._info))
         if request.kind == CHAIN:
-            count = min(max(request.count, 0), MAX_COMMITS_AT_ONCE)
-            return Blob(pack(ChainPart(self._chain.part(max(request.first, 0), count))))
+            return self._commits(request.first, request.count)
         if request.kind == VALUES:
             data = self._inputs(request.name, request.first, request.count)
             if data is None:
@@ -82,28 +81,33 @@ class Serving:
             return self._hashes(request.name, request.first)
         raise RemoteProtocolError(f"nothing is known of {request.kind[:20]!r}")
 
-    def _tiles(self, joined: bytes) -> Blob:
-        hashes = split_hashes(joined)
-        if not hashes or len(joined) % HASH_BYTES or len(hashes) > MAX_TILES_AT_ONCE:
-            raise RemoteProtocolError(f"a request for {len(joined)} bytes of tile hashes")
-        found = [self._store.find(tile_hash) for tile_hash in hashes] if self._store else [None]
-        missing = [tile_hash for tile_hash, data in zip(hashes, found, strict=False) if data is None]
-        if missing:
-            raise RemoteProtocolError(f"tile {short(missing[0])} is not here")
-        if len(found) == 1 and found[0] is not None:
-            return Blob(found[0])
-        return Blob(b"".join(data for data in found if data is not None))
-
-    def _hashes(self, root: Hash, round: int) -> Blob:
+    def _commits(self, first: int, count: int) -> Blob:
+        count = min(max(count, 0), MAX_COMMITS_AT_ONCE)
         try:
-            version = self._store.version(round) if self._store else None
+            return Blob(pack(ChainPart(self._chain.part(max(first, 0), count, MAX_CHAIN_BYTES))))
         except StateError as error:
             raise RemoteProtocolError(str(error)) from error
-        if version is None or version.root != root:
+
+    def _tiles(self, joined: bytes) -> Blob:
+        hashes = split_hashes(joined)
+        if not hashes or len(joined) % HASH_BYTES or len(hashes) > MAX_TILES_AT_ONCE or self._store is None:
+            raise RemoteProtocolError(f"a request for {len(joined)} bytes of tile hashes")
+        found: list[memoryview] = []
+        for tile_hash in hashes:
+            data = self._find(self._store, tile_hash)
+            if data is None:
+                raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
+            found.append(data)
+        return Blob(found[0] if len(found) == 1 else b"".join(found))
+
+    def _find(self, store: StateStore, tile_hash: Hash) -> memoryview | None:
+        try:
+            return store.find(tile_hash)
+        except OSError:  # its file went away in this moment, with the round that it belonged to
+            return None
+
+    def _hashes(self, root: Hash, round: int) -> Blob:
+        version = whole_state(self._store, round, root) if self._store else None
+        if version is None:
             raise RemoteProtocolError(f"no state {short(root)} of round {round} here")
         return Blob(b"".join(version.tile_hashes))
-
-
-def slice_bytes(tile_sizes: list[int]) -> int:
-    """Bytes of tiles with so many values."""
-    return sum(tile_sizes) * VALUE_BYTES

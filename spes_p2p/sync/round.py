@@ -12,7 +12,7 @@ reordering need no handling of their own. See docs/protocol.md for the round in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
@@ -134,6 +134,15 @@ class Core(Hearing, Reducing, Voting, Speaking):
         current.work = work
         return self._advance(now)
 
+    def wants_reduced(self, plan: Hash, index: int) -> bool:
+        """Whether a slice that we were asked to reduce may still be written: later it could spoil a finished state."""
+        current = self.round
+        return current.plan is not None and plan_hash(current.plan.value) == plan and index in current.reducing
+
+    def wants_staged(self, key: Key, hashes: bytes) -> bool:
+        """Whether tiles that we were asked to fetch may still be written."""
+        return self.round.fetching.get(key) == hashes
+
     def reduced(self, report: Report, now: float) -> list[Action]:
         """A slice was reduced here and its tiles are staged; without contributors: nobody's values were fit."""
         current = self.round
@@ -203,6 +212,22 @@ class Core(Hearing, Reducing, Voting, Speaking):
             for piece in signed.value.manifest.slices:
                 current.staged.pop(piece.key, None)
             current.missing = None
+        return self._advance(now)
+
+    def undone(self, whole: Callable[[Hash], bool]) -> None:
+        """States that are not `whole` on disk any more (by their root) are made again before anybody votes for them."""
+        for name in list(self.round.verified):
+            signed = self._proposal_of(name)
+            if signed is None or not whole(signed.value.manifest.state_root):
+                self.round.verified.discard(name)
+                self.round.missing = None
+
+    def unstaged(self, keys: Iterable[Key], now: float) -> list[Action]:
+        """These slices are not on disk any more and nobody gave them: they are fetched, or done, again."""
+        current = self.round
+        for key in keys:
+            current.staged.pop(key, None)
+        current.building = current.outcome = current.missing = None
         return self._advance(now)
 
     def gone(self, peer: PeerId, now: float) -> list[Action]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -31,12 +32,14 @@ class KeySealer:
 class EnvelopeChecker:
     """Opens envelopes of others: strictly typed, every signature good.
 
-    Good signatures are remembered, since the same signed message comes again with each heartbeat.
+    Good signatures are remembered, since the same signed message comes again with each heartbeat. `check` may be called
+    from any thread.
     """
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
         self._good: OrderedDict[Hash, None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def open(self, sender: PeerId, data: bytes) -> Envelope:
         """Raises RemoteProtocolError for anything but a well-formed envelope of `sender` with good signatures."""
@@ -51,15 +54,18 @@ class EnvelopeChecker:
 
     def check(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
         """Whether `signature` over `data` was made with `public_key`, and that key is the peer's."""
-        name = sha256(peer.encode(), b"\0", public_key, signature, data)
-        if name in self._good:
-            self._good.move_to_end(name)
-            return True
+        lengths = f"{len(public_key)} {len(signature)} {peer}\0"  # or another split of the same bytes would pass
+        name = sha256(lengths.encode(), public_key, signature, data)
+        with self._lock:
+            if name in self._good:
+                self._good.move_to_end(name)
+                return True
         if not self._verifier.verify(peer, public_key, data, signature):
             return False
-        self._good[name] = None
-        if len(self._good) > _REMEMBERED:
-            self._good.popitem(last=False)
+        with self._lock:
+            self._good[name] = None
+            if len(self._good) > _REMEMBERED:
+                self._good.popitem(last=False)
         return True
 
 

@@ -7,19 +7,25 @@ asked comes from the round's state machine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from spes_p2p.errors import NetworkError, PeerRefused, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.state.hashes import HASH_BYTES, hash_tiles, split_hashes
+from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync import requests
 from spes_p2p.sync.messages import Commit, Slice
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
+
+TILES_A_FETCH = 4
+"""Tiles asked for at once: large enough for the way, small enough for the memory of both sides."""
+TakeTiles = Callable[[list[tuple[int, bytes, Hash]]], Awaitable[None]]
+"""Is given tiles as (id, bytes, hash), the bytes checked."""
 
 
 class Transfers:
@@ -54,38 +60,58 @@ class Transfers:
             raise RemoteProtocolError(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
         return np.frombuffer(data, np.dtype("<f4"))
 
-    async def tiles(self, first_tile: int, joined: bytes, holders: Sequence[PeerId]) -> list[bytes]:
-        """Consecutive tiles from `first_tile` on, by their hashes. Raises NetworkError when no holder has them."""
-        ids = range(first_tile, first_tile + len(joined) // HASH_BYTES)
-        return await self.tiles_by_id(list(ids), joined, holders)
+    async def tiles(self, wanted: Mapping[int, Hash], holders: Sequence[PeerId], take: TakeTiles) -> None:
+        """Fetches tiles by id and hash, a few at a time from the first holder that has them, and hands them to `take`.
 
-    async def tiles_by_id(self, tile_ids: Sequence[int], joined: bytes, holders: Sequence[PeerId]) -> list[bytes]:
-        """The bytes of each tile; checked against its hash, from the first holder that has them all."""
-        sizes = [self._layout.tiles[tile_id].size * VALUE_BYTES for tile_id in tile_ids]
+        Raises NetworkError when nobody has some of them, and what `take` raises.
+        """
+        ids = list(wanted)
+
+        async def some(part: Sequence[int]) -> None:
+            data = await self._some_tiles(part, [wanted[tile_id] for tile_id in part], holders)
+            await take([(tile_id, tile, wanted[tile_id]) for tile_id, tile in zip(part, data, strict=True)])
+
+        await all_of(some(ids[at : at + TILES_A_FETCH]) for at in range(0, len(ids), TILES_A_FETCH))
+
+    async def _some_tiles(self, ids: Sequence[int], hashes: Sequence[Hash], holders: Sequence[PeerId]) -> list[bytes]:
+        sizes = [self._layout.tiles[tile_id].size * VALUE_BYTES for tile_id in ids]
+        request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
         for holder in holders:
             try:
-                data = await self._ask(holder, Request(requests.TILES, hashes=joined), sum(sizes))
-                return self._checked(holder, data, sizes, joined)
+                return self._checked(holder, await self._ask(holder, request, sum(sizes)), sizes, hashes)
             except (NetworkError, RemoteProtocolError) as error:
                 reasons.append(f"{short(holder)}: {error}")
-        raise NetworkError(
-            f"nobody gave {len(sizes)} tiles from {tile_ids[0]} on ({'; '.join(reasons) or 'no holder'})"
-        )
+        raise NetworkError(f"nobody gave {len(ids)} tiles from {ids[0]} on ({'; '.join(reasons) or 'no holder'})")
 
     async def chain(self, holder: PeerId, first: int) -> tuple[Commit, ...]:
-        """Commits from round `first` on, some at a time; unchecked."""
+        """Commits from round `first` on, some at a time; unchecked, but numbered from `first` on."""
         request = Request(requests.CHAIN, first=first, count=requests.MAX_COMMITS_AT_ONCE)
-        return unpack(ChainPart, await self._ask(holder, request, MAX_MESSAGE_BYTES)).commits
+        part = unpack(ChainPart, await self._ask(holder, request, MAX_MESSAGE_BYTES)).commits
+        if len(part) > requests.MAX_COMMITS_AT_ONCE:
+            raise RemoteProtocolError(f"{short(holder)} sent {len(part)} commits at once")
+        commits = tuple(unpack(Commit, data) for data in part)
+        if [commit.manifest.round for commit in commits] != list(range(first, first + len(commits))):
+            raise RemoteProtocolError(f"{short(holder)} sent commits that do not follow round {first - 1}")
+        return commits
 
-    async def hash_list(self, holder: PeerId, root: Hash, round: int) -> tuple[Hash, ...]:
-        """The state hashes of all tiles; checked against the root."""
+    async def hash_list(self, holders: Sequence[PeerId], root: Hash, round: int) -> tuple[Hash, ...]:
+        """The state hashes of all tiles, from the first holder that gives a list that hashes to the root.
+
+        Raises NetworkError when nobody does.
+        """
         size = len(self._layout.tiles) * HASH_BYTES
-        joined = await self._ask(holder, Request(requests.HASHES, name=root, first=round), size)
-        hashes = split_hashes(joined)
-        if len(joined) != size or self._layout.root_of(hashes) != root:
-            raise RemoteProtocolError(f"{short(holder)} sent a hash list that does not hash to {short(root)}")
-        return hashes
+        reasons: list[str] = []
+        for holder in holders:
+            try:
+                joined = await self._ask(holder, Request(requests.HASHES, name=root, first=round), size)
+                hashes = split_hashes(joined)
+                if len(joined) == size and self._layout.root_of(hashes) == root:
+                    return hashes
+                reasons.append(f"{short(holder)} sent a list that does not hash to it")
+            except (NetworkError, RemoteProtocolError) as error:
+                reasons.append(f"{short(holder)}: {error}")
+        raise NetworkError(f"nobody gave the hashes of state {short(root)} ({'; '.join(reasons) or 'no holder'})")
 
     async def _ask(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
         async with self._slots:
@@ -97,7 +123,7 @@ class Transfers:
         self._on_bytes()
         return data
 
-    def _checked(self, holder: PeerId, data: bytes, sizes: list[int], joined: bytes) -> list[bytes]:
+    def _checked(self, holder: PeerId, data: bytes, sizes: Sequence[int], hashes: Sequence[Hash]) -> list[bytes]:
         if len(data) != sum(sizes):
             raise RemoteProtocolError(f"{short(holder)} sent {len(data)} bytes instead of {sum(sizes)}")
         parts: list[bytes] = []
@@ -105,7 +131,7 @@ class Transfers:
         for size in sizes:
             parts.append(data[at : at + size])
             at += size
-        if tuple(hash_tiles(parts, threads=1)) != split_hashes(joined):
+        if [hash_tile(part) for part in parts] != list(hashes):
             raise RemoteProtocolError(f"{short(holder)} sent tiles that do not hash to what was asked for")
         return parts
 
@@ -117,3 +143,16 @@ async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) 
     """The packed RunInfo that a peer serves; unchecked."""
     _, data = await transport.fetch(peer, pack(Request(requests.RUN)), timeout_seconds, 2**20)
     return data
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs them beside each other. The first to fail ends the others, and its error is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except ExceptionGroup as errors:
+        failed: Exception = errors
+        while isinstance(failed, ExceptionGroup):
+            failed = failed.exceptions[0]
+        raise failed from None

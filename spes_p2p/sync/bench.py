@@ -1,0 +1,192 @@
+"""Where the child of the tip is made, on disk: reduced and fetched slices in, a new state with its root out.
+
+A state that this peer has signed for stays whole and durable until a commit takes its place: what is staged after that
+goes to a second area beside it. `open` decides where to and is called on the loop's thread, before anything is written;
+the long methods run in a thread, one at a time. Votes, messages and the network are others' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
+from spes_p2p.ids import Hash, short
+from spes_p2p.state.hashes import HASH_BYTES, split_hashes
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.staging import Staging, TileData
+from spes_p2p.state.store import StateStore
+from spes_p2p.state.version import Version
+from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
+from spes_p2p.sync.messages import Merge, Proposal, Slice
+
+NamedTile = tuple[int, TileData, Hash]
+"""(tile id, its values or bytes, its hash)"""
+_LABELS = ("", "beside")
+FETCHED = "fetched"
+"""The label of a state that is fetched whole, by hash, beside the round's own stagings."""
+
+
+class Bench:
+    """The stagings of the round that is being made. `is_bound(root)`: whether this peer has signed for that state."""
+
+    def __init__(self, store: StateStore, layout: Layout, merge_top_k: int, is_bound: Callable[[Hash], bool]) -> None:
+        self._store = store
+        self._layout = layout
+        self._merge_top_k = merge_top_k
+        self._is_bound = is_bound
+        self._tip = -1
+        self._work: Staging | None = None
+        self._kept: Staging | None = None
+        self._has_state = False
+
+    def enter(self, tip_round: int) -> None:
+        """Another state is committed; what was staged before is its store's to forget."""
+        self._tip, self._work, self._kept, self._has_state = tip_round, None, None, False
+
+    def recover(self) -> None:
+        """After a restart or a full disk: what is not finished is gone, what this peer has signed for is here."""
+        self._keep_what_binds()
+        if self._work is not None:
+            self._work.discard()
+            self._work, self._has_state = None, False
+        for label in _LABELS:
+            staging = self._store.staged(self._tip + 1, label)
+            if staging is not None and staging.finished is not None and self._is_bound(staging.finished.root):
+                self._kept = staging
+
+    def open(self) -> None:
+        """Makes ready for writing: a state that was made, but not signed for, is undone."""
+        self._keep_what_binds()
+        if self._work is None:
+            taken = self._kept is not None and self._kept is self._store.staged(self._tip + 1, _LABELS[0])
+            self._work = self._store.stage(self._tip + 1, self._tip, _LABELS[taken])
+        elif self._has_state:
+            self._work.reopen(keep_state=False)
+        self._has_state = False
+
+    def finished(self, root: Hash) -> Version | None:
+        """The staged state with this root, whole and on disk."""
+        staging = self._finished(root)
+        return staging.finished if staging else None
+
+    def publish(self, root: Hash) -> Version:
+        """Makes the staged state the committed one."""
+        staging = self._finished(root)
+        if staging is None:
+            raise LocalProtocolError(f"state {short(root)} of round {self._tip + 1} is not staged")
+        return staging.publish()
+
+    def write(self, first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
+        """Stages consecutive wire tiles; their hashes."""
+        staging = self._opened()
+        return tuple(staging.write_tile(first_tile + at, tile) for at, tile in enumerate(tiles))
+
+    def add(self, tiles: Iterable[NamedTile]) -> None:
+        """Stages wire tiles that came from elsewhere."""
+        staging = self._opened()
+        for tile in tiles:
+            staging.write_tile(*tile)
+
+    def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
+        """Takes exactly these wire tiles onto the bench, from wherever they are on this disk; the others by id."""
+        wanted = wire_tiles(slices, joined)
+        staging = self._opened()
+        staging.forget(tile.id for tile in self._layout.tiles if staging.wire_hash(tile.id) != wanted.get(tile.id))
+        missing: dict[int, Hash] = {}
+        for tile_id, tile_hash in wanted.items():
+            if not staging.has_wire(tile_id):
+                here = self._store.find(tile_hash)
+                if here is None:
+                    missing[tile_id] = tile_hash
+                else:
+                    staging.write_tile(tile_id, here, tile_hash)
+        return missing
+
+    def build(self, alpha: float) -> tuple[Hash, Merge | None]:
+        """The root of the new state from what was gathered; with `alpha` it is merged with neighbours chosen here."""
+        neighbours = nearest_experts(self._layout, self._opened(), self._merge_top_k) if alpha else None
+        merge = Merge(alpha, neighbours) if neighbours is not None else None
+        return self.compute(merge), merge
+
+    def compute(self, merge: Merge | None) -> Hash:
+        """The root of the new state from what was gathered, by our own arithmetic, whole and on disk."""
+        staging = self._opened()
+        self._has_state = True
+        if merge is not None:
+            merge_columns(self._layout, staging, merge.neighbours, merge.alpha, staging.write_state)
+        return self._layout.root_of(staging.finish())
+
+    def check(self, proposal: Proposal) -> None:
+        """Raises RemoteProtocolError where the parts of a proposal do not fit each other or the grid."""
+        manifest = proposal.manifest
+        wire_tiles(manifest.slices, proposal.wire_hashes)
+        if manifest.merge is not None:
+            try:
+                check_neighbours(self._layout, manifest.merge.neighbours)
+            except LocalProtocolError as error:
+                raise RemoteProtocolError(str(error)) from error
+
+    def differing(self, theirs: Sequence[Hash]) -> list[int]:
+        """Tiles of the state just computed that came out differently at the one who proposed it."""
+        computed = self._opened().finished
+        if computed is None:
+            raise LocalProtocolError(f"the state of round {self._tip + 1} was not computed", fix="call compute() first")
+        ours = computed.tile_hashes
+        return [tile_id for tile_id, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
+
+    def begin_repair(self) -> None:
+        """From here on `mend` puts state tiles in the place of our own."""
+        self._opened().reopen(keep_state=True)
+
+    def mend(self, tiles: Iterable[NamedTile]) -> None:
+        """State tiles that another peer computed."""
+        staging = self._opened()
+        for tile in tiles:
+            staging.write_state(*tile)
+
+    def end_repair(self) -> Hash:
+        """The root of the repaired state, whole and on disk."""
+        return self._layout.root_of(self._opened().finish())
+
+    def _finished(self, root: Hash) -> Staging | None:
+        stagings = (self._kept, self._work)
+        return next((s for s in stagings if s is not None and s.finished is not None and s.finished.root == root), None)
+
+    def _opened(self) -> Staging:
+        if self._work is None:
+            raise LocalProtocolError(f"nothing of round {self._tip + 1} is being staged", fix="call open() first")
+        return self._work
+
+    def _keep_what_binds(self) -> None:
+        """At most one state binds: a later acceptance stands for the earlier ones."""
+        if self._work is not None and self._work.finished is not None and self._is_bound(self._work.finished.root):
+            self._kept, self._work, self._has_state = self._work, None, False
+
+
+def wire_tiles(slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
+    """The wire hash of each tile, by id. Raises RemoteProtocolError where hashes and slices do not fit."""
+    found: dict[int, Hash] = {}
+    if len(slices) != len(joined):
+        raise RemoteProtocolError(f"hashes of {len(joined)} slices for {len(slices)}")
+    for piece, part in zip(slices, joined, strict=True):
+        if len(part) != piece.tiles * HASH_BYTES:
+            raise RemoteProtocolError(f"{len(part)} bytes of hashes for the {piece.tiles} tiles of slice {piece.key}")
+        found.update(zip(piece.tile_ids, split_hashes(part), strict=True))
+    return found
+
+
+def staged_state(store: StateStore, round: int, root: Hash) -> Staging | None:
+    """The finished staging with this root."""
+    for label in (*_LABELS, FETCHED):
+        staging = store.staged(round, label)
+        if staging is not None and staging.finished is not None and staging.finished.root == root:
+            return staging
+    return None
+
+
+def whole_state(store: StateStore, round: int, root: Hash) -> Version | None:
+    """The state with this root, committed or staged."""
+    if round in store.rounds() and store.version(round).root == root:
+        return store.version(round)
+    staging = staged_state(store, round, root)
+    return staging.finished if staging else None

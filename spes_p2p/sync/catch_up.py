@@ -1,0 +1,111 @@
+"""One path for join, catch-up and repair: the missing headers, checked, then only the tiles that differ, by hash.
+
+Headers go to disk as soon as they are checked, and tiles that are staged stay so: what breaks off is taken up again
+where it ended. Which holder is asked, and when, is decided elsewhere; so is what becomes of the state that was fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.state.staging import Staging
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync.bench import FETCHED
+from spes_p2p.sync.chain import Chain, check_links
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.messages import Commit, Manifest
+from spes_p2p.sync.rules import CheckSignature, RunRules
+from spes_p2p.sync.transfer import Transfers
+
+T = TypeVar("T")
+
+
+class InThread(Protocol):
+    """Runs work in a thread and gives its result."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+class CatchUp:
+    """Brings a chain and a store forward. Everything raises NetworkError or RemoteProtocolError for others' faults."""
+
+    def __init__(
+        self,
+        info: RunInfo,
+        rules: RunRules,
+        check: CheckSignature,
+        chain: Chain,
+        store: StateStore,
+        transfers: Transfers,
+        in_thread: InThread,
+    ) -> None:
+        self._info = info
+        self._rules = rules
+        self._check = check
+        self._chain = chain
+        self._store = store
+        self._transfers = transfers
+        self._in_thread = in_thread
+        self._under_way: tuple[Hash, int, Staging] | None = None
+
+    async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
+        """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`."""
+        try:
+            newest = await self._extend(holder, self._chain.length)
+        except RemoteProtocolError:
+            if self._chain.length == tip_round + 1:
+                raise
+            newest = await self._extend(holder, tip_round + 1)  # what we have beyond our state is of another branch
+        if newest is None and tip_round < round < self._chain.length:
+            newest = self._chain.commit(round)
+        if newest is None:
+            raise NetworkError(f"{short(holder)} has nothing after round {tip_round}")
+        return newest
+
+    async def _extend(self, holder: PeerId, first: int) -> Commit | None:
+        last: Commit | None = None
+        before = self._chain.commit(first - 1) if first else None
+        while part := await self._transfers.chain(holder, first):
+            await self._in_thread(lambda part=part, before=before: self._append(part, before))  # type: ignore[misc]
+            last = before = part[-1]
+            first = last.manifest.round + 1
+        return last
+
+    def _append(self, part: Sequence[Commit], before: Commit | None) -> None:
+        check_links(tuple(part), before, self._info, self._rules, self._check)
+        for commit in part:
+            self._chain.append(commit)
+
+    async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Staging:
+        """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders."""
+        layout = self._store.layout
+        theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
+        staging = self._staging(manifest, base_round)
+        ours = self._store.version(base_round).tile_hashes
+        differ = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
+        missing = {tile_id: theirs[tile_id] for tile_id in differ if not staging.has(tile_id)}
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            await self._in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
+
+        try:
+            await self._transfers.tiles(missing, holders, take)
+        except StorageFull:
+            self._under_way = None
+            raise
+        self._under_way = None
+        hashes = await self._in_thread(staging.finish)
+        if layout.root_of(hashes) != manifest.state_root:
+            staging.discard()
+            raise RemoteProtocolError(f"the state of round {manifest.round} does not hash to its root")
+        return staging
+
+    def _staging(self, manifest: Manifest, base_round: int) -> Staging:
+        """That of an attempt before at the same state, else a fresh one."""
+        if self._under_way is None or self._under_way[:2] != (manifest.state_root, base_round):
+            staging = self._store.stage(manifest.round, base_round, FETCHED)
+            self._under_way = (manifest.state_root, base_round, staging)
+        return self._under_way[2]

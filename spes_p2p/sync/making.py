@@ -1,0 +1,249 @@
+"""The long work of a round, as coroutines: reduce a slice, fetch one, build the new state, verify a proposal's.
+
+Each ends by telling the state machine how it went, if the round is still the same. Values come through `Transfers`,
+and everything made lies on the `Bench`, which one task at a time may use. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
+from spes_p2p.sync import actions as do
+from spes_p2p.sync.bench import Bench, wire_tiles
+from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.messages import Contribution, Manifest, Proposal, Report, Slice, manifest_hash, plan_hash
+from spes_p2p.sync.reduce import screen, weighted_mean
+from spes_p2p.sync.reducing import LOST
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.tasks import Tasks
+from spes_p2p.sync.transfer import Transfers
+
+SLICES_AT_ONCE = 2
+"""Slices that are reduced at the same time: each holds the values of all its contributors in memory."""
+Run = Callable[[Sequence[do.Action]], None]
+
+
+class Making:
+    """Carries out Reduce, Fetch, Build and Verify. `run` begins the actions that follow from how they went."""
+
+    def __init__(
+        self,
+        core: Core,
+        layout: Layout,
+        inputs: Inputs,
+        bench: Bench,
+        transfers: Transfers,
+        tasks: Tasks,
+        run: Run,
+        notice: Callable[[do.Notice], None],
+        now: Callable[[], float],
+        committed: Callable[[], BlockSource],
+    ) -> None:
+        """`committed()` is the state of the tip."""
+        self._core = core
+        self._layout = layout
+        self._inputs = inputs
+        self._committed = committed
+        self._bench = bench
+        self._transfers = transfers
+        self._tasks = tasks
+        self._run = run
+        self._notice = notice
+        self._now = now
+        self._reducing = asyncio.Semaphore(SLICES_AT_ONCE)
+        self._slow: tuple[Hash, set[PeerId]] = (core.head, set())
+        self.lock = asyncio.Lock()
+        """Held by who uses the bench, or publishes what lies on it."""
+
+    # ---- reducing ----
+
+    async def reduce(self, action: do.Reduce) -> None:
+        """Collects a slice's contributions, averages those that are fit, and stages the result."""
+        plan = action.plan.value
+        head, piece = plan.parent, plan.slices[action.index]
+        report = Report(plan_hash(plan), action.index, self._core.me, (), ())
+        async with self._reducing:
+            if not self._is_wanted(report):
+                return
+            found, left_out = await self._contributions(piece, head)
+            roster = {entry.peer: entry for entry in plan.roster}
+            base = self._committed()
+            mean, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
+            if mean is not None:
+                hashes = await self._stage(report, piece, mean)
+                report = replace(report, contributors=fit, wire_hashes=hashes)
+        if self._is_wanted(report):
+            for peer, reason in left_out.items():
+                self._notice(do.Notice("left out", f"of slice {piece.key}: {reason}", peer))
+            report = replace(report, left_out=tuple(sorted(left_out.items())))
+            self._run(self._core.reduced(report, self._now()))
+
+    async def _contributions(self, piece: Slice, parent: Hash) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
+        """The values of a slice's contributors, and who was lost."""
+        answers = await asyncio.gather(*(self._contribution(peer, piece, parent) for peer in piece.contributors))
+        pairs = list(zip(piece.contributors, answers, strict=True))
+        found = {peer: values for peer, values in pairs if values is not None}
+        return found, {peer: LOST for peer, values in pairs if values is None}
+
+    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash) -> Values | None:
+        """None where they can not be had; who was silent once in a round is not waited for again."""
+        if peer == self._core.me:
+            return self._inputs.values(parent, piece.first_tile, piece.tiles)
+        if self._slow[0] != parent:
+            self._slow = (parent, set())
+        slow = self._slow[1]
+        if peer in slow or not self._core.alive(peer, self._now()):
+            return None
+        try:
+            return await self._transfers.contribution(peer, parent, piece)
+        except (PeerClosed, RemoteProtocolError):
+            return None
+        except NetworkError:
+            slow.add(peer)
+            return None
+
+    def _average(
+        self,
+        piece: Slice,
+        found: Mapping[PeerId, Values],
+        roster: Mapping[PeerId, Contribution],
+        base: BlockSource,
+        out: dict[PeerId, str],
+    ) -> tuple[Values | None, tuple[PeerId, ...]]:
+        """The weighted mean over those whose values are fit, in roster order; adds the others to `out`."""
+        tiles = self._tiles_of(piece)
+        before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
+        out |= screen(found, before, {peer: entry.steps for peer, entry in roster.items()})
+        fit = tuple(peer for peer in piece.contributors if peer not in out)
+        if not fit:
+            return None, fit
+        return weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit]), fit
+
+    async def _stage(self, report: Report, piece: Slice, values: Values) -> tuple[Hash, ...]:
+        """Puts the wire tiles of a slice on the bench; nothing happens when nobody wants them any more."""
+        tiles = self._tiles_of(piece)
+        first = tiles[0].start
+        parts = [values[tile.start - first : tile.stop - first] for tile in tiles]
+        async with self.lock:
+            if not self._is_wanted(report):
+                return ()
+            self._open_bench()
+            return await self._tasks.in_thread(lambda: self._bench.write(piece.first_tile, parts))
+
+    def _is_wanted(self, report: Report) -> bool:
+        return self._core.wants_reduced(report.plan, report.index)
+
+    def _tiles_of(self, piece: Slice) -> tuple[Tile, ...]:
+        return self._layout.tiles[piece.first_tile : piece.first_tile + piece.tiles]
+
+    # ---- fetching ----
+
+    async def fetch(self, action: do.Fetch) -> None:
+        """Gets the tiles of a slice by hash, and stages them."""
+        head, key = self._core.head, action.piece.key
+
+        def is_wanted() -> bool:
+            return self._core.head == head and self._core.wants_staged(key, action.hashes)
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            async with self.lock:
+                if is_wanted():
+                    self._open_bench()
+                    await self._tasks.in_thread(lambda: self._bench.add(tiles))
+
+        try:
+            await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take)
+        except (NetworkError, RemoteProtocolError):
+            if is_wanted():
+                self._run(self._core.fetch_failed(key, self._now()))
+            return
+        if is_wanted():
+            self._run(self._core.staged(key, action.hashes, self._now()))
+
+    # ---- the new state ----
+
+    async def build(self, action: do.Build) -> None:
+        """Makes the new state that we propose."""
+        head = self._core.head
+        try:
+            async with self.lock:
+                if self._core.head != head:
+                    return
+                await self._gather(action.slices, action.hashes, self._others())
+                root, merge = await self._tasks.in_thread(lambda: self._bench.build(action.alpha))
+        except NetworkError as error:
+            if self._core.head == head:
+                self._notice(do.Notice("missing", f"what was staged is not here any more: {error}"))
+                self._run(self._core.unstaged([piece.key for piece in action.slices], self._now()))
+            return
+        if self._core.head == head:
+            self._run(self._core.built(action, sha256(*action.hashes), root, merge, self._now()))
+
+    async def verify(self, proposal: Proposal) -> None:
+        """Brings the state that a proposal names to our disk."""
+        head = self._core.head
+        try:
+            async with self.lock:
+                if self._core.head != head:
+                    return
+                await self._make(proposal)
+        except (NetworkError, RemoteProtocolError) as error:
+            if self._core.head == head:
+                self._notice(do.Notice("refused", f"could not make the proposed state: {error}", proposal.leader))
+                self._run(self._core.verify_failed(self._now()))
+            return
+        if self._core.head == head:
+            self._run(self._core.verified(manifest_hash(proposal.manifest), self._now()))
+
+    async def _make(self, proposal: Proposal) -> None:
+        """Raises RemoteProtocolError where its parts do not fit, NetworkError where tiles are missing."""
+        manifest = proposal.manifest
+        if self._bench.finished(manifest.state_root) is not None:
+            return
+        self._bench.check(proposal)
+        holders = [proposal.leader, *(peer for peer in self._others() if peer != proposal.leader)]
+        await self._gather(manifest.slices, proposal.wire_hashes, holders)
+        root = await self._tasks.in_thread(lambda: self._bench.compute(manifest.merge))
+        if root != manifest.state_root:
+            root = await self._repair(manifest, holders)
+        if root != manifest.state_root:
+            raise RemoteProtocolError("its tiles do not hash to its root")
+
+    async def _gather(self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId]) -> None:
+        """Exactly these wire tiles on the bench; what is not on this disk is fetched."""
+        self._open_bench()
+        missing = await self._tasks.in_thread(lambda: self._bench.gather(slices, joined))
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            await self._tasks.in_thread(lambda: self._bench.add(tiles))
+
+        await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take)
+
+    async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
+        """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
+        others = [peer for peer in holders if peer != self._core.me]
+        theirs = await self._transfers.hash_list(others, manifest.state_root, manifest.round)
+        differ = self._bench.differing(theirs)
+        self._notice(do.Notice("arithmetic", f"{len(differ)} tiles came out differently here", others[0]))
+        self._bench.begin_repair()
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            await self._tasks.in_thread(lambda: self._bench.mend(tiles))
+
+        await self._transfers.tiles({at: theirs[at] for at in differ}, others, take)
+        return await self._tasks.in_thread(self._bench.end_repair)
+
+    def _open_bench(self) -> None:
+        """What was made and not signed for is undone: it counts as verified no longer."""
+        self._bench.open()
+        self._core.undone(lambda root: self._bench.finished(root) is not None)
+
+    def _others(self) -> list[PeerId]:
+        """Living peers, any of whom may have staged the same."""
+        now = self._now()
+        return [peer for peer in self._core.contacts if self._core.alive(peer, now)]

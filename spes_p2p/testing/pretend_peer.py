@@ -1,0 +1,273 @@
+"""One peer of a MemorySwarm: the real driver and disk, and a pretended trainer that does arithmetic on the state.
+
+Each inner step adds a seeded change to the values that the peer owns, so that a test can compute what a round must
+give. What a round does not count is carried as design section 4 says, and training data is used up position by
+position, as far as it is leased. There is no model and no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spes_p2p.data.leases import Ranges, count, joined, take
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.state.version import Version
+from spes_p2p.swarm.memory_backend import MemoryPeer
+from spes_p2p.sync.actions import Notice
+from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
+from spes_p2p.sync.inputs import Carried, Inputs
+from spes_p2p.sync.joining import Joining, Place
+from spes_p2p.sync.messages import Intent, Manifest, Work, manifest_hash
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.sync.timing import Pace
+
+if TYPE_CHECKING:
+    from spes_p2p.testing.memory_swarm import MemorySwarm
+
+ORGANISER = PeerId("organiser")
+LEAVE_SECONDS = 10.0
+Alter = Callable[[int, int, Values], Values]
+
+
+def _as_trained(round: int, block: int, values: Values) -> Values:
+    return values
+
+
+@dataclass
+class PretendWork:
+    """How a trainer pretends: `step_seconds` an inner step, each adding normal values times `change`.
+
+    `alter(round, block, values)` may spoil what is handed in on top of a round.
+    """
+
+    step_seconds: float = 0.1
+    change: float = 0.01
+    seed: int = 0
+    alter: Alter = _as_trained
+
+
+@dataclass
+class HandedIn:
+    """What a peer brought into the round on top of `manifest`: flat values by block, and what it had started from."""
+
+    manifest: Manifest
+    started: dict[int, Values]
+    values: dict[int, Values]
+
+
+@dataclass
+class _Turn:
+    manifest: Manifest
+    base: Version
+    started: dict[int, Values]
+    steps: int = 0
+    handed_in: bool = False
+
+
+@dataclass
+class PretendPeer:
+    """One life of one peer, from `start` to `leave` or `kill`."""
+
+    swarm: MemorySwarm
+    name: PeerId
+    folder: Path
+    work: PretendWork
+    intent: Intent
+    notices: list[Notice] = field(default_factory=list)
+    applied_events: list[Applied] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    handed_in: dict[int, HandedIn] = field(default_factory=dict)
+    is_up: bool = True
+
+    async def start(self) -> None:
+        """Joins, or goes on from what is on disk."""
+        swarm = self.swarm
+        self.net: MemoryPeer = swarm.network.peer(self.name)
+        self.checker = EnvelopeChecker(self.net.verifier)
+        self.said: list[str] = []
+        sealer = KeySealer(self.net.signer)
+        joining = Joining(
+            swarm.info, swarm.config, swarm.layout, self.folder, self.net.transport, self.net.signer,
+            self.net.verifier, sealer, self.said.append, swarm.new_incarnation,
+        )  # fmt: skip
+        place = await joining.enter(self.intent, self._sources)
+        self._turn: _Turn | None = None
+        self._training: asyncio.Task[None] | None = None
+        self._used: Ranges = ()
+        self._tokens = self._steps = 0
+        self._gone = asyncio.Event()
+        await self._drive(place, sealer)
+
+    async def _drive(self, place: Place, sealer: KeySealer) -> None:
+        swarm, now = self.swarm, self.swarm.clock.now()
+        self.store, self.chain = place.store, place.chain
+        self.inputs = Inputs(self.folder / "inputs", swarm.layout)
+        core = Core(
+            self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
+            Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
+            place.tip, first_sequence=int(now * 1000),
+        )  # fmt: skip
+        core.seeds = tuple(await self._sources())
+        self.driver = Driver(
+            core, swarm.info, self.net.transport, self.checker,
+            Disk(place.store, place.chain, place.votes, self.inputs),
+            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self, swarm.clock,
+        )  # fmt: skip
+        await self.driver.start()
+        if core.is_member():
+            self._begin(place.tip.manifest, None)
+
+    async def _sources(self) -> Iterable[PeerId]:
+        return [ORGANISER, *(name for name, peer in self.swarm.peers.items() if name != self.name and peer.is_up)]
+
+    @property
+    def round(self) -> int:
+        """The round whose state is committed here."""
+        return self.driver.core.tip.round
+
+    # ---- Hooks ----
+
+    def close_training(self) -> None:
+        self._hand_in()
+
+    def notice(self, notice: Notice) -> None:
+        self.notices.append(notice)
+
+    def failed(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    def applied(self, event: Applied) -> None:
+        """Goes on from a commit: with the new values, and what it did not count."""
+        self.applied_events.append(event)
+        manifest, turn, uncounted = event.commit.manifest, self._turn, event.uncounted
+        if self._training is not None:
+            self._training.cancel()
+        if turn is not None and not turn.handed_in:  # decided without us
+            self._snapshot(turn)
+            uncounted = frozenset(at for block in turn.started for at in self.swarm.layout.tile_ids_of(block))
+        carried = None
+        if self._keeps_its_place(event) and turn is not None:
+            new = self.store.version(manifest.round)
+            carried = Carried(self.swarm.layout, new, turn.base, self.inputs, uncounted)
+        self._turn = None
+        if self.driver.core.is_member():
+            self._begin(manifest, carried)
+        else:
+            self._gone.set()
+
+    def _keeps_its_place(self, event: Applied) -> bool:
+        """Whether what was trained and not counted still has its place in the data; else it is lost."""
+        left = self._used
+        if event.counted is not None:
+            left = take(left, event.counted.sequences)[1]
+            self._tokens = self._steps = 0
+        front, _ = take(event.commit.manifest.leases.of(self.name), count(left))
+        self._used = left
+        if joined(front) == joined(left):
+            return True
+        self._used, self._tokens, self._steps = (), 0, 0
+        return False
+
+    # ---- training ----
+
+    def _begin(self, manifest: Manifest, carried: BlockSource | None) -> None:
+        base = self.store.version(manifest.round)
+        source = carried or base
+        blocks = (0, *(1 + column for column in columns_of(manifest.ownership, self.name)))
+        for block in blocks:
+            base.block(block)  # maps it: the store may drop this version while we still need it
+        self._turn = _Turn(manifest, base, {block: np.array(source.block(block)) for block in blocks})
+        self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
+
+    async def _train(self, turn: _Turn) -> None:
+        """H steps, or as far as the lease goes. Ended from outside when the round closes."""
+        config = self.swarm.config
+        batch = config.optimizer.batch_sequences
+        leased = turn.manifest.leases.of(self.name)
+        self._started = self._told = self.swarm.clock.now()
+        while turn.steps < turn.manifest.steps_per_round:
+            data, _ = take(take(leased, count(self._used))[1], batch)
+            if self.swarm.rules.leased and count(data) < batch:
+                break
+            await asyncio.sleep(self.work.step_seconds)
+            turn.steps += 1
+            self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
+            self._steps += 1
+            self._tokens += batch * config.data.sequence_length
+            self._tell(turn)
+        self._training = None
+        self._hand_in()
+
+    def _tell(self, turn: _Turn) -> None:
+        now = self.swarm.clock.now()
+        if now - self._told >= self.swarm.config.swarm.heartbeat_seconds:
+            self._told = now
+            self.driver.training(self._report(turn, ready=False))
+
+    def _report(self, turn: _Turn, ready: bool) -> Work:
+        config = self.swarm.config
+        full_round = turn.manifest.steps_per_round * config.optimizer.batch_sequences * config.data.sequence_length
+        return Work(
+            ready, self._tokens, self._steps, count(self._used), self.swarm.clock.now() - self._started,
+            0.0 if ready else self.work.step_seconds, full_round,
+        )  # fmt: skip
+
+    def _hand_in(self) -> None:
+        """Snapshots what was trained and says READY; once a round."""
+        turn = self._turn
+        if turn is None or turn.handed_in:
+            return
+        if self._training is not None:
+            self._training.cancel()
+        self._snapshot(turn)
+        self.driver.ready(self._report(turn, ready=True))
+
+    def _snapshot(self, turn: _Turn) -> None:
+        round = turn.manifest.round
+        values = {
+            block: self.work.alter(
+                round, block, start + np.float32(self.work.change * turn.steps) * self._change(turn, block)
+            )
+            for block, start in turn.started.items()
+        }
+        turn.handed_in = True
+        self.handed_in[round] = HandedIn(turn.manifest, turn.started, values)
+        self.inputs.take(manifest_hash(turn.manifest), tuple(values), values.__getitem__)
+
+    def _change(self, turn: _Turn, block: int) -> Values:
+        seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{block}".encode())
+        return np.random.default_rng(seed).standard_normal(turn.started[block].shape, dtype=np.float32)
+
+    # ---- the end ----
+
+    async def leave(self) -> None:
+        """Hands in what was trained, says goodbye, and goes when a manifest without this peer is committed."""
+        self._hand_in()
+        self.intent = replace(self.intent, leaving=True)
+        self.driver.wish(self.intent)
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._gone.wait()
+        finally:
+            await self.kill()
+
+    async def kill(self, silent: bool = False) -> None:
+        """The end of the process, without a word; `silent`: its host answers nobody either."""
+        if not self.is_up:
+            return
+        self.is_up = False
+        self.swarm.network.kill(self.name, silent)
+        if self._training is not None:
+            self._training.cancel()
+        await self.driver.stop()
+        self.store.close()
