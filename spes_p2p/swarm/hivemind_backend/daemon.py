@@ -5,6 +5,7 @@ Leaves out what is said through it.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -66,9 +67,33 @@ async def start_daemon(folder: SocketFolder, **options: Any) -> P2P:
                 super()._terminate()
 
     try:
-        return await RunP2P.create(**options)
+        p2p = await RunP2P.create(**options)
     except P2PDaemonError as error:
         raise _explained(str(error)) from error
+    p2p._client.control._pending_calls = _PendingCalls()
+    return p2p
+
+
+async def until_deaf(p2p: P2P) -> None:
+    """Waits until the daemon ends, or nobody listens to what it says any more (which is as bad)."""
+    reading = p2p._client.control._read_task
+    ended = asyncio.ensure_future(p2p._child.wait())
+    try:
+        await asyncio.wait((ended, reading) if reading else (ended,), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended.cancel()
+
+
+class _PendingCalls(dict[Any, "asyncio.Future[Any]"]):
+    """hivemind's table of calls without an answer, in which one that was given up is not found any more.
+
+    hivemind's reader gives each answer to the call that it finds here; where that call had just timed out, it would die
+    of an InvalidStateError, and the peer would hear nothing any more: no answer, no request.
+    """
+
+    def __contains__(self, call_id: object) -> bool:
+        future = self.get(call_id)
+        return future is not None and not future.done()
 
 
 def _explained(words: str) -> NetworkError:

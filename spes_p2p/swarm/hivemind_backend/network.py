@@ -18,7 +18,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.hivemind_backend.daemon import SocketFolder, start_daemon
+from spes_p2p.swarm.hivemind_backend.daemon import SocketFolder, start_daemon, until_deaf
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
@@ -192,7 +192,7 @@ async def _leave_dht(node: DHTNode, daemon_ended: asyncio.Event) -> None:
 
 
 async def _watch(p2p: P2P, ended: asyncio.Event) -> None:
-    await p2p._child.wait()
+    await until_deaf(p2p)
     ended.set()
 
 

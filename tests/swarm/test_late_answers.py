@@ -1,0 +1,64 @@
+"""An answer that comes in the very moment in which we give up waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from spes_p2p.errors import PeerSilent
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.ports import Blob
+
+pytestmark = pytest.mark.swarm
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+class SlowEcho:
+    """Answers after as many seconds as the request says."""
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        await asyncio.sleep(float(request))
+        return request
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        return Blob(request)
+
+
+@pytest.fixture
+def threads() -> Iterator[tuple[NetworkThread, NetworkThread]]:
+    """Two loops, so that one answers while the other is stuck."""
+    with NetworkThread() as first, NetworkThread() as second:
+        yield first, second
+
+
+def test_a_peer_that_was_stuck_when_an_answer_came_too_late_still_hears(
+    threads: tuple[NetworkThread, NetworkThread],
+) -> None:
+    here, there = threads
+    other = there.run(HivemindNetwork.start(host_maddrs=LOOPBACK, use_relay=False))
+    there.run(other.transport.serve(SlowEcho()))
+    own = here.run(HivemindNetwork.start(other.transport.addresses, host_maddrs=LOOPBACK, use_relay=False))
+    peer = other.transport.peer_id
+
+    async def give_up_as_the_answer_comes() -> None:
+        assert await own.transport.call(peer, b"0", 20.0) == b"0"  # connected
+        call = asyncio.ensure_future(own.transport.call(peer, b"0.5", 0.6))
+        await asyncio.sleep(0.3)  # the request is on its way; now the loop is held up, as by a busy interpreter
+        time.sleep(1.0)  # noqa: ASYNC251
+        with pytest.raises(PeerSilent):
+            await call
+
+    async def hear() -> bytes:
+        return await own.transport.call(peer, b"0", 20.0)
+
+    try:
+        here.run(give_up_as_the_answer_comes())
+        assert here.run(hear()) == b"0"
+        assert not own.daemon_ended.is_set()
+    finally:
+        here.run(own.close())
+        there.run(other.close())
