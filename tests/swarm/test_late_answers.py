@@ -48,7 +48,7 @@ def test_a_peer_that_was_stuck_when_an_answer_came_too_late_still_hears(
         assert await own.transport.call(peer, b"0", 20.0) == b"0"  # connected
         call = asyncio.ensure_future(own.transport.call(peer, b"0.5", 0.6))
         await asyncio.sleep(0.3)  # the request is on its way; now the loop is held up, as by a busy interpreter
-        time.sleep(1.0)  # noqa: ASYNC251
+        time.sleep(1.0)
         with pytest.raises(PeerSilent):
             await call
 
