@@ -1,0 +1,1 @@
+"""Text to token shards, shards to batches: tokenizing, the order of training, leases, loaders."""

@@ -1,0 +1,1 @@
+"""Our tensor names and Hugging Face's: one table, read both ways."""

@@ -1,0 +1,1 @@
+"""What happens as typed events, and everything that people see of them."""

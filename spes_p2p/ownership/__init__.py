@@ -1,0 +1,1 @@
+"""Who should own which expert column. Pure functions; needs no torch."""

@@ -1,0 +1,1 @@
+"""The heart: how peers turn a round of training into one committed state. `round` decides, `driver` acts."""
