@@ -59,6 +59,7 @@ class Hearing(CoreState):
         self._poked.add(peer)
         if self._elector.get(peer) == status.incarnation and status.intent.can_vote:
             self._voting_at[peer] = now
+            self._given_up.discard(peer)
 
     def _moved_at(self, peer: PeerId, now: float) -> None:
         """Bytes move at a peer: neither it nor the leader is to be blamed."""

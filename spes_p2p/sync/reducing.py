@@ -56,7 +56,7 @@ class Reducing(CoreState):
     def _rule_reduce(self, now: float) -> bool:
         """The first peer in a slice's order that is able to reduces it."""
         current = self.round
-        if current.plan is None or current.decided or not self.intent.can_vote or self._target() is not None:
+        if current.plan is None or current.decided or not self.intent.can_vote or self._stands_by_a_state():
             return False
         plan = current.plan
         started = False
@@ -102,6 +102,7 @@ class Reducing(CoreState):
             return False
         roster = self._counted(tuple(piece for piece, _ in chosen))
         alpha = merge_alpha_for(self.rules, current.tip.step, next_step(current.tip.step, roster))
+        current.reducing.clear()
         current.building = Build(roster, tuple(p for p, _ in chosen), tuple(h for _, h in chosen), alpha)
         self._out.append(current.building)
         return True
@@ -115,8 +116,9 @@ class Reducing(CoreState):
         leaving = [status for status in ready if status.intent.leaving]
         if leaving and (trained > 0 or self._somebody_stays(here, now)):
             return True
-        if trained == 0:
-            return False
+        if trained == 0:  # nobody could train: an empty round gives new leases, but in no hurry
+            patience = self.pace.close_after_seconds([0.0])
+            return len(ready) == len(here) > 0 and now - self.round.started_at > patience
         counted = {entry.peer: entry.tokens for entry in self.tip.roster}
         expected = sum(max(s.work.tokens, counted.get(s.peer, s.work.expected_tokens)) for s in here)
         if len(ready) == len(here) or trained >= self.pace.CLOSE_SHARE * expected:

@@ -365,16 +365,17 @@ class Core(Hearing, Reducing, Voting, Speaking):
             contact.direct_at += asleep
         self._voting_at = dict.fromkeys(self._voting_at, now)
         self._gone.clear()
+        self._given_up.clear()
         current.started_at += asleep
         current.plan_at += asleep
         current.progress_at = now
         current.seen = dict.fromkeys(current.seen, now)
 
     def _stage(self, key: Key, hashes: bytes) -> None:
-        """Notes what is on disk. A tile has one version there: other hashes undo what was made with the old ones."""
+        """Notes what is on disk. Writing undoes a state that was finished; a tile has one version there."""
         current = self.round
+        current.verified.clear()
         if current.staged.get(key, hashes) != hashes:
-            current.verified.clear()
             current.building = None
             current.outcome = None
             current.missing = None

@@ -62,6 +62,7 @@ class CoreState:
         self._next_heartbeat = now
         self._last_event = now
         self._gone: set[PeerId] = set()
+        self._given_up: set[PeerId] = set()
         self._probed: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self._ahead_since: float | None = None
@@ -200,6 +201,10 @@ class CoreState:
         fitting = [ballot for said, ballot in current.proposals if said == heard and ballot >= floor]
         return current.proposals[(heard, max(fitting))] if fitting else None
 
+    def _stands_by_a_state(self) -> bool:
+        """Whether what is staged serves a proposal, or one that we accepted: then plans no longer matter."""
+        return self.record.accepted is not None or self._target() is not None
+
     def _highest_acceptance(self) -> Ballots:
         """Of the promises (or of all that a degraded set heard) the acceptance at the highest ballot."""
         if self.degraded_set:
@@ -235,13 +240,11 @@ class CoreState:
         """The electors that are heard, when a majority was unheard for long enough; empty otherwise (design 4)."""
         if self._hears_majority(now) or not self.is_elector() or self.round.decided:
             return ()
-        others = [peer for peer in self._elector if peer != self.me]
-        refused = all(self._is_gone(peer) for peer in others if self._is_silent(peer, now))
-        wait = self.pace.degraded_wait_seconds(refused)
-        lost = {peer for peer in others if self._is_silent(peer, now) and now - self._voting_at[peer] >= wait}
-        if is_majority(len(self._elector) - len(lost), len(self._elector)):
-            return ()
-        return tuple(sorted(peer for peer in self._elector if peer not in lost))
+        silent = [peer for peer in self._elector if peer != self.me and self._is_silent(peer, now)]
+        wait = self.pace.degraded_wait_seconds(all(self._is_gone(peer) for peer in silent))
+        self._given_up.update(peer for peer in silent if now - self._voting_at[peer] >= wait)
+        kept = tuple(sorted(peer for peer in self._elector if peer not in self._given_up))
+        return () if is_majority(len(kept), len(self._elector)) else kept
 
     def _is_silent(self, peer: PeerId, now: float) -> bool:
         """Whether this elector did not say of late, in the incarnation that may vote, that it can."""
@@ -269,6 +272,7 @@ class CoreState:
             peer: since[peer] if before.get(peer) == incarnation else self._first_voting_at(peer, incarnation, now)
             for peer, incarnation in self._elector.items()
         }
+        self._given_up &= {peer for peer in self._elector if before.get(peer) == self._elector[peer]}
         self.degraded_set = ()
         self._ahead_since = None
         self._asked.clear()
@@ -312,7 +316,7 @@ class CoreState:
         current.missing = None
         current.building = None
         current.outcome = None
-        self._progress(now)
+        current.progress_at = now
 
     def _missing(self) -> dict[Key, Wanted]:
         """Slices that are wanted and not staged; worked out anew only when something that it hangs on has changed."""
@@ -331,7 +335,7 @@ class CoreState:
         if proposal is not None:
             pairs = zip(proposal.value.manifest.slices, proposal.value.wire_hashes, strict=True)
             return [Wanted(piece, hashes, piece.reducer) for piece, hashes in pairs]
-        if current.plan is None:
+        if current.plan is None or self._stands_by_a_state():
             return []
         slices = current.plan.value.slices
         return [

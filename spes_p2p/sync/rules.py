@@ -89,9 +89,15 @@ def leases_after(
 
 
 def capped_tokens(rules: RunRules, parent: Manifest, entry: Contribution) -> Contribution:
-    """The same entry with its claim capped by what its lease could have given."""
+    """The same entry with its claim capped by what its lease could have given; without one, by its own steps.
+
+    A peer with data of its own takes no sequences from its lease.
+    """
     if not rules.leased:
         return entry
+    if entry.sequences == 0:
+        trained = entry.steps * rules.batch_sequences * rules.sequence_tokens
+        return replace(entry, tokens=min(entry.tokens, trained))
     held = dict(parent.leases.held).get(entry.peer, ())
     sequences = min(entry.sequences, sum(stop - start for start, stop in held))
     return replace(entry, sequences=sequences, tokens=min(entry.tokens, sequences * rules.sequence_tokens))

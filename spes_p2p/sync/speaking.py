@@ -28,7 +28,9 @@ class Speaking(CoreState):
             self._loud = loud
             self._sequence += 1
             self._status = self._sealer.seal(self._own_status())
-        audience = self._audience(now) if speak or self._news else [p for p in self._poked if self.alive(p, now)]
+        audience = (
+            self._audience(now) if speak or self._news else [p for p in sorted(self._poked) if self.alive(p, now)]
+        )
         for peer in audience:
             envelope = self._envelope(peer, now if beat else None)
             if speak or _has_news(envelope):

@@ -25,9 +25,10 @@ class Window:
 
     @property
     def high(self) -> float:
-        """The (1/8)-th largest of the last durations (the largest, while there are fewer than 8); 0 without any."""
-        if self._stale and (self._stale >= 8 or len(self._last) <= 8):  # sorting at each message would cost more
-            self._high = sorted(self._last)[len(self._last) - 1 - len(self._last) // 8]
+        """A duration that only the longest eighth of the last ones exceeds, or the longest alone; 0 without two."""
+        if self._stale >= 8 or (self._stale and len(self._last) <= 8):  # sorting at each message would cost more
+            ahead = max(1, len(self._last) // 8)
+            self._high = sorted(self._last)[-1 - ahead] if len(self._last) > ahead else 0.0
             self._stale = 0
         return self._high
 

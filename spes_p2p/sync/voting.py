@@ -97,6 +97,8 @@ class Voting(CoreState):
         if name in current.verified or self._missing():
             return False
         current.verifying = name
+        current.reducing.clear()
+        current.fetching.clear()
         self._out.append(Verify(proposal))
         return True
 
@@ -295,8 +297,8 @@ class Voting(CoreState):
             return now - current.progress_at > deadline
         if current.ready_at is None:
             return False
-        patience = max(self.pace.round_seconds, current.work.seconds)
-        return now - current.ready_at > 1.5 * patience + deadline
+        patience = 1.5 * max(self.pace.round_seconds, current.work.seconds)
+        return now - max(current.ready_at + patience, current.progress_at) > deadline
 
     def _is_out(self, leader: PeerId, now: float) -> bool:
         """Whether the leader of our view can not lead: silent, given up, left behind, or without its own proposal."""

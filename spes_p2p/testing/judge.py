@@ -1,0 +1,253 @@
+"""What must never happen in a run of the protocol, checked from outside while a simulation goes on.
+
+The judge sees every durable voting record, every message as it leaves and every commit as it is made. It knows the
+truth that no peer has: who was up when, who heard whom. See docs/protocol.md, "What is checked".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spes_p2p.data.leases import Range, Ranges, joined
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, sha256, short
+from spes_p2p.swarm.membership import electors
+from spes_p2p.sync.messages import DEGRADED, Certificate, Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.sync.rules import RunRules, check_certificate, check_child
+from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.testing.sim_state import (
+    Disk,
+    State,
+    Trained,
+    check_fake,
+    next_state,
+    root_of,
+    split,
+    trained_positions,
+)
+
+
+class Violation(AssertionError):
+    """The protocol did what it must never do. `kind` is one word."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+@dataclass
+class VoteHistory:
+    """All that one elector ever made durable for the child of one manifest."""
+
+    promised: int = 0
+    accepted: dict[int, Hash] = field(default_factory=dict)
+    proposed: dict[int, Hash] = field(default_factory=dict)
+    degraded: set[tuple[tuple[PeerId, ...], Hash]] = field(default_factory=set)
+
+
+@dataclass
+class Known:
+    """A manifest that was committed, with what follows from it."""
+
+    manifest: Manifest
+    state: State
+    used: Ranges
+    certificates: list[Certificate] = field(default_factory=list)
+
+
+class Judge:
+    """Checks one simulated run; raises Violation."""
+
+    def __init__(self, rules: RunRules, genesis: Manifest, state: State) -> None:
+        self.rules = rules
+        self.known: dict[Hash, Known] = {manifest_hash(genesis): Known(genesis, state, ())}
+        self.children: dict[Hash, list[Hash]] = {}
+        self.forks: list[tuple[Hash, Hash]] = []
+        self.reduced: dict[Hash, tuple[Trained, ...]] = {}
+        self.wires: dict[Hash, tuple[Hash, ...]] = {}
+        self._histories: dict[tuple[PeerId, int, Hash], VoteHistory] = {}
+        self._seen: dict[int, Certificate] = {}
+
+    # ---------------------------------------------------------------- votes
+
+    def saw_record(
+        self,
+        peer: PeerId,
+        record: VoteRecord,
+        disk: Disk,
+        silences: Callable[[tuple[PeerId, ...]], list[tuple[PeerId, float, float]]],
+    ) -> None:
+        """A voting record became durable.
+
+        `silences(heard)` gives, for each elector not in `heard`, how long the voter has not heard that it can vote, and
+        how long it had to wait for that.
+        """
+        history = self._histories.setdefault((peer, disk.incarnation, record.parent), VoteHistory())
+        who = f"{peer} for the child of {short(record.parent)}"
+        if record.promised < history.promised:
+            raise Violation("promise", f"{who} promised {history.promised} and holds only to {record.promised}")
+        self._saw_acceptance(who, record, history, disk)
+        history.promised = record.promised
+        for ballot, name in record.proposed:
+            if history.proposed.setdefault(ballot, name) != name:
+                raise Violation("proposal", f"{who} proposed twice at ballot {ballot}")
+        if record.degraded is not None:
+            vote = (record.degraded.value.heard, manifest_hash(record.degraded.value.manifest))
+            if vote not in history.degraded:
+                history.degraded.add(vote)
+                for lost, silent, wait in silences(vote[0]):
+                    if silent < wait:
+                        raise Violation("wait", f"{who} gave up {lost} after {silent:.1f} s, not {wait:.1f} s")
+
+    def _saw_acceptance(self, who: str, record: VoteRecord, history: VoteHistory, disk: Disk) -> None:
+        if record.accepted_ballot < max(history.accepted, default=-1):
+            raise Violation("acceptance", f"{who} forgot that it accepted at ballot {max(history.accepted)}")
+        if record.accepted is None:
+            return
+        ballot, name = record.accepted_ballot, record.accepted_hash
+        if ballot in history.accepted:
+            if history.accepted[ballot] != name:
+                raise Violation("acceptance", f"{who} accepted twice at ballot {ballot}")
+            return
+        if ballot < history.promised:
+            raise Violation("acceptance", f"{who} accepted at {ballot} after it promised {history.promised}")
+        if record.accepted.value.manifest.state_root not in disk.finished:
+            raise Violation("staging", f"{who} accepted at ballot {ballot} what is not on its disk")
+        history.accepted[ballot] = name
+
+    def saw_message(self, peer: PeerId, envelope: Envelope, disk: Disk) -> None:
+        """A message is about to leave `peer`: nothing in it may go beyond what is durable."""
+        for signed in envelope.votes:
+            vote = signed.value
+            history = self._histories.get((peer, disk.incarnation, vote.parent))
+            if signed.author == peer and (history is None or history.accepted.get(vote.ballot) != vote.manifest):
+                raise Violation("durability", f"{peer} sends a vote at ballot {vote.ballot} that is not on its disk")
+        for status in envelope.statuses[:1]:
+            ballots, record = status.value.ballots, disk.record
+            durable = record if record is not None and record.parent == status.value.head else None
+            promised, accepted = (durable.promised, durable.accepted_ballot) if durable else (0, -1)
+            if ballots.promised > promised or ballots.accepted > accepted:
+                raise Violation("durability", f"{peer} tells of votes that are not on its disk")
+            if durable and ballots.promised == promised and ballots.accepted != accepted:
+                raise Violation("report", f"{peer} promised {promised} without saying that it accepted at {accepted}")
+
+    # ---------------------------------------------------------------- commits
+
+    def saw_commit(self, commit: Commit) -> None:
+        """Somebody has this commit: it must be the only one of its kind, and follow from its parent."""
+        certificate = commit.certificate
+        if id(certificate) in self._seen:
+            return
+        self._seen[id(certificate)] = certificate
+        name = manifest_hash(commit.manifest)
+        parent = self.known.get(certificate.parent)
+        if parent is None:
+            raise Violation("orphan", f"round {commit.manifest.round} was committed on an unknown parent")
+        try:
+            check_child(self.rules, parent.manifest, commit.manifest)
+            check_certificate(parent.manifest, commit.manifest, certificate, check_fake)
+        except RemoteProtocolError as error:
+            raise Violation("certificate", str(error)) from error
+        if name not in self.known:
+            self.known[name] = self._follow(parent, commit.manifest)
+        self.known[name].certificates.append(certificate)
+        siblings = self.children.setdefault(certificate.parent, [])
+        if name not in siblings:
+            siblings.append(name)
+        self._check_siblings(certificate, name, siblings)
+
+    def _check_siblings(self, certificate: Certificate, name: Hash, siblings: list[Hash]) -> None:
+        """Two contents on one parent: only where a degraded certificate was signed by peers that gave others up."""
+        for other in siblings:
+            if other == name:
+                continue
+            for theirs in self.known[other].certificates:
+                if not may_conflict(certificate, theirs):
+                    raise Violation("conflict", f"{_describe(certificate)} and {_describe(theirs)} on one parent")
+            if (other, name) not in self.forks and (name, other) not in self.forks:
+                self.forks.append((other, name))
+
+    def _follow(self, parent: Known, child: Manifest) -> Known:
+        """State, data and tokens of a child, worked out independently of the peers."""
+        hashes = self.wires.get(child.wire_root)
+        if hashes is None:
+            raise Violation("state", f"round {child.round} has tiles that nobody built")
+        wire = dict(zip((p.first_tile + at for p in child.slices for at in range(p.tiles)), hashes, strict=True))
+        state = next_state(self.rules, parent.state, wire, child.merge)
+        if root_of(state) != child.state_root:
+            raise Violation("state", f"the root of round {child.round} is not that of its tiles")
+        for piece in child.slices:
+            for at in range(piece.tiles):
+                went_in = self.reduced[wire[piece.first_tile + at]]
+                if tuple(trained.peer for trained in went_in) != piece.contributors:
+                    raise Violation("state", f"slice {piece.key} has other contributors than its manifest says")
+                for trained in went_in:
+                    self._check_counted(parent.manifest, child, trained)
+        return Known(child, state, self._check_data(parent, child))
+
+    def _check_counted(self, parent: Manifest, child: Manifest, trained: Trained) -> None:
+        """What went in is what the roster counts."""
+        entry = next((entry for entry in child.roster if entry.peer == trained.peer), None)
+        if entry is None or (entry.tokens, entry.steps) != (trained.work.tokens, trained.work.steps):
+            raise Violation("data", f"round {child.round} counts other work of {trained.peer} than went in")
+        if trained_positions(parent, trained.peer, entry.sequences) != trained.positions:
+            raise Violation("data", f"round {child.round} counts other data of {trained.peer} than it used")
+
+    def _check_data(self, parent: Known, child: Manifest) -> Ranges:
+        """Used, held and returned positions are a partition of what lies below the cursor."""
+        now_used = [span for entry in child.roster for span in _used_by(parent.manifest, entry.peer, entry.sequences)]
+        used = joined(sorted([*parent.used, *now_used]))
+        leases = child.leases
+        spans = sorted([*used, *leases.returned, *(span for _, held in leases.held for span in held)])
+        if joined(spans) != (((0, leases.cursor),) if leases.cursor else ()):
+            raise Violation("data", f"round {child.round} loses data, or counts some of it twice")
+        return used
+
+    def saw_state(self, peer: PeerId, manifest: Manifest, state: State) -> None:
+        """`peer` stands on `manifest` with `state`."""
+        known = self.known.get(manifest_hash(manifest))
+        if known is None or known.state != state:
+            raise Violation("state", f"{peer} stands on round {manifest.round} with another state")
+
+    def saw_build(self, hashes: tuple[bytes, ...]) -> Hash:
+        """A leader computed a state from these tiles; the root of their list."""
+        tiles = tuple(tile for part in hashes for tile in split(part))
+        root = sha256(*hashes)
+        self.wires[root] = tiles
+        return root
+
+    def branch_of(self, manifest: Manifest) -> list[Hash]:
+        """Names of a committed manifest and of all before it, the newest first."""
+        names, name = [], manifest_hash(manifest)
+        while name in self.known:
+            names.append(name)
+            name = self.known[name].manifest.parent
+        return names
+
+
+def may_conflict(one: Certificate, other: Certificate) -> bool:
+    """Whether certificates of different contents on one parent are what the design allows without a majority.
+
+    At least one is degraded and all its signers had given up some signer of the other (whose silence was checked when
+    they signed). Two majorities, or two certificates of one set of electors, never.
+    """
+    for degraded, against in ((one, other), (other, one)):
+        signers = {seal.peer for seal in against.seals}
+        if degraded.kind == DEGRADED and signers - set(degraded.heard):
+            return True
+    return False
+
+
+def voters(manifest: Manifest) -> dict[PeerId, int]:
+    """The electors that a manifest names, with their incarnations."""
+    return {member.peer: member.incarnation for member in electors(manifest.members)}
+
+
+def _used_by(parent: Manifest, peer: PeerId, sequences: int) -> tuple[Range, ...]:
+    return trained_positions(parent, peer, sequences)
+
+
+def _describe(certificate: Certificate) -> str:
+    signers = ",".join(seal.peer for seal in certificate.seals)
+    return f"{certificate.kind} commit of {short(certificate.manifest)} at ballot {certificate.ballot} by {signers}"

@@ -1,0 +1,227 @@
+"""Seeded schedules of faults: who crashes when and comes back how, who is cut off, who sleeps, leaves, joins.
+
+`plan_run(seed)` is a whole run: its size, its weather and its faults. Faults are spread over the first seconds; then
+the world heals (`end_faults`) and must make progress.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spes_p2p.sync import actions as do
+from spes_p2p.sync.round import Core
+from spes_p2p.testing.judge import voters
+from spes_p2p.testing.sim import Weather, World
+from spes_p2p.testing.sim_peer import SimPeer
+
+FAULT_SECONDS = 12.0
+CRASH_POINTS: tuple[type[do.Action], ...] = (
+    do.Send, do.Persist, do.Persist, do.Persist, do.Adopt, do.Build, do.Verify, do.Reduce, do.Fetch, do.CloseTraining,
+)  # fmt: skip
+"""Actions before which a crash may come; each vote begins with a Persist."""
+
+Fault = Callable[[World, random.Random], None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of schedule: its faults, drawn `at_least` to `at_most` times."""
+
+    name: str
+    faults: tuple[Fault, ...]
+    at_least: int = 1
+    at_most: int = 2
+    weight: int = 1
+
+
+def plan_run(seed: int, core_class: type[Core] = Core) -> tuple[World, Kind]:
+    """The world of a seed, with all faults in its queue."""
+    chance = random.Random(seed ^ 0x5EED)
+    kind = chance.choices(KINDS, [kind.weight for kind in KINDS])[0]
+    founders = chance.choice((3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7))
+    weather = Weather(
+        longest_delay=chance.choice((0.1, 0.3, 1.0)),
+        loss=chance.choice((0.0, 0.0, 0.02, 0.1)),
+        doubling=chance.choice((0.0, 0.0, 0.05)),
+        broken_transfer=chance.choice((0.0, 0.0, 0.05, 0.2)),
+    )
+    columns, replicas = chance.choice((2, 3, founders)), chance.choice((1, 1, 2))
+    world = World(seed, founders, columns, replicas, weather, core_class)
+    for _ in range(chance.randint(kind.at_least, kind.at_most)):
+        fault = chance.choice(kind.faults)
+        world.at(chance.uniform(0.2, FAULT_SECONDS), fault, world, random.Random(chance.getrandbits(32)))
+    return world, kind
+
+
+def end_faults(world: World, chance: random.Random) -> None:
+    """Everything heals, some of those who are down come back, and somebody who can vote is there."""
+    world.heal()
+    world.weather.broken_transfer = 0.0
+    world.weather.loss = min(world.weather.loss, 0.05)
+    for peer in world.peers.values():
+        peer.crash_after.clear()
+        peer.restart_plan = None
+        if peer.asleep_until > world.now:
+            peer.asleep_until = world.now
+        if peer.core is None and not peer.is_gone_for_good and chance.random() < 0.5:
+            peer.start()
+    _ensure_elector(world, chance)
+
+
+def _ensure_elector(world: World, chance: random.Random) -> None:
+    """Without any elector of the newest manifest nothing can go on (the organiser's key is not simulated)."""
+    chosen = voters(world.newest())
+    able = [p for p in world.peers.values() if chosen.get(p.name) == p.disk.incarnation and not p.is_gone_for_good]
+    if any(peer.core is not None for peer in able):
+        return
+    if not able:
+        world.result.extinct = True
+        return
+    chance.choice(able).start()
+    _ensure_elector(world, chance)
+
+
+# -------------------------------------------------------------------- faults
+
+
+def _victim(world: World, chance: random.Random) -> SimPeer | None:
+    up = [peer for peer in world.up() if not peer.is_gone_for_good]
+    return chance.choice(up) if up else None
+
+
+def _leader(world: World, chance: random.Random) -> SimPeer | None:
+    """The leader of the present ballot, where somebody knows one."""
+    for peer in world.up():
+        if peer.core is not None and peer.core.round.order:
+            order, view = peer.core.round.order, peer.core.round.view
+            leader = world.peers[order[view % len(order)]]
+            if leader.core is not None and not leader.is_gone_for_good:
+                return leader
+    return _victim(world, chance)
+
+
+def _plan_restart(peer: SimPeer, chance: random.Random, amnesia: float, death: float) -> None:
+    """What follows the next crash: nothing, a restart with the disk, or one without."""
+    fate, delay = chance.random(), chance.choice((0.2, 2.0, 8.0, 20.0))
+
+    def restart() -> None:
+        peer.restart_plan = None
+        if fate < death:
+            return
+        if fate < death + amnesia:
+            peer.wipe()
+        peer.world.result.restarts += 1
+        peer.world.after(delay, _come_back, peer)
+
+    peer.restart_plan = restart
+
+
+def _come_back(peer: SimPeer) -> None:
+    if not peer.is_gone_for_good:
+        peer.world.changed()
+        peer.start()
+
+
+def crash(world: World, chance: random.Random, amnesia: float = 0.0, death: float = 0.2) -> None:
+    """A peer dies now, or at one of its next actions."""
+    peer = _leader(world, chance) if chance.random() < 0.5 else _victim(world, chance)
+    if peer is None:
+        return
+    _plan_restart(peer, chance, amnesia, death)
+    peer.refuses = chance.random() < 0.7
+    if chance.random() < 0.4:
+        peer.crash()
+    else:
+        peer.crash_after[chance.choice(CRASH_POINTS)] = chance.choice((0, 0, 0, 1, 2, 5))
+
+
+def crash_with_amnesia(world: World, chance: random.Random) -> None:
+    crash(world, chance, amnesia=0.7, death=0.1)
+
+
+def crash_of_many(world: World, chance: random.Random) -> None:
+    """Most peers die at about the same time; some come back much later, or never."""
+    up = world.up()
+    for peer in chance.sample(up, k=max(1, (len(up) + 1) // 2)):
+        _plan_restart(peer, chance, amnesia=0.2, death=0.5)
+        peer.refuses = chance.random() < 0.7
+        world.after(chance.random(), peer.crash)
+
+
+def quick_restart(world: World, chance: random.Random) -> None:
+    """A peer dies around a vote and is back at once, with its disk."""
+    peer = _victim(world, chance)
+    if peer is not None:
+        peer.restart_plan = lambda: world.after(0.1, _come_back, peer)
+        peer.crash_after[chance.choice((do.Send, do.Persist, do.Adopt))] = chance.choice((0, 1, 2, 3))
+
+
+def power_cut(world: World, chance: random.Random) -> None:
+    """All die at once and come back with their disks."""
+    for peer in world.up():
+        if not peer.is_gone_for_good:
+            peer.restart_plan = None
+            peer.crash()
+            world.after(chance.uniform(0.5, 3.0), _come_back, peer)
+
+
+def cut(world: World, chance: random.Random, longest: float = 8.0) -> None:
+    """The network falls apart into two or three parts for a while."""
+    parts = chance.choice((2, 2, 3))
+    world.partition({name: chance.randrange(parts) for name in world.peers})
+    world.after(chance.uniform(1.0, longest), world.heal)
+
+
+def long_cut(world: World, chance: random.Random) -> None:
+    """Long enough that a part without majority goes on alone."""
+    cut(world, chance, longest=150.0)
+
+
+def isolate(world: World, chance: random.Random) -> None:
+    """One peer reaches nobody for a while."""
+    peer = _leader(world, chance) if chance.random() < 0.6 else _victim(world, chance)
+    if peer is not None:
+        world.partition({peer.name: 1})
+        world.after(chance.choice((2.0, 6.0, 15.0)), world.heal)
+
+
+def sleep(world: World, chance: random.Random) -> None:
+    peer = _leader(world, chance) if chance.random() < 0.5 else _victim(world, chance)
+    if peer is not None:
+        peer.sleep(chance.choice((2.0, 8.0, 30.0, 120.0)))
+
+
+def full_disk(world: World, chance: random.Random) -> None:
+    peer = _leader(world, chance) if chance.random() < 0.5 else _victim(world, chance)
+    if peer is not None:
+        peer.fill_disk(chance.choice((2.0, 10.0, 40.0)))
+
+
+def leave(world: World, chance: random.Random) -> None:
+    staying = [peer for peer in world.up() if not peer.intent.leaving]
+    if len(staying) > 1 or (staying and chance.random() < 0.1):
+        chance.choice(staying).leave()
+
+
+def join(world: World, chance: random.Random) -> None:
+    if len(world.peers) < 8:
+        world.join()
+
+
+ALL = (crash, crash_with_amnesia, quick_restart, cut, isolate, sleep, full_disk, leave, join)
+KINDS = (
+    Kind("calm", (join,), 0, 1),
+    Kind("crash", (crash,), 1, 3, weight=3),
+    Kind("votes", (quick_restart, quick_restart, isolate, crash), 3, 6, weight=4),
+    Kind("amnesia", (crash_with_amnesia,), 1, 2, weight=2),
+    Kind("power", (power_cut, quick_restart), 1, 2),
+    Kind("many", (crash_of_many,), 1, 1, weight=2),
+    Kind("cuts", (cut, isolate), 1, 4, weight=2),
+    Kind("long cut", (long_cut,), 1, 1, weight=2),
+    Kind("sleep", (sleep,), 1, 3),
+    Kind("disk", (full_disk, quick_restart), 1, 3),
+    Kind("members", (join, leave, leave), 1, 4, weight=2),
+    Kind("mixed", ALL, 3, 7, weight=3),
+)

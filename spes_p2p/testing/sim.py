@@ -1,0 +1,267 @@
+"""A swarm of simulated peers on a virtual clock: the network between them, and the faults that befall them.
+
+One heap of events, one seeded random generator: the same seed gives the same run. Who is up, who reaches whom and what
+is lost is decided here; what a peer does with its `Core` stands in `sim_peer`, what must never happen in `judge`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.messages import Envelope, Manifest, manifest_hash
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.rules import genesis_manifest
+from spes_p2p.sync.timing import Pace
+from spes_p2p.testing.judge import Judge, Violation, voters
+from spes_p2p.testing.sim_peer import SimPeer
+from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
+
+
+@dataclass
+class Weather:
+    """How well messages and data get through. Delays in seconds, the others are probabilities."""
+
+    shortest_delay: float = 0.01
+    longest_delay: float = 0.15
+    loss: float = 0.0
+    doubling: float = 0.0
+    broken_transfer: float = 0.0
+    reply: float = 0.1
+
+
+@dataclass
+class Result:
+    """What came of one run."""
+
+    rounds: int = 0
+    commits: int = 0
+    degraded: int = 0
+    forks: int = 0
+    restarts: int = 0
+    seconds: float = 0.0
+    messages: int = 0
+    longest_stall: float = 0.0
+    tightest_bound: float = 0.0
+    extinct: bool = False
+    fired: Counter[str] = field(default_factory=Counter)
+
+
+class World:
+    """One simulated run of up to `len(names)` first members; more may join."""
+
+    def __init__(
+        self,
+        seed: int,
+        founders: int,
+        columns: int,
+        replicas: int,
+        weather: Weather,
+        core_class: type[Core] = Core,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.weather = weather
+        self.core_class = core_class
+        self.rules = run_rules(columns, replicas=replicas)
+        self.max_columns = columns
+        self.result = Result()
+        self.peers: dict[PeerId, SimPeer] = {}
+        self.last_change = 0.0
+        self.say: Callable[[str], None] | None = None
+        self._groups: dict[PeerId, int] = {}
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._tie = itertools.count()
+        self._incarnations = itertools.count(1)
+        self.lives = itertools.count(1)
+        names = [PeerId(f"p{index}") for index in range(founders)]
+        incarnations = {name: self.next_incarnation() for name in names}
+        members = [Member(name, incarnations[name], True, self.random.choice((0, 0, 1))) for name in names]
+        self.state = initial_state(self.rules)
+        wishes = {name: Wish(self.max_columns) for name in names}
+        self.genesis = genesis_manifest(self.rules, root_of(self.state), members, wishes)
+        self.judge = Judge(self.rules, self.genesis, self.state)
+        for member in self.genesis.members:
+            self._add(member.peer, member.incarnation, member.link_class)
+
+    # ---------------------------------------------------------------- time
+
+    def at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._queue, (time, next(self._tie), action, arguments))
+
+    def after(self, seconds: float, action: Callable[..., None], *arguments: object) -> None:
+        self.at(self.now + seconds, action, *arguments)
+
+    def step(self) -> bool:
+        """Carries out the next event; False when there is none."""
+        if not self._queue:
+            return False
+        self.now, _, action, arguments = heapq.heappop(self._queue)
+        action(*arguments)
+        return True
+
+    def next_incarnation(self) -> int:
+        return next(self._incarnations)
+
+    # ---------------------------------------------------------------- peers and faults
+
+    def _add(self, name: PeerId, incarnation: int, link_class: int) -> None:
+        disk = Disk(self.genesis, self.state, incarnation)
+        self.peers[name] = SimPeer(self, name, disk, link_class)
+        self.peers[name].start()
+
+    def join(self) -> None:
+        """One more peer comes, with an empty disk."""
+        name = PeerId(f"p{len(self.peers)}")
+        self.changed(f"{name} joins")
+        self._add(name, self.next_incarnation(), self.random.choice((0, 0, 1)))
+
+    def partition(self, groups: dict[PeerId, int]) -> None:
+        """From now on only peers with the same number reach each other; those not named have number 0."""
+        self.changed(f"who reaches whom: {groups or 'all'}")
+        self._groups = groups
+
+    def heal(self) -> None:
+        self.partition({})
+
+    def changed(self, what: str = "") -> None:
+        """A fault or its end: the time allowed for the next commit starts again."""
+        self.last_change = self.now
+        self.tell(what)
+
+    def tell(self, what: str) -> None:
+        """A line of the story, where somebody listens."""
+        if self.say is not None:
+            self.say(f"{self.now:8.2f} {what}")
+
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        return self._groups.get(one, 0) == self._groups.get(other, 0)
+
+    def up(self) -> list[SimPeer]:
+        """Peers whose process runs."""
+        return [peer for peer in self.peers.values() if peer.core is not None]
+
+    def available(self, asker: PeerId, other: PeerId) -> SimPeer | None:
+        """`other`, where `asker` can fetch from it now."""
+        peer = self.peers.get(other)
+        if peer is None or peer.core is None or peer.asleep_until > self.now or not self.reaches(asker, other):
+            return None
+        return peer
+
+    # ---------------------------------------------------------------- messages
+
+    def delay(self) -> float:
+        weather = self.weather
+        return weather.shortest_delay + self.random.random() ** 3 * (weather.longest_delay - weather.shortest_delay)
+
+    def send(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
+        """Delivers, loses, doubles or delays; order is not kept."""
+        self.result.messages += 1
+        weather = self.weather
+        if self.random.random() >= weather.loss:
+            self.after(self.delay(), self._deliver, sender, to, envelope)
+        if weather.doubling and self.random.random() < weather.doubling:
+            self.after(20 * self.delay(), self._deliver, sender, to, envelope)
+
+    def _deliver(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
+        peer = self.peers.get(to)
+        if peer is None or peer.core is None or not self.reaches(sender, to):
+            return
+        if self.judge.forks and self._meet(sender, to):
+            return
+        peer.receive(sender, envelope)
+
+    def _meet(self, one: PeerId, other: PeerId) -> bool:
+        """Where chains meet the losing side stops: choosing a chain and going over to it is not simulated."""
+        loser = self.loser(self.peers[one], self.peers[other])
+        if loser is not None:
+            loser.lose()
+        return loser is not None
+
+    def loser(self, one: SimPeer, other: SimPeer) -> SimPeer | None:
+        """Whose chain loses: that with no majority at the fork, then that of fewer tokens, then of the higher hash."""
+        mine, theirs = self.judge.branch_of(one.disk.tip), self.judge.branch_of(other.disk.tip)
+        if not mine or not theirs or mine[0] in theirs or theirs[0] in mine:
+            return None
+        shared = set(mine) & set(theirs)
+        fork = [next(name for name in reversed(branch) if name not in shared) for branch in (mine, theirs)]
+        majority = [any(c.kind == "majority" for c in self.judge.known[name].certificates) for name in fork]
+        if majority[0] != majority[1]:
+            return other if majority[0] else one
+        tokens = (one.disk.tip.tokens, other.disk.tip.tokens)
+        if tokens[0] != tokens[1]:
+            return other if tokens[0] > tokens[1] else one
+        return other if fork[0] < fork[1] else one
+
+    # ---------------------------------------------------------------- what the judge asks
+
+    def silences(self, voter: SimPeer, heard: Iterable[PeerId]) -> list[tuple[PeerId, float, float]]:
+        """(elector, true silence, least wait) for each elector that `voter` gave up."""
+        assert voter.core is not None
+        lost = {p: i for p, i in voters(voter.core.tip).items() if p not in heard and p != voter.name}
+        pace = voter.core.pace
+        since = {peer: max(voter.heard_voting.get((peer, i), 0.0), voter.awake_since) for peer, i in lost.items()}
+        refused = all(self._hopeless(peer, lost[peer], since[peer]) for peer in lost)
+        wait = Pace(pace.heartbeat_seconds).degraded_wait_seconds(refused)  # the least: what is learnt comes on top
+        return [(peer, self.now - since[peer], wait - 1e-6) for peer in lost]
+
+    def _hopeless(self, name: PeerId, incarnation: int, since: float) -> bool:
+        """Whether the elector was down, reborn or unable to vote at some time since it was heard last."""
+        peer = self.peers[name]
+        return (
+            peer.core is None
+            or peer.up_since > since
+            or peer.disk.incarnation != incarnation
+            or peer.full_until > since
+        )
+
+    # ---------------------------------------------------------------- progress
+
+    def newest(self) -> Manifest:
+        """The newest manifest that a running peer stands on, on the winning chain."""
+        best = None
+        for peer in self.up():
+            if best is None or peer.disk.tip.round > best.disk.tip.round or self.loser(best, peer) is best:
+                best = peer
+        return best.disk.tip if best is not None else self.genesis
+
+    def note_commit(self, manifest: Manifest) -> None:
+        """A peer adopted a commit: the first to do so ends a stall."""
+        if manifest.round > self.result.rounds:
+            self.result.rounds = manifest.round
+            self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
+            self.last_change = self.now
+
+    def bound_seconds(self) -> float:
+        """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""
+        tip = self.newest()
+        head = manifest_hash(tip)
+        chosen = voters(tip)
+        running = [p for p in self.up() if p.core is not None]
+        able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.disk.full]
+        if not able:
+            return float("inf")
+        cores = [p.core for p in running if p.core is not None]
+        pace = max((core.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
+        groups = Counter(self._groups.get(p.name, 0) for p in able if p.asleep_until <= self.now)
+        connected = 2 * max(groups.values(), default=0) > len(chosen)
+        view = max((max(c.round.view, c.record.promised) for c in cores if c.head == head), default=0)
+        training = max(p.round_seconds for p in running)
+        wait = 0.0 if connected else pace.degraded_wait_seconds(False)
+        return wait + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
+
+    def check_stall(self) -> None:
+        """Raises Violation when the next commit is late."""
+        waited = self.now - self.last_change
+        bound = self.bound_seconds()
+        if waited > bound:
+            raise Violation("stall", f"no commit for {waited:.1f} s, at most {bound:.1f} s are allowed")
+        if bound < float("inf"):
+            self.result.tightest_bound = max(self.result.tightest_bound, waited / bound)

@@ -1,0 +1,545 @@
+"""One simulated peer: carries out what its `Core` decides, as the real driver does, on symbols instead of tensors.
+
+It trains, reduces, fetches, builds and stages with random speed; it crashes, sleeps, runs out of disk and leaves when
+told to. Its `Disk` survives. Leaves out the trainer's arithmetic and everything about sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from spes_p2p.data.leases import count
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256, short
+from spes_p2p.sync import actions as do
+from spes_p2p.sync.messages import (
+    Commit,
+    Envelope,
+    Intent,
+    Manifest,
+    Merge,
+    Report,
+    Work,
+    manifest_hash,
+    plan_hash,
+)
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.timing import Pace
+from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.testing.judge import Violation
+from spes_p2p.testing.sim_state import (
+    BATCH_SEQUENCES,
+    SEQUENCE_TOKENS,
+    STEPS,
+    Disk,
+    FakeSealer,
+    Trained,
+    check_fake,
+    neighbours_of,
+    reduce_tiles,
+    root_of,
+    split,
+    trained_positions,
+)
+
+if TYPE_CHECKING:
+    from spes_p2p.testing.sim import World
+
+HEARTBEAT_SECONDS = 1.0
+LEAVING_SECONDS = 10.0
+
+
+class SimPeer:
+    """A machine of the swarm. `core` is None while its process does not run."""
+
+    def __init__(self, world: World, name: PeerId, disk: Disk, link_class: int) -> None:
+        self.world = world
+        self.name = name
+        self.disk = disk
+        self.core: Core | None = None
+        self.intent = Intent(joining=True, max_columns=world.max_columns, link_class=link_class)
+        self.step_seconds = world.random.choice((0.2, 0.3, 0.3, 0.4, 0.8))
+        self.work_seconds = world.random.choice((0.02, 0.05, 0.3))
+        self.asleep_until = 0.0
+        self.awake_since = 0.0
+        self.up_since = 0.0
+        self.full_until = float("-inf")
+        self.heard_voting: dict[tuple[PeerId, int], float] = {}
+        self.crash_after: dict[type[do.Action], int] = {}
+        self.restart_plan: Callable[[], None] | None = None
+        self.is_gone_for_good = False
+        self._heard: dict[PeerId, tuple[int, int]] = {}
+        self._sleeps_since = 0.0
+        self._life = 0
+        self._trained: Trained | None = None
+        self._work = Work()
+        self._training_since: float | None = None
+
+    # ---------------------------------------------------------------- life
+
+    def start(self) -> None:
+        """The process starts on what is on disk."""
+        if self.core is not None:
+            return
+        world, now = self.world, self.world.now
+        self._life = next(world.lives)
+        self.up_since = self.awake_since = now
+        self._heard.clear()
+        self.heard_voting.clear()
+        self._trained, self._work, self._training_since = None, Work(), None
+        self.disk.restart()
+        self.disk.full = False
+        self.core = world.core_class(
+            self.name, self.disk.incarnation, world.rules, FakeSealer(self.name), check_fake, Pace(HEARTBEAT_SECONDS),
+            self.disk.tip, now, self.disk.record, self.intent, self.disk.tip_commit, first_sequence=int(now * 1000),
+        )  # fmt: skip
+        self.world.tell(f"{self.name} starts, incarnation {self.disk.incarnation}, at round {self.disk.tip.round}")
+        self.core.seeds = tuple(peer for peer in world.peers if peer != self.name)
+        self._restore()
+        self._tick(self._life)
+        self._begin_training(self._life)
+
+    def crash(self, reason: str = "") -> None:
+        """The process ends; only the disk is left."""
+        if self.core is None:
+            return
+        self.world.result.fired.update(self.core.fired)
+        self.world.changed(f"{self.name} dies")
+        self.core = None
+        if self.restart_plan is not None:
+            self.restart_plan()
+
+    def lose(self) -> None:
+        """Our chain has lost against another: the peer stops."""
+        self.restart_plan = None
+        self.is_gone_for_good = True
+        self.crash()
+
+    def wipe(self) -> None:
+        """The disk is lost: what starts next is a new incarnation."""
+        world = self.world
+        self.disk = Disk(world.genesis, world.state, world.next_incarnation())
+
+    def sleep(self, seconds: float) -> None:
+        """The machine is suspended: nothing runs, nothing is answered."""
+        self.world.changed(f"{self.name} sleeps for {seconds} s")
+        self._sleeps_since = self.world.now
+        self.asleep_until = self.world.now + seconds
+
+    def fill_disk(self, seconds: float) -> None:
+        """Nothing can be written for a while."""
+        self.world.changed(f"{self.name} has a full disk for {seconds} s")
+        self.disk.full = True
+        self.full_until = self.world.now + seconds
+        self._later(seconds, self._has_room)
+
+    def leave(self) -> None:
+        """A clean end: what was trained counts, and the peer goes when a manifest names it no more."""
+        if self.core is None or self.intent.leaving:
+            return
+        self.world.changed(f"{self.name} leaves")
+        self.intent = Intent(joining=False, leaving=True, link_class=self.intent.link_class)
+        self.restart_plan = None
+        self.is_gone_for_good = True
+        self._later(LEAVING_SECONDS, self.crash)
+        self._do(self.core.wish(self.intent, self.world.now))
+        self._close_training(self._life)
+
+    @property
+    def round_seconds(self) -> float:
+        """How long it trains in a round at full length."""
+        return STEPS * self.step_seconds
+
+    # ---------------------------------------------------------------- events
+
+    def receive(self, sender: PeerId, envelope: Envelope) -> None:
+        if self.core is None:
+            return
+        if self.asleep_until > self.world.now:
+            if self.world.random.random() < 0.5:
+                self.world.at(self.asleep_until, self.receive, sender, envelope)
+            return
+        self._note_wake()
+        self._note_heard(envelope)
+        self._do(self.core.receive(envelope, self.world.now))
+        if self.core is not None and self.world.random.random() < self.world.weather.reply:
+            reply = self.core.reply_to(sender, self.world.now)
+            self.world.judge.saw_message(self.name, reply, self.disk)
+            self.world.send(self.name, sender, reply)
+
+    def _tick(self, life: int) -> None:
+        if life != self._life or self.core is None:
+            return
+        now = self.world.now
+        if self.asleep_until > now:
+            self.world.at(self.asleep_until, self._tick, life)
+            return
+        self._note_wake()
+        self.world.after(1.01 * HEARTBEAT_SECONDS, self._tick, life)
+        self._do(self.core.tick(now))
+
+    def _later(self, seconds: float, work: Callable[..., None], *arguments: object) -> None:
+        """Work that ends with the process, and sleeps with the machine."""
+        self.world.after(seconds, self._run, self._life, work, arguments)
+
+    def _run(self, life: int, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        if life != self._life or self.core is None:
+            return
+        if self.asleep_until > self.world.now:
+            self.world.at(self.asleep_until, self._run, life, work, arguments)
+            return
+        self._note_wake()
+        work(*arguments)
+
+    def _note_wake(self) -> None:
+        """A nap of a few heartbeats is no sleep: no event is late enough to be noticed."""
+        if self.asleep_until and self._sleeps_since + 5 * HEARTBEAT_SECONDS < self.world.now:
+            self.awake_since = self.world.now
+        self.asleep_until = 0.0
+
+    def _note_heard(self, envelope: Envelope) -> None:
+        """The truth about who was heard, for the judge."""
+        for signed in envelope.statuses:
+            status = signed.value
+            mark = (status.incarnation, status.sequence)
+            if mark > self._heard.get(status.peer, (0, -1)):
+                self._heard[status.peer] = mark
+                if status.intent.can_vote:
+                    self.heard_voting[(status.peer, status.incarnation)] = self.world.now
+
+    def _do(self, actions: Sequence[do.Action]) -> None:
+        """Carries out actions in order; the process may die before or after any of them."""
+        life = self._life
+        told: set[PeerId] = set()
+        for action in actions:
+            if self.world.say is not None:
+                self._tell(action)
+            left = self.crash_after.get(type(action))
+            if left is not None:
+                self.crash_after[type(action)] = left - 1
+                if left == 0:
+                    self.crash()
+                    return
+            if isinstance(action, do.Send):
+                if action.to in told:
+                    raise Violation("storm", f"{self.name} sends two envelopes to {action.to} for one event")
+                told.add(action.to)
+                self._send(action)
+            elif isinstance(action, do.Persist):
+                if self.disk.full:
+                    self._do(self._the_core.disk_full(self.disk.record or VoteRecord(NO_HASH), self.world.now))
+                    return
+                self._persist(action)
+            else:
+                self._begin(action)
+            if self._life != life or self.core is None:
+                return
+
+    def _tell(self, action: do.Action) -> None:
+        match action:
+            case do.Send():
+                parts = ("plan", "reports", "proposals", "votes", "degraded_votes", "commit")
+                said = [name for name in parts if getattr(action.envelope, name)]
+                if said:
+                    self.world.tell(f"{self.name} to {action.to}: {', '.join(said)}")
+            case do.Persist(record):
+                said_degraded = f", degraded with {record.degraded.value.heard}" if record.degraded else ""
+                self.world.tell(
+                    f"{self.name} persists: promised {record.promised}, accepted {record.accepted_ballot} "
+                    f"{short(record.accepted_hash)}, proposed {[b for b, _ in record.proposed]}{said_degraded}"
+                )
+            case do.Reduce():
+                self.world.tell(f"{self.name}: Reduce {action.index}")
+            case do.Fetch():
+                self.world.tell(
+                    f"{self.name}: Fetch {action.piece.key} {short(sha256(action.hashes))} of {action.holders}"
+                )
+            case do.Adopt():
+                self.world.tell(f"{self.name}: Adopt {short(action.commit.certificate.manifest)}")
+            case _:
+                self.world.tell(f"{self.name}: {str(action)[:100]}")
+
+    @property
+    def _the_core(self) -> Core:
+        assert self.core is not None
+        return self.core
+
+    def _send(self, action: do.Send) -> None:
+        envelope = action.envelope
+        self.world.judge.saw_message(self.name, envelope, self.disk)
+        if envelope.commit is not None:
+            self.world.judge.saw_commit(envelope.commit)
+        self.world.send(self.name, action.to, envelope)
+
+    def _persist(self, action: do.Persist) -> None:
+        self.disk.record = action.record
+        world = self.world
+        world.judge.saw_record(self.name, action.record, self.disk, lambda heard: world.silences(self, heard))
+
+    def _begin(self, action: do.Action) -> None:
+        match action:
+            case do.CloseTraining():
+                rest = self.world.random.random() * self.step_seconds
+                self._later(rest, self._finish_training, self._the_core.head)
+            case do.Probe():
+                self._later(self.world.delay() + 0.1, self._probe, action)
+            case do.Notice():
+                if action.kind == "refused":
+                    raise Violation("refused", f"{self.name} refused what {action.peer} said: {action.text}")
+            case _ if self.disk.full:
+                self._later(0.01, self._is_full)
+            case do.Reduce():
+                self._later(self._work_time(), self._reduce, action)
+            case do.Fetch():
+                self._later(self._work_time(), self._fetch, action)
+            case do.Build():
+                self._later(self._work_time(), self._build, action)
+            case do.Verify():
+                self._later(self._work_time(), self._verify, action)
+            case do.Adopt():
+                self._later(0.01, self._adopt, action.commit)
+            case do.CatchUp():
+                self._later(3 * self._work_time(), self._catch_up, action)
+
+    def _work_time(self) -> float:
+        return self.work_seconds * (0.2 + 1.6 * self.world.random.random())
+
+    # ---------------------------------------------------------------- training
+
+    def _begin_training(self, life: int) -> None:
+        if self.core is None or life != self._life or not self.core.is_member() or self._training_since is not None:
+            return
+        if self.intent.leaving:
+            self._close_training(life)
+            return
+        self._training_since = self.world.now
+        head = self.core.head
+        self._later(self.round_seconds * (0.9 + 0.2 * self.world.random.random()), self._finish_training, head)
+        if self.world.random.random() < 0.3:
+            self._later(0.5 * self.round_seconds, self._tell_progress, head)
+
+    def _tell_progress(self, head: Hash) -> None:
+        core = self._the_core
+        if core.head == head and self._training_since is not None and not core.round.work.ready:
+            self._do(core.trained(self._work_so_far(ready=False), self.world.now))
+
+    def _finish_training(self, head: Hash) -> None:
+        if self._the_core.head == head and self._training_since is not None:
+            self._close_training(self._life)
+
+    def _close_training(self, life: int) -> None:
+        core = self.core
+        if core is None or life != self._life or core.round.work.ready:
+            return
+        if self._training_since is None and not self.intent.leaving:
+            return
+        if core.head != manifest_hash(self.disk.tip):
+            return
+        self._work = self._work_so_far(ready=True)
+        self._training_since = None
+        if self._work.sequences and core.is_member():
+            positions = trained_positions(core.tip, self.name, self._work.sequences)
+            poison = self.world.random.random() < 0.02
+            blocks = (
+                frozenset({self.world.random.randrange(len(self.world.rules.block_tiles))}) if poison else frozenset()
+            )
+            number = next(self.world.lives)
+            self._trained = Trained(number, self.name, core.head, self._work, positions, blocks)
+        self._do(core.trained(self._work, self.world.now))
+
+    def _work_so_far(self, ready: bool) -> Work:
+        core, since = self._the_core, self._training_since
+        seconds = 0.0 if since is None else self.world.now - since
+        steps = min(STEPS, int(seconds / self.step_seconds + 0.2))
+        held = count(core.tip.leases.of(self.name))
+        sequences = min(held, self._work.sequences + steps * BATCH_SEQUENCES)
+        steps = (sequences - self._work.sequences) // BATCH_SEQUENCES
+        sequences = self._work.sequences + steps * BATCH_SEQUENCES
+        return Work(
+            ready,
+            sequences * SEQUENCE_TOKENS,
+            self._work.steps + steps,
+            sequences,
+            seconds,
+            0.0 if ready else self.step_seconds,
+            STEPS * BATCH_SEQUENCES * SEQUENCE_TOKENS,
+        )
+
+    # ---------------------------------------------------------------- data
+
+    def contribution(self, action: do.Reduce) -> Trained | None:
+        """What this peer gives to a reducer: the values that the plan counts, while they are here."""
+        trained = self._trained
+        return trained if trained is not None and trained.fits(action.plan.value) else None
+
+    def _reduce(self, action: do.Reduce) -> None:
+        plan, core = action.plan.value, self._the_core
+        if core.head != plan.parent or not self._is_settled():
+            return
+        piece = plan.slices[action.index]
+        fit: list[Trained] = []
+        left_out: list[tuple[PeerId, str]] = []
+        for peer in piece.contributors:
+            holder = self if peer == self.name else self.world.available(self.name, peer)
+            broken = peer != self.name and self.world.random.random() < self.world.weather.broken_transfer
+            trained = None if holder is None or broken else holder.contribution(action)
+            if trained is None:
+                left_out.append((peer, "lost"))
+            elif piece.block in trained.poison:
+                left_out.append((peer, "not finite"))
+            else:
+                fit.append(trained)
+        if not core.wants_reduced(plan_hash(plan), action.index):
+            return
+        if not fit and self.world.random.random() < 0.5:
+            self._do(core.reduce_failed(action.index, self.world.now))
+            return
+        tiles = reduce_tiles(plan, piece, fit) if fit else ()
+        for tile in tiles:
+            self.world.judge.reduced[tile] = tuple(fit)
+        self.disk.stage(piece, tiles)
+        names = tuple(trained.peer for trained in fit)
+        report = Report(plan_hash(plan), action.index, self.name, names, tiles, tuple(left_out))
+        self._do(core.reduced(report, self.world.now))
+
+    def _fetch(self, action: do.Fetch) -> None:
+        core, piece = self._the_core, action.piece
+        if not core.wants_staged(piece.key, action.hashes) or not self._is_settled():
+            return
+        for name in action.holders:
+            holder = self.world.available(self.name, name)
+            broken = self.world.random.random() < self.world.weather.broken_transfer
+            if holder is not None and not broken and holder.disk.has(piece, action.hashes):
+                self.disk.stage(piece, split(action.hashes))
+                self._do(core.staged(piece.key, action.hashes, self.world.now))
+                return
+        self._do(core.fetch_failed(piece.key, self.world.now))
+
+    def _build(self, action: do.Build) -> None:
+        core = self._the_core
+        if core.round.building != action or not self._is_settled():
+            return
+        if not all(self.disk.has(piece, hashes) for piece, hashes in zip(action.slices, action.hashes, strict=True)):
+            raise Violation("staging", f"{self.name} builds from tiles that are not on its disk")
+        merge = Merge(action.alpha, neighbours_of(self.world.rules.num_columns)) if action.alpha else None
+        root = self.disk.finish(self.world.rules, action.slices, merge)
+        self._do(core.built(action, self.world.judge.saw_build(action.hashes), root, merge, self.world.now))
+
+    def _verify(self, action: do.Verify) -> None:
+        core, proposal = self._the_core, action.proposal.value
+        manifest = proposal.manifest
+        if core.round.verifying != manifest_hash(manifest) or core.head != manifest.parent or not self._is_settled():
+            return
+        pairs = list(zip(manifest.slices, proposal.wire_hashes, strict=True))
+        root = None
+        if all(self.disk.has(piece, hashes) for piece, hashes in pairs):
+            if manifest.state_root in self.disk.finished:
+                root = manifest.state_root
+            else:
+                root = self.disk.finish(self.world.rules, manifest.slices, manifest.merge)
+        if root != manifest.state_root or sha256(*proposal.wire_hashes) != manifest.wire_root:
+            self._do(core.verify_failed(self.world.now))
+            return
+        self._do(core.verified(manifest_hash(manifest), self.world.now))
+
+    # ---------------------------------------------------------------- commits
+
+    def _adopt(self, commit: Commit) -> None:
+        core, manifest = self._the_core, commit.manifest
+        if manifest.parent != core.head or not self._is_settled():
+            return
+        state = self.disk.finished.get(manifest.state_root)
+        if state is None:
+            core.round.verified.discard(commit.certificate.manifest)
+            self._do(core.catch_up_failed(self.world.now))
+            return
+        self.world.judge.saw_commit(commit)
+        self.disk.publish([commit], state)
+        self._later(0.005, self._applied, [commit])
+
+    def _catch_up(self, action: do.CatchUp) -> None:
+        core = self._the_core
+        if not self._is_settled():
+            return
+        holder = self.world.available(self.name, action.holder)
+        broken = self.world.random.random() < self.world.weather.broken_transfer
+        commits = [] if holder is None else holder.disk.chain[self.disk.tip.round :]
+        if holder is None or broken or not commits:
+            self._do(core.catch_up_failed(self.world.now))
+            return
+        if commits[0].certificate.parent != core.head:
+            loser = self.world.loser(self, holder)
+            if loser is None:
+                raise Violation("state", f"{self.name} can not follow {holder.name}")
+            loser.lose()
+            if loser is not self:
+                self._do(core.catch_up_failed(self.world.now))
+            return
+        for commit in commits:
+            self.world.judge.saw_commit(commit)
+        if root_of(holder.disk.state) != commits[-1].manifest.state_root:
+            raise Violation("state", f"{holder.name} serves another state than it committed")
+        self.disk.publish(commits, holder.disk.state)
+        self._later(0.005, self._applied, commits)
+
+    def _applied(self, commits: list[Commit]) -> None:
+        """The commits are durable here; work that none of them counted is carried on if its data is still ours."""
+        core = self._the_core
+        before = core.tip
+        for commit in commits:
+            self._carry(before, commit.manifest)
+            before = commit.manifest
+        newest = commits[-1]
+        self.world.judge.saw_state(self.name, newest.manifest, self.disk.state)
+        self._training_since = None
+        self._trained = None
+        self.world.note_commit(newest.manifest)
+        self.world.tell(f"{self.name} stands on round {newest.manifest.round} {short(newest.certificate.manifest)}")
+        self._do(core.applied(newest, self.world.now))
+        if self.core is None:
+            return
+        if self.intent.leaving and not self.core.is_member():
+            self.crash()
+            return
+        self._begin_training(self._life)
+
+    def _carry(self, before: Manifest, after: Manifest) -> None:
+        counted = any(entry.peer == self.name for entry in after.roster)
+        mine = trained_positions(before, self.name, self._work.sequences)
+        if counted or trained_positions(after, self.name, self._work.sequences) != mine:
+            self._work = Work()
+
+    def _restore(self) -> None:
+        """A state that was accepted before the crash, and is still staged, is stood by."""
+        core = self._the_core
+        for proposal in (core.record.accepted, core.record.degraded):
+            if proposal is not None and proposal.value.manifest.state_root in self.disk.finished:
+                self._do(core.verified(manifest_hash(proposal.value.manifest), self.world.now))
+                if self.core is None:
+                    return
+
+    # ---------------------------------------------------------------- small things
+
+    def _probe(self, action: do.Probe) -> None:
+        peer = self.world.peers.get(action.peer)
+        if peer is not None and peer.core is None and self.world.reaches(self.name, action.peer) and peer.refuses:
+            self._do(self._the_core.gone(action.peer, self.world.now))
+
+    refuses = True
+    """Whether the host answers when the process is gone."""
+
+    def _is_settled(self) -> bool:
+        """Whether we may write for the round that the core is in: room, and no commit half way between disk and core."""
+        return not self._is_full() and self._the_core.head == manifest_hash(self.disk.tip)
+
+    def _is_full(self) -> bool:
+        """Whether the disk took no more; the core is told so."""
+        if self.disk.full and self._the_core.intent.can_vote:
+            self._do(self._the_core.disk_full(self.disk.record or VoteRecord(NO_HASH), self.world.now))
+        return self.disk.full
+
+    def _has_room(self) -> None:
+        self.disk.full = False
+        self.world.changed(f"{self.name} has room again")
+        self.full_until = self.world.now
+        self._do(self._the_core.disk_has_room(self.world.now))

@@ -1,0 +1,179 @@
+"""What stands for tensors in the simulation: hashes that are equal exactly where real bytes would be.
+
+A reduced tile is the hash of (parent, tile, who went in with which trained values and weight); a tile of the state is
+the hash of what it was and what came. Whoever computes a root from other tiles gets another root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from spes_p2p.data.leases import Range, take
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.sync.messages import (
+    Acceptance,
+    Commit,
+    Contribution,
+    DegradedVote,
+    Manifest,
+    Merge,
+    Plan,
+    Signed,
+    Slice,
+    Work,
+    signing_bytes,
+)
+from spes_p2p.sync.rules import RunRules
+from spes_p2p.sync.votes import VoteRecord
+
+T = TypeVar("T")
+State = tuple[Hash, ...]
+"""The hash of each tile of a version of the state."""
+SEQUENCE_TOKENS = 8
+BATCH_SEQUENCES = 2
+STEPS = 4
+
+
+def run_rules(columns: int, shared_tiles: int = 2, replicas: int = 1) -> RunRules:
+    """A small run: `columns` columns of one tile each, a merge every third round."""
+    return RunRules(
+        fingerprint=sha256(b"simulated run"),
+        block_tiles=(shared_tiles, *(1 for _ in range(columns))),
+        slice_tiles=1,
+        sequence_tokens=SEQUENCE_TOKENS,
+        batch_sequences=BATCH_SEQUENCES,
+        block_sequences=4,
+        leased=True,
+        target_replicas=replicas,
+        steps_per_round=lambda step: STEPS,
+        merge_interval=3 * STEPS,
+        merge_alpha=lambda step: 0.01,
+    )
+
+
+def initial_state(rules: RunRules) -> State:
+    return tuple(sha256(b"initial", bytes([tile])) for tile in range(sum(rules.block_tiles)))
+
+
+def root_of(state: State) -> Hash:
+    return sha256(*state)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One snapshot of a peer's values: trained on `parent` by its `number`-th life, using these stream positions."""
+
+    number: int
+    peer: PeerId
+    parent: Hash
+    work: Work
+    positions: tuple[Range, ...]
+    poison: frozenset[int] = frozenset()
+    """Blocks whose values are not finite."""
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether this is the work that the plan counts; another life of the peer may have done other work."""
+        entry = next((entry for entry in plan.roster if entry.peer == self.peer), None)
+        mine = Contribution(self.peer, self.work.tokens, self.work.steps, self.work.sequences)
+        return self.parent == plan.parent and entry == mine
+
+
+def trained_positions(manifest: Manifest, peer: PeerId, sequences: int) -> tuple[Range, ...]:
+    """The stream positions that `peer` has used after so many sequences of its lease."""
+    return take(manifest.leases.of(peer), sequences)[0]
+
+
+def reduce_tiles(plan: Plan, piece: Slice, inputs: Sequence[Trained]) -> tuple[Hash, ...]:
+    """The reduced tiles of a slice."""
+    parts = b"".join(sha256(b"%d/%d" % (trained.number, trained.work.tokens)) for trained in inputs)
+    return tuple(sha256(plan.parent, b"%d" % (piece.first_tile + at), parts) for at in range(piece.tiles))
+
+
+def neighbours_of(columns: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return (tuple(((expert + 1) % columns,) for expert in range(columns)),)
+
+
+def next_state(rules: RunRules, state: State, wire: dict[int, Hash], merge: Merge | None) -> State:
+    """The state after `wire` tiles came and `merge` was done."""
+    tiles = [sha256(tile, wire[at]) if at in wire else tile for at, tile in enumerate(state)]
+    if merge is not None:
+        first = rules.block_tiles[0]
+        everything = sha256(repr(merge).encode(), *tiles[first:])
+        tiles[first:] = [sha256(everything, tile) for tile in tiles[first:]]
+    return tuple(tiles)
+
+
+def split(hashes: bytes) -> list[Hash]:
+    return [Hash(hashes[at : at + 32]) for at in range(0, len(hashes), 32)]
+
+
+@dataclass
+class Disk:
+    """What survives a crash of one peer: the chain, the state of its tip, the voting record, and finished staging.
+
+    `staged` holds one version of each reduced tile. `finished` is the new state computed from it, by root.
+    """
+
+    genesis: Manifest
+    state: State
+    incarnation: int
+    chain: list[Commit] = field(default_factory=list)
+    record: VoteRecord | None = None
+    staged: dict[int, Hash] = field(default_factory=dict)
+    finished: dict[Hash, State] = field(default_factory=dict)
+    full: bool = False
+
+    @property
+    def tip(self) -> Manifest:
+        return self.chain[-1].manifest if self.chain else self.genesis
+
+    @property
+    def tip_commit(self) -> Commit | None:
+        return self.chain[-1] if self.chain else None
+
+    def has(self, piece: Slice, hashes: bytes) -> bool:
+        """Whether these tiles of a slice are staged."""
+        return all(self.staged.get(piece.first_tile + at) == tile for at, tile in enumerate(split(hashes)))
+
+    def stage(self, piece: Slice, hashes: Sequence[Hash]) -> None:
+        """Writes tiles; a new state that was finished is undone."""
+        self.finished.clear()
+        for at, tile in enumerate(hashes):
+            self.staged[piece.first_tile + at] = tile
+
+    def finish(self, rules: RunRules, pieces: Sequence[Slice], merge: Merge | None) -> Hash:
+        """Computes the new state from the staged tiles of `pieces`; the root."""
+        wanted = {piece.first_tile + at for piece in pieces for at in range(piece.tiles)}
+        state = next_state(rules, self.state, {at: self.staged[at] for at in sorted(wanted)}, merge)
+        self.finished = {root_of(state): state}
+        return root_of(state)
+
+    def publish(self, commits: Sequence[Commit], state: State) -> None:
+        self.chain.extend(commits)
+        self.state = state
+        self.staged.clear()
+        self.finished.clear()
+
+    def restart(self) -> None:
+        """What a process finds after a crash: staging survives only where it is finished."""
+        if not self.finished:
+            self.staged.clear()
+
+
+class FakeSealer:
+    """Signs with a hash where a certificate will need the signature; else keeps the author only."""
+
+    def __init__(self, peer: PeerId) -> None:
+        self._peer = peer
+
+    def seal(self, value: T) -> Signed[T]:
+        signature = b""
+        if isinstance(value, Acceptance | DegradedVote):
+            signature = sha256(self._peer.encode(), signing_bytes(value))
+        return Signed(value, self._peer, b"", signature)
+
+
+def check_fake(peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
+    return signature == sha256(peer.encode(), data)
