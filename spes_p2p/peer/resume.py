@@ -43,9 +43,9 @@ class Saver:
         self._emit = emit
         self._paused = False
 
-    def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted) -> None:
-        """Saves the state of `manifest` beside the present training state."""
-        if manifest.round % self._config.output.checkpoint_every_rounds:
+    def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
+        """Saves the state of `manifest` beside the present training state; a final one in any case."""
+        if manifest.round % self._config.output.checkpoint_every_rounds and not final:
             return
         private = {
             "round": manifest.round,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.inputs import Carried
 from spes_p2p.sync.messages import Manifest, Work, manifest_hash
-from spes_p2p.train.loop import RoundWork, run_inner_steps
+from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 
 REPORT_SECONDS = 1.0
@@ -52,6 +53,12 @@ class _Turn:
     owned: tuple[int, ...]
 
 
+class Save(Protocol):
+    def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
+        """`final`: nothing comes after it, so it is not one to leave out."""
+        ...
+
+
 class TrainingLoop:
     """Trains until told to stop. `save` is called after each commit that was adopted."""
 
@@ -63,7 +70,7 @@ class TrainingLoop:
         loader: LeasedLoader | LocalLoader,
         dataset: Dataset,
         emit: Callable[[Event], None],
-        save: Callable[[Manifest, Version, Uncounted], None],
+        save: Save,
         dump: RoundDump | None,
         last_round: int | None,
     ) -> None:
@@ -115,13 +122,19 @@ class TrainingLoop:
             self._gate.wait(time.monotonic() + 0.2)
 
     def _leave(self) -> None:
-        """Hands in what was trained, and goes when a manifest without us is committed, or after a while."""
+        """Hands in what was trained, and goes when a manifest without us is committed, or after a while.
+
+        Where nobody else is there, nothing is handed in: a later life goes on from this very step.
+        """
         until = time.monotonic() + LEAVE_SECONDS
         turn = self._turn
         if turn is None or not self._connection.is_member():
             return
         if self._handed_in != turn.head:
-            self._hand_in(turn, RoundWork())
+            if not self._connection.others():
+                self._save(turn.manifest, turn.base, self.uncounted, final=True)
+                return
+            self._hand_in(turn)
         self._connection.leave()
         while time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
@@ -130,7 +143,14 @@ class TrainingLoop:
                 newest = news.applied[-1].commit.manifest
                 members = {member.peer for member in newest.members}
                 if self._me not in members or members == {self._me}:
+                    self._save_last(turn, newest)
                     return
+
+    def _save_last(self, turn: _Turn, newest: Manifest) -> None:
+        """What a later life goes on from: the state that we leave behind, and moments as new as it."""
+        base = self._connection.disk.store.version(newest.round)
+        self._trainer.adopt(turn.owned, base, newest.step)
+        self._save(newest, base, self.uncounted, final=True)
 
     # ---------------------------------------------------------------- one round
 
@@ -140,7 +160,10 @@ class TrainingLoop:
         wanted = turn.manifest.steps_per_round - self._trainer.round_steps
         self._started = time.monotonic()
         work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.should_stop, self._on_step, self._emit)
-        self._hand_in(turn, work)
+        self.uncounted.tokens += work.tokens
+        self.uncounted.steps += work.steps
+        if not self._gate.stopping:  # how to leave is decided in `_leave`
+            self._hand_in(turn, work.seconds)
 
     def _on_step(self, result: StepResult, own_steps: int) -> None:
         now = time.monotonic()
@@ -154,7 +177,8 @@ class TrainingLoop:
             )
         if now - self._reported > REPORT_SECONDS:
             self._reported = now
-            self._gate.report(self._work(ready=False, seconds=now - self._started, step_seconds=result.seconds))
+            work = self._work(ready=False, seconds=now - self._started, step_seconds=result.seconds)
+            self._gate.report(work, self._turn.head if self._turn else NO_HASH)
 
     def _work(self, ready: bool, seconds: float, step_seconds: float = 0.0) -> Work:
         batch = self._config.optimizer.batch_sequences * self._config.data.sequence_length
@@ -169,25 +193,25 @@ class TrainingLoop:
             expected_tokens=steps * batch,
         )
 
-    def _hand_in(self, turn: _Turn, work: RoundWork) -> None:
+    def _hand_in(self, turn: _Turn, seconds: float = 0.0) -> None:
         """Snapshots the trained values and says READY."""
-        self.uncounted.tokens += work.tokens
-        self.uncounted.steps += work.steps
+        self._snapshot(turn)
+        self._handed_in = turn.head
+        self._gate.ready(self._work(ready=True, seconds=seconds), turn.head)
+
+    def _snapshot(self, turn: _Turn) -> None:
         blocks = (0, *(1 + column for column in turn.owned))
         self._connection.disk.inputs.take(turn.head, blocks, self._trainer.contribution)
-        self._handed_in = turn.head
-        self._gate.ready(self._work(ready=True, seconds=work.seconds))
 
     # ---------------------------------------------------------------- commits
 
     def _take(self, events: tuple[Applied, ...]) -> None:
         """Goes on from the newest of these commits; the first says what it counted of our work."""
-        turn = self._turn
-        if turn is not None and self._handed_in != turn.head:
-            self._hand_in(turn, RoundWork())  # the round was decided while we trained: nothing of it is counted
+        turn, uncounted = self._turn, events[0].uncounted
+        if turn is not None and not events[0].handed_in and events[0].counted is None:  # decided while we trained
+            if self._handed_in != turn.head:
+                self._snapshot(turn)
             uncounted = self._own_tiles(turn)
-        else:
-            uncounted = events[0].uncounted
         used = self._note_counted(events[0])
         if self._dump is not None and turn is not None:
             self._dump_round(events[0], turn)
@@ -240,6 +264,8 @@ class TrainingLoop:
         first = self._turn is None
         self._turn = _Turn(manifest, manifest_hash(manifest), base, owned)
         if not resumed:
+            if first:
+                self.uncounted = Uncounted()
             if first and isinstance(self._loader, LeasedLoader):
                 self._restart_loader(manifest.leases.of(self._me))
             self._trainer.adopt(owned, _Touched(carried or base, base), manifest.step)

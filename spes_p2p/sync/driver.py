@@ -66,14 +66,15 @@ class RoundTimes:
 class Applied:
     """A commit that is the state here now.
 
-    `counted` is what the first round after `previous` counted of this peer; `uncounted` are tiles whose slice did not
-    take this peer's trained values although it has some; `caught_up` is true when the peer was behind and skipped
-    rounds.
+    `counted` is what the first round after `previous` counted of this peer; `handed_in` says whether its values were in
+    `Inputs` by then, and `uncounted` are the tiles whose slice did not take them; `caught_up` is true when the peer was
+    behind and skipped rounds.
     """
 
     commit: Commit
     previous: Manifest
     counted: Contribution | None
+    handed_in: bool
     uncounted: frozenset[int]
     caught_up: bool
     seconds: dict[str, float]
@@ -319,6 +320,7 @@ class Driver:
             commit,
             previous,
             next((entry for entry in first.roster if entry.peer == self.core.me), None),
+            self._disk.inputs.parent == first.parent,
             self._uncounted(first),
             commit.manifest.round > first.round,
             times.seconds(),

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from spes_p2p.ids import Hash
 from spes_p2p.sync.actions import Notice
 from spes_p2p.sync.driver import Applied, Driver
 from spes_p2p.sync.messages import Intent, Work
@@ -40,6 +42,7 @@ class Gate:
         self._on_notice = on_notice
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_stop: list[Callable[[], object]] = []
 
     def attach(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
         """The driver whose hooks this is, and the loop that it runs on."""
@@ -72,6 +75,23 @@ class Gate:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+            calls = tuple(self._on_stop)
+        for call in calls:
+            call()
+
+    @contextlib.contextmanager
+    def on_stop(self, call: Callable[[], object]) -> Iterator[None]:
+        """`call` is made when the peer should end, by whoever says so; at once where that has happened already."""
+        with self._changed:
+            late = self._stopping
+            self._on_stop.append(call)
+        if late:
+            call()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._on_stop.remove(call)
 
     @property
     def stopping(self) -> bool:
@@ -100,19 +120,19 @@ class Gate:
             self._closing = False
             return News(events)
 
-    def report(self, work: Work) -> None:
-        """Progress in the middle of a round."""
-        self._call(lambda driver: driver.training(work))
+    def report(self, work: Work, head: Hash) -> None:
+        """Progress in the middle of the round on top of `head`; too late when that is decided."""
+        self._call(lambda driver: driver.training(work) if driver.core.head == head else None)
 
-    def ready(self, work: Work) -> None:
-        """The round's training is over and its snapshot taken."""
-        self._call(lambda driver: driver.ready(work))
+    def ready(self, work: Work, head: Hash) -> None:
+        """Training on top of `head` is over and its snapshot taken; too late when the round is decided."""
+        self._call(lambda driver: driver.ready(work) if driver.core.head == head else None)
 
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""
         self._call(lambda driver: driver.wish(intent))
 
-    def _call(self, what: Callable[[Driver], None]) -> None:
+    def _call(self, what: Callable[[Driver], object]) -> None:
         driver, loop = self._driver, self._loop
         assert driver is not None
         assert loop is not None

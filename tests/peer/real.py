@@ -1,0 +1,98 @@
+"""What the tests with real processes share: a small corpus, a small run, and a look at how a peer ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.config.schema import Config
+from spes_p2p.data.tokenize import TokenizeOptions, tokenize
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.observe.events import Step
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import StateStore
+from spes_p2p.testing.processes import LocalSwarm, Process
+
+SMALL = (
+    "model.d_model=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.expert_ffn=32",
+    "data.sequence_length=64",
+    "sync.tile_values=4096",
+    "sync.steps_per_round=40",
+    "sync.merge_interval=40",
+    "eval.sequences=8",
+)
+"""On top of `tiny`: steps of a few milliseconds, and a merge in each round."""
+ALONE = (*SMALL, "swarm.min_peers=1", "swarm.experts_per_peer=8")
+WAIT_SECONDS = 60.0
+
+
+def make_tokens(folder: Path, kilobytes: int = 256, seed: int = 0) -> Path:
+    """Token shards of made-up text in `folder`."""
+    words = [f"word{number * 7919 % 997}" for number in range(seed, seed + 150 * kilobytes)]
+    text = folder / "text.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    text.write_text("\n".join(" ".join(words[at : at + 12]) for at in range(0, len(words), 12)))
+    tokenize([str(text)], folder / "tokens", TokenizeOptions(tokenizer="byte", processes=1))
+    return folder / "tokens"
+
+
+def config_of(overrides: tuple[str, ...]) -> Config:
+    return load_config(bundled_config("tiny"), overrides)
+
+
+def until(what: Callable[[], bool], process: Process, timeout_seconds: float = WAIT_SECONDS) -> None:
+    """Waits for what another process does; fails when it ends before."""
+    end = time.monotonic() + timeout_seconds
+    while not what():
+        assert process.exit_code is None, f"{process.name} ended with {process.exit_code}:\n{process.output()}"
+        assert time.monotonic() < end, f"not in time:\n{process.output()}"
+        time.sleep(0.01)
+
+
+def wait_for_step(process: Process, step: int) -> None:
+    def reached() -> bool:
+        process.read_events()
+        return any(isinstance(event, Step) and event.step >= step for _, event in process.seen)
+
+    until(reached, process)
+
+
+def end_at_step(process: Process, step: int, number: signal.Signals) -> int:
+    """Sends a signal once the peer has made this step; its exit code."""
+    wait_for_step(process, step)
+    process.send(number)
+    return process.wait(15.0)
+
+
+def losses(folder: Path) -> dict[int, set[float]]:
+    """By global step, from metrics.jsonl; more than one where a step was made again and came out differently."""
+    found: dict[int, set[float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "step":
+            found.setdefault(event["step"], set()).add(event["loss"])
+    return found
+
+
+def state_hash(folder: Path, config: Config) -> str:
+    """Root of the newest committed state in a peer's folder."""
+    version = StateStore(folder / "run" / "state", Layout(state_tensors(config.model), config.sync.tile_values), True)
+    latest = version.latest()
+    assert latest is not None
+    return f"{latest.round}:{latest.root.hex()}"
+
+
+def alone(folder: Path, data: Path, *arguments: str) -> Process:
+    """A swarm of one peer that runs to its end."""
+    with LocalSwarm(folder) as swarm:
+        swarm.bootstrap("tiny", data, ALONE)
+        peer = swarm.peer("peer", data, arguments)
+        peer.wait(WAIT_SECONDS)
+    return peer

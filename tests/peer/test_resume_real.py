@@ -1,0 +1,31 @@
+"""A peer that is interrupted and resumed makes the very steps that it would have made."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.testing.processes import LocalSwarm
+from tests.peer.real import ALONE, alone, config_of, end_at_step, losses, make_tokens, state_hash
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+ROUNDS = ("--rounds", "3")
+
+
+def test_killed_and_terminated_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    data, config = make_tokens(tmp_path), config_of(ALONE)
+    whole = alone(tmp_path / "whole", data, *ROUNDS)
+    with LocalSwarm(tmp_path / "cut") as swarm:
+        swarm.bootstrap("tiny", data, ALONE)
+        codes = [
+            end_at_step(swarm.peer("peer", data), 50, signal.SIGKILL),
+            end_at_step(swarm.peer("peer", data, ["--resume"]), 60, signal.SIGTERM),
+            swarm.peer("peer", data, ["--resume", *ROUNDS]).wait(60.0),
+        ]
+    assert codes == [-signal.SIGKILL, 0, 0]
+    assert whole.exit_code == 0
+    assert losses(tmp_path / "cut" / "peer") == losses(whole.folder)
+    assert set(losses(whole.folder)) == set(range(1, 121))
+    assert state_hash(tmp_path / "cut" / "peer", config) == state_hash(whole.folder, config)
