@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.join import AnnounceMaddrs, HostMaddrs, IdentityPath, UseRelay
+from spes_p2p.cli.arguments import AnnounceMaddrs, HostMaddrs, IdentityPath, UseRelay
 
 
 def bootstrap(

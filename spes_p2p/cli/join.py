@@ -7,22 +7,15 @@ from typing import Annotated
 
 import typer
 
-InitialPeers = Annotated[
-    list[str],
-    typer.Option("--initial-peers", help="Addresses of live nodes of the run, as bootstrap prints them."),
-]
-HostMaddrs = Annotated[
-    list[str] | None,
-    typer.Option("--host-maddrs", help="Where to listen (default: everywhere, a free port).", show_default=False),
-]
-AnnounceMaddrs = Annotated[
-    list[str] | None, typer.Option("--announce-maddrs", help="Where others should dial us instead.", show_default=False)
-]
-IdentityPath = Annotated[
-    Path | None, typer.Option(help="Key file of this node (default: identity.key in the output folder).")
-]
-UseRelay = Annotated[bool, typer.Option("--use-relay/--no-relay", help="Use libp2p relays where they help.")]
-RunId = Annotated[str | None, typer.Option(help="Which run, where several are announced.")]
+from spes_p2p.cli.arguments import (
+    AnnounceMaddrs,
+    Fingerprint,
+    HostMaddrs,
+    IdentityPath,
+    InitialPeers,
+    RunId,
+    UseRelay,
+)
 
 
 def join(
@@ -33,6 +26,7 @@ def join(
     data: Annotated[str | None, typer.Option(help="Folder of the run's token shards.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
     run_id: RunId = None,
+    fingerprint: Fingerprint = None,
     owned_experts: Annotated[
         str | None, typer.Option(help="Expert columns to claim, such as 0,3-5 (default: as many as the run says).")
     ] = None,
@@ -72,6 +66,7 @@ def join(
         output=output,
         data=data,
         run_id=run_id,
+        fingerprint=fingerprint,
         owned_experts=None if owned_experts is None else parse_columns(owned_experts),
         device=device,
         local_ranks=local_ranks,

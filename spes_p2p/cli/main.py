@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from spes_p2p import __version__
+from spes_p2p.cli.arguments import Command
 from spes_p2p.errors import SpesError
 
 COMMANDS: Mapping[str, str] = {
@@ -42,7 +43,7 @@ def build(commands: Mapping[str, str]) -> typer.Typer:
     for name, target in commands.items():
         module, _, function = target.partition(":")
         command = getattr(importlib.import_module(module), function)
-        app.command(name)(_with_known_errors(command))
+        app.command(name, cls=Command)(_with_known_errors(command))
     return app
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.join import InitialPeers, RunId
+from spes_p2p.cli.arguments import InitialPeers, RunId
 
 if TYPE_CHECKING:
     from spes_p2p.sync.report import RunReport

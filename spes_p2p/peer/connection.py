@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from spes_p2p import __version__
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences
@@ -19,25 +20,32 @@ from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.peer.folder import check_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
-from spes_p2p.swarm.records import PeerRecord
+from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
+from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.joining import Joining, find_run, load_run, rules_of
+from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.messages import Commit, Intent, Status
 from spes_p2p.sync.round import Core
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.timing import Pace
 
+T = TypeVar("T")
 ANSWER_SECONDS = 15.0
 LEAVE_SECONDS = 8.0
 LINGER_SECONDS = 10.0
+
+
+class Stopped(Exception):
+    """The peer was asked to end before it had begun to train."""
 
 
 class MonotonicClock:
@@ -83,15 +91,19 @@ class Connection:
         self._driver: Driver | None = None
         self._network: HivemindNetwork | None = None
         self._disk: Disk | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     @classmethod
     def open(
         cls, thread: NetworkThread, options: PeerOptions, gate: Gate, say: Callable[[str], None]
     ) -> tuple[Connection, Config, RunInfo]:
-        """Joins the DHT, finds the run and checks its config; the run itself is entered by `enter`."""
+        """Joins the DHT, finds the run and checks its config; the run itself is entered by `enter`.
+
+        Raises Stopped, here and in `enter`, when the gate says stop.
+        """
         self = cls(thread, options, gate, say)
         try:
-            config, info = thread.run(self._find())
+            config, info = thread.run(self._unless_stopped(self._find()))
         except BaseException:
             self.close()
             raise
@@ -99,7 +111,7 @@ class Connection:
 
     def enter(self) -> Commit:
         """Waits for genesis, opens the disk and begins to take part; the commit to start training from."""
-        return self._thread.run(self._enter())
+        return self._thread.run(self._unless_stopped(self._enter()))
 
     # ---- what others may look at; written on the network's thread ----
 
@@ -129,13 +141,28 @@ class Connection:
 
     # ---- the network's thread ----
 
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, broken off and unwound when the gate says stop."""
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        working, stopping = loop.create_task(work), loop.create_task(stop.wait())
+        try:
+            with self.gate.on_stop(lambda: loop.call_soon_threadsafe(stop.set)):
+                await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Stopped
+        finally:
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.wait((working, stopping))
+
     async def _find(self) -> tuple[Config, RunInfo]:
         options = self._options
         if not options.network.initial_peers:
             raise ConfigError("no initial peer is given", fix="give --initial-peers the address the organiser printed")
         self._network = await open_network(options.network, options.output / "identity.key")
         network = self._network
-        group = await find_run(network.directory, options.run_id, ANSWER_SECONDS)
+        group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
         if options.config_path is not None:
             _check_same(load_config(options.config_path), agreed, self._info)
@@ -157,6 +184,7 @@ class Connection:
         self._announcer = Announcer(info, network.transport, network.directory, self._describe, self._newest)
         await self._announcer.start()
         folder = self._options.output / "run"
+        check_folder(folder, info)
         joining = Joining(
             info, config, self.layout, folder, network.transport, network.signer, network.verifier, sealer, self._say
         )
@@ -216,7 +244,7 @@ class Connection:
             round=core.tip.round if core else 0,
             step=self.progress.step,
             tokens=self.progress.tokens,
-            tokens_per_second=self.progress.tokens_per_second,
+            tokens_per_second=min(self.progress.tokens_per_second, MAX_SPEED),
             owned=columns_of(core.tip.ownership, self.peer_id) if core and core.is_member() else (),
             role="peer",
             client_mode=self._options.network.client_mode,
@@ -235,8 +263,9 @@ class Connection:
         self._thread.run(self._close())
 
     async def _close(self) -> None:
-        if self._driver is not None:
+        if self._watch is not None:
             self._watch.cancel()
+        if self._driver is not None:
             await self._driver.stop()
         if self._announcer is not None:
             await self._announcer.stop()

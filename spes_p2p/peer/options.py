@@ -27,15 +27,17 @@ class NetworkOptions:
 class PeerOptions:
     """Everything about one peer that is not the run's.
 
-    `rounds`: stop once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for
-    what goes in and out of each round. `owned_experts`: columns to claim (None: as many as the run's config says).
-    `config_path`: the run must have this config.
+    `fingerprint`: hexadecimal digits with which the run's fingerprint must begin. `owned_experts`: columns to claim
+    (None: as many as the run's config says). `rounds`: stop once the run has committed this round (None: go on until
+    told to stop). `dump_rounds`: folder for what goes in and out of each round. `config_path`: the run must have this
+    config.
     """
 
     network: NetworkOptions
     output: Path
     data: str | None = None
     run_id: str | None = None
+    fingerprint: str | None = None
     owned_experts: tuple[int, ...] | None = None
     device: str = "auto"
     local_ranks: int | None = None
@@ -50,10 +52,11 @@ def parse_columns(text: str, num_experts: int | None = None) -> tuple[int, ...]:
     """`0,3-5` to (0, 3, 4, 5). Raises ConfigError for anything else, and for columns that the run does not have."""
     columns: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
+        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not span:
             raise ConfigError(f"--owned-experts {text!r} is not a list of columns", fix="write it as 0,3-5")
-        columns |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+        columns |= set(span)
     chosen = tuple(sorted(columns))
     if num_experts is not None:
         check_columns(chosen, num_experts)

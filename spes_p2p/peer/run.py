@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from contextlib import closing
 
 import torch
 
@@ -17,9 +15,11 @@ from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
-from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.connection import Connection, Stopped
+from spes_p2p.peer.folder import CHECKPOINTS, prepare_folder
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
+from spes_p2p.peer.stopping import leaving_on_signals
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.actions import Notice
@@ -47,33 +47,72 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Callable[[Peer
     if outer is not None and outer.rank > 0:
         serve(outer)
         return
-    options.output.mkdir(parents=True, exist_ok=True)
-    if not options.resume and (options.output / "run").exists():
-        raise ConfigError(f"{options.output} already holds a run", fix="add --resume, or choose another --output")
+    if not prepare_folder(options.output, options.resume) and options.resume:
+        say(f"nothing to resume in {options.output}: starting anew")
     gate = Gate(lambda event: _note_commit(event, bus), lambda notice: _note(notice, bus))
-    with NetworkThread() as thread, _stopping(gate):  # before CUDA is touched
-        connection, config, info = Connection.open(thread, options, gate, say)
+    with NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
         try:
-            _run(connection, options, config, info, device, outer, bus, say, show)
+            _run_connected(thread, options, gate, device, outer, bus, say, show)
+        except Stopped:
+            say("stopped before training began")
         except SpesError as error:
             bus.emit(Error.of(error))
             raise
-        finally:
-            connection.close()
 
 
-def _run(
-    connection: Connection,
+def _run_connected(
+    thread: NetworkThread,
     options: PeerOptions,
-    config: Config,
-    info: RunInfo,
+    gate: Gate,
     device: torch.device,
     outer: Ranks | None,
     bus: EventBus,
     say: Say,
     show: Callable[[PeerId, StepsPerRound], None],
 ) -> None:
-    me = connection.peer_id
+    connection, config, info = Connection.open(thread, options, gate, say)
+    try:
+        _add_file_sinks(options, config, info, connection.peer_id, bus)
+        dataset = open_dataset(config)
+        loader = _make_loader(config, info, dataset, connection.peer_id)
+        with (
+            _ranks(options, device, outer) as ranks,
+            closing(
+                Trainer(config, connection.layout, device, ranks)  # memory runs out here, before others count on us
+            ) as trainer,
+        ):
+            _train(connection, options, config, info, trainer, loader, dataset, bus, say, show)
+    finally:
+        connection.close()
+
+
+def _train(
+    connection: Connection,
+    options: PeerOptions,
+    config: Config,
+    info: RunInfo,
+    trainer: Trainer,
+    loader: LeasedLoader | LocalLoader,
+    dataset: Dataset,
+    bus: EventBus,
+    say: Say,
+    show: Callable[[PeerId, StepsPerRound], None],
+) -> None:
+    checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
+    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit) if options.resume else None
+    tip = connection.enter()
+    say(f"peer {me} is in, round {tip.manifest.round}")
+    show(me, lambda step: steps_per_round_at(config, step))
+    saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
+    dump = None
+    if options.dump_rounds is not None:
+        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.codec, config.sync.merge_top_k)
+    loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds)
+    exactly = _restore(resumed, tip, loop, trainer, loader)
+    loop.run(tip.manifest, resumed=exactly)
+
+
+def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:
     for sink in file_sinks(
         options.output,
         tensorboard=config.output.tensorboard,
@@ -83,28 +122,16 @@ def _run(
         settings=config.model_dump(),
     ):
         bus.add(sink)
-    dataset = open_dataset(config)
-    loader = _make_loader(config, info, dataset, me)
-    checkpoints = options.output / "checkpoints"
-    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit) if options.resume else None
-    tip = connection.enter()
-    say(f"peer {me} is in, round {tip.manifest.round}")
-    show(me, lambda step: steps_per_round_at(config, step))
-    with contextlib.ExitStack() as stack:
-        if outer is None:
-            local = stack.enter_context(LocalRanks(_rank_count(options, device), device))
-            ranks = local.ranks
-        else:
-            ranks = outer
-        trainer = Trainer(config, connection.layout, device, ranks)
-        stack.callback(trainer.close)
-        saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
-        dump = None
-        if options.dump_rounds is not None:
-            dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.codec, config.sync.merge_top_k)
-        loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds)
-        exactly = _restore(resumed, tip, loop, trainer, loader)
-        loop.run(tip.manifest, resumed=exactly)
+
+
+@contextlib.contextmanager
+def _ranks(options: PeerOptions, device: torch.device, outer: Ranks | None) -> Iterator[Ranks]:
+    """Those of an outer torchrun, else processes of our own."""
+    if outer is not None:
+        yield outer
+        return
+    with LocalRanks(_rank_count(options, device), device) as local:
+        yield local.ranks
 
 
 def _restore(
@@ -182,23 +209,3 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
 def _note(notice: Notice, bus: EventBus) -> None:
     who = f"peer {short(notice.peer)}: " if notice.peer else ""
     bus.emit(Warning(f"{who}{notice.text}"))
-
-
-@contextlib.contextmanager
-def _stopping(gate: Gate) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the peer to leave; a second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        if gate.stopping:
-            raise KeyboardInterrupt
-        gate.stop()
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,75 @@
+"""What the commands have in common: options that take several values after one flag, and the flags of a node.
+
+`--initial-peers A B` means the same as `--initial-peers A --initial-peers B`. Values end at the next option, at `--`,
+or at an override such as `output.tensorboard=true`, which is no address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+_MADDRS = "MADDR [MADDR ...]"
+
+InitialPeers = Annotated[
+    list[str],
+    typer.Option("--initial-peers", metavar=_MADDRS, help="Addresses of live nodes of the run; any peer will do."),
+]
+HostMaddrs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--host-maddrs", metavar=_MADDRS, help="Where to listen (default: everywhere, a free port).", show_default=False
+    ),
+]
+AnnounceMaddrs = Annotated[
+    list[str] | None,
+    typer.Option("--announce-maddrs", metavar=_MADDRS, help="Where others should dial us instead.", show_default=False),
+]
+IdentityPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Key file of this node (default: identity.key in the output folder).", show_default=False
+    ),
+]
+UseRelay = Annotated[bool, typer.Option("--use-relay/--no-relay", help="Use libp2p relays where they help.")]
+RunId = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which run, where several are announced.", show_default=False)
+]
+Fingerprint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HEX",
+        help="Only the run with this fingerprint (its first digits will do).",
+        show_default=False,
+    ),
+]
+
+
+class Command(TyperCommand):
+    """A command whose list options take all values that follow them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        lists = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
+        return super().parse_args(ctx, spread(args, lists))
+
+
+def spread(arguments: Sequence[str], lists: Collection[str]) -> list[str]:
+    """The same arguments with an option of `lists` repeated before each of its values."""
+    found: list[str] = []
+    current, first = "", False
+    for at, word in enumerate(arguments):
+        if word == "--":
+            return found + list(arguments[at:])
+        option, equals, _ = word.partition("=")
+        if word.startswith("-"):
+            current, first = (option, not equals) if option in lists else ("", False)
+        elif current and not first and "=" not in word:
+            found.append(current)
+        elif current:
+            current, first = (current, False) if first else ("", False)
+        found.append(word)
+    return found

@@ -1,0 +1,63 @@
+"""Which run is meant: from what the DHT announces, a name and perhaps a fingerprint to one run.
+
+Anybody may announce a run under any name, so the fingerprint is what tells runs apart. What the run says of itself is
+fetched and checked in `joining`.
+"""
+
+from __future__ import annotations
+
+from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
+from spes_p2p.swarm.ports import Directory
+from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run
+from spes_p2p.sync.messages import WIRE_VERSION
+
+SHOWN_DIGITS = 16
+
+
+async def find_run(
+    directory: Directory, run_id: str | None, timeout_seconds: float, fingerprint: str | None = None
+) -> RunGroup:
+    """The run with this name and fingerprint (hexadecimal, its first digits will do), else the only one announced.
+
+    Raises NetworkError when none is announced, ConfigError when there is a choice or none is the one asked for,
+    RemoteProtocolError when it speaks another wire version than this program.
+    """
+    records, _ = parse_all(parse_run, await directory.read(RUNS_KEY, timeout_seconds))
+    group = choose_run(group_runs(records), run_id, fingerprint)
+    _check_version(group)
+    return group
+
+
+def choose_run(groups: list[RunGroup], run_id: str | None = None, fingerprint: str | None = None) -> RunGroup:
+    """See `find_run`."""
+    if not groups:
+        raise NetworkError(
+            "the DHT answers but announces no run",
+            fix="check the address with the organiser; a bootstrap node without --config announces none",
+        )
+    named = [group for group in groups if run_id in (None, group.run_id)]
+    if not named:
+        raise ConfigError(f"no run {run_id!r} is announced here, only {_listed(groups)}", fix="choose with --run-id")
+    fitting = [group for group in named if group.fingerprint.hex().startswith((fingerprint or "").lower())]
+    if not fitting:
+        raise ConfigError(
+            f"no run with fingerprint {fingerprint} is announced here, only {_listed(named)}",
+            fix="ask the organiser for the right join command, or leave --fingerprint out to take what is announced",
+        )
+    if len(fitting) > 1:
+        flag = "--run-id" if len({group.run_id for group in fitting}) == len(fitting) else "--fingerprint"
+        raise ConfigError(f"several runs are announced here: {_listed(fitting)}", fix=f"choose one with {flag}")
+    return fitting[0]
+
+
+def _listed(groups: list[RunGroup]) -> str:
+    return ", ".join(f"{group.run_id} ({group.fingerprint.hex()[:SHOWN_DIGITS]})" for group in groups)
+
+
+def _check_version(group: RunGroup) -> None:
+    versions = group.wire_versions
+    if WIRE_VERSION not in versions:
+        raise RemoteProtocolError(
+            f"run {group.run_id} speaks wire version {versions[-1]}, this program {WIRE_VERSION}",
+            fix="upgrade spes-p2p" if versions[-1] > WIRE_VERSION else "ask the organiser to upgrade",
+        )
