@@ -57,6 +57,8 @@ class Hearing(CoreState):
         self._gone.discard(peer)
         self._probed.pop(peer, None)
         self._poked.add(peer)
+        if status.ballots.prepare >= 0:
+            self.round.asked = True
         if self._elector.get(peer) == status.incarnation and status.intent.can_vote:
             self._voting_at[peer] = now
             self._given_up.discard(peer)

@@ -71,6 +71,7 @@ class RoundState:
     closed_at: float | None = None
     view: int = 0
     prepare: int = -1
+    asked: bool = False
     moved: int = 0
     plan: Signed[Plan] | None = None
     plan_at: float = 0.0

@@ -22,9 +22,7 @@ class Reducing(CoreState):
     def _rule_close(self, now: float) -> bool:
         """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""
         current = self.round
-        if current.closing >= 0 or current.plan is not None or current.decided or not self._leading():
-            return False
-        if not self._should_close(now):
+        if current.closing >= 0 or not self._should_close(now):
             return False
         current.closing = current.view
         current.closed_at = now
@@ -45,9 +43,7 @@ class Reducing(CoreState):
     def _rule_plan(self, now: float) -> bool:
         """Everyone who was training has stopped, or had time to: name the roster, be it empty."""
         current = self.round
-        if current.closing < 0 or current.plan is not None or current.decided or not self._leading():
-            return False
-        if not self._all_stopped(now):
+        if current.closing < 0 or not self._all_stopped(now):
             return False
         self._take_plan(self._sealer.seal(self._make_plan(self._roster(now))), now)
         self._news = True
@@ -56,7 +52,7 @@ class Reducing(CoreState):
     def _rule_reduce(self, now: float) -> bool:
         """The first peer in a slice's order that is able to reduces it."""
         current = self.round
-        if current.plan is None or current.decided or not self.intent.can_vote or self._stands_by_a_state():
+        if current.plan is None or self._stands_by_a_state():
             return False
         plan = current.plan
         started = False
@@ -72,8 +68,6 @@ class Reducing(CoreState):
     def _rule_fetch(self, now: float) -> bool:
         """Get every slice that is wanted and not here."""
         current, started = self.round, False
-        if not self.intent.can_vote:
-            return False
         for key, wanted in self._missing().items():
             if current.fetching.get(key) == wanted.hashes or key in current.failed:
                 continue
@@ -93,9 +87,7 @@ class Reducing(CoreState):
     def _rule_build(self, now: float) -> bool:
         """All slices that can come about are staged: the leader computes the new state."""
         current = self.round
-        if current.plan is None or current.decided or current.building or not self._leading():
-            return False
-        if self._target() is not None or self._bound()[0] or self._verified_before() is not None:
+        if current.building or self._target() is not None or self._bound()[0] or self._verified_before() is not None:
             return False
         chosen = self._resolved_slices(now)
         if chosen is None:

@@ -1,10 +1,10 @@
 """The round's state machine of one peer: decides everything, touches nothing.
 
 `Core` takes events (a message came, time passed, a slice is on disk) and returns actions (`actions.py`). It never
-holds a tensor or a socket, and reads no clock: `now` is passed in. What it decides is written as a table of rules,
-tried in order after each event until none fires, so that a test can see which were exercised. The rules stand in
-`reducing.py` and `voting.py`, what it knows in `round_state.py`, what it takes in and says in `hearing.py` and
-`speaking.py`.
+holds a tensor or a socket, and reads no clock: `now` is passed in. What it decides is written as a table of rules
+(`table.py`), tried in order after each event until none fires, so that a test can see which were exercised. The rules
+stand in `reducing.py` and `voting.py`, what it knows in `knowledge.py` and `round_state.py`, what it takes in and says
+in `hearing.py` and `speaking.py`.
 
 State is sent, not events: every peer repeats its signed status and whatever the receiver lacks, so loss, doubling and
 reordering need no handling of their own. See docs/protocol.md for the round in prose.
@@ -23,7 +23,7 @@ from spes_p2p.sync.actions import (
     CatchUp,
 )
 from spes_p2p.sync.hearing import Hearing
-from spes_p2p.sync.knowledge import Contact, Key
+from spes_p2p.sync.knowledge import Contact, Heard, Key
 from spes_p2p.sync.messages import (
     DEGRADED,
     Acceptance,
@@ -44,31 +44,24 @@ from spes_p2p.sync.rules import (
     RunRules,
 )
 from spes_p2p.sync.speaking import Speaking
+from spes_p2p.sync.table import (
+    ALONE,
+    LEADING,
+    OPEN,
+    PLANNED,
+    RULE_NAMES,
+    RULES,
+    TICK,
+    TOGETHER,
+    UNPLANNED,
+    VOTER,
+    WRITABLE,
+)
 from spes_p2p.sync.timing import Pace
 from spes_p2p.sync.votes import VoteRecord
 from spes_p2p.sync.voting import Voting
 
-RULE_NAMES = (
-    "adopt",
-    "follow",
-    "degraded_certify",
-    "certify",
-    "promise",
-    "next_ballot",
-    "accept",
-    "degraded_vote",
-    "verify",
-    "propose",
-    "build",
-    "reduce",
-    "fetch",
-    "refetch",
-    "plan",
-    "stop_training",
-    "close",
-    "probe",
-)
-"""The order in which rules are tried after each event."""
+__all__ = ["RULE_NAMES", "Core"]
 
 
 class Core(Hearing, Reducing, Voting, Speaking):
@@ -92,8 +85,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """`record` is what a restarted elector finds on disk; `first_sequence` must be above all that it ever sent."""
         super().__init__(me, incarnation, rules, sealer, check_signature, pace, tip, now, intent, tip_commit)
         self._sequence = first_sequence
-        self._rules: tuple[tuple[str, Callable[[float], bool]], ...] = tuple(
-            (name, getattr(self, f"_rule_{name}")) for name in RULE_NAMES
+        self._rules: tuple[tuple[str, int, Callable[[float], bool]], ...] = tuple(
+            (rule.name, rule.needs, getattr(self, f"_rule_{rule.name}")) for rule in RULES
         )
         if record is not None and record.parent == self.head:
             self._resume(record, now)
@@ -123,7 +116,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
 
     def tick(self, now: float) -> list[Action]:
         """Time passed; to be called at least once a heartbeat."""
-        return self._advance(now)
+        return self._advance(now, TICK)
 
     def trained(self, work: Work, now: float) -> list[Action]:
         """The trainer's progress in this round; `ready` when it stopped."""
@@ -182,7 +175,9 @@ class Core(Hearing, Reducing, Voting, Speaking):
         current.fetching.pop(key, None)
         current.failed.add(key)
         index = self._index_of(key)
-        if index is not None and key not in current.staged and current.reports.pop(index, None) is not None:
+        report = None if index is None else current.reports.get(index)
+        if index is not None and report is not None and not self._has_staged(key, report.value):
+            del current.reports[index]
             current.missing = None
         return self._advance(now)
 
@@ -234,7 +229,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """The host of `peer` refused a fresh dial: its process is gone."""
         if peer != self.me:
             self._gone.add(peer)
-        return self._advance(now)
+        return self._advance(now, TICK)
 
     def moved(self, now: float) -> list[Action]:
         """Bytes of this round moved here: nobody is to be blamed. Others learn it with our next status."""
@@ -284,30 +279,47 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """What to answer a peer that has just sent us something; only after all earlier actions were carried out."""
         return self._envelope(peer, None)
 
-    def _advance(self, now: float) -> list[Action]:
+    def _advance(self, now: float, tick: int = 0) -> list[Action]:
+        """Tries the rules until none fires, then says what others should know. Time alone is looked at in a tick."""
         self._notice_sleep(now)
-        heard = self._degraded_electors(now)
-        if heard != self.degraded_set:
-            self.degraded_set = heard
-            self.round.missing = None
-        for _ in range(256):
-            for name, rule in self._rules:
-                if rule(now):
+        if tick or self.degraded_set:
+            self._set_degraded(self._degraded_electors(now))
+        fired = True
+        while fired:
+            situation, fired = self._situation() | tick, False
+            for name, needs, rule in self._rules:
+                if needs & situation == needs and rule(now):
                     self.fired[name] += 1
+                    fired = True
                     break
-            else:
-                break
         self._flush(now)
         actions, self._out = self._out, []
         return actions
+
+    def _situation(self) -> int:
+        current = self.round
+        situation = UNPLANNED if current.plan is None else PLANNED
+        situation |= ALONE if self.degraded_set else TOGETHER
+        if current.decided is None:
+            situation |= OPEN
+        if self.intent.can_vote:
+            situation |= WRITABLE
+            if self.is_elector():
+                situation |= VOTER
+                if self._leading():
+                    situation |= LEADING
+        return situation
+
+    def _set_degraded(self, heard: Heard) -> None:
+        if heard != self.degraded_set:
+            self.degraded_set = heard
+            self.round.missing = None
 
     def _rule_adopt(self, now: float) -> bool:
         """A certified child whose state is here becomes the committed state."""
         current = self.round
         commit = current.decided
         if commit is None or current.adopting or commit.certificate.manifest not in current.verified:
-            return False
-        if not self.intent.can_vote:
             return False
         current.adopting = True
         self._out.append(Adopt(commit))
@@ -326,7 +338,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
             return False
         if self._ahead_since is None:
             self._ahead_since = now
-        if current.adopting or not self.intent.can_vote or not self._is_left_behind(ahead, now):
+        if current.adopting or not self._is_left_behind(ahead, now):
             return False
         limit = now - self.pace.deadline_seconds(0)
         not_asked = [c for c in ahead if self._asked.get(c.status.peer, float("-inf")) < limit]

@@ -15,6 +15,7 @@ from spes_p2p.sync.messages import (
     Manifest,
     Plan,
     Proposal,
+    Report,
     Sealer,
     Signed,
     Status,
@@ -100,10 +101,6 @@ class CoreState:
         contact = self.contacts.get(peer)
         return contact is not None and peer not in self._gone and now - contact.at <= self.pace.suspect_seconds
 
-    def _can_elect(self) -> bool:
-        """Whether we may vote: an elector whose disk takes what it must remember."""
-        return self.intent.can_vote and self.is_elector()
-
     def _leader_of(self, heard: Heard, ballot: int) -> PeerId:
         order = self.round.order
         if heard:
@@ -111,9 +108,7 @@ class CoreState:
         return order[ballot % len(order)] if order else PeerId("")
 
     def _leading(self) -> bool:
-        """Whether we may act as leader: of a degraded set, of ballot 0, or of a ballot that a majority promised."""
-        if not self._can_elect():
-            return False
+        """As an elector, may we act as leader: of a degraded set, of ballot 0, or of one that a majority promised?"""
         if self.degraded_set:
             return self._leader_of(self.degraded_set, 0) == self.me
         ballot = self.round.view
@@ -170,6 +165,10 @@ class CoreState:
             unheard=self._unheard(),
             moved=current.moved,
         )
+
+    def _has_staged(self, key: Key, report: Report) -> bool:
+        """Whether the very tiles that a report promises are on our disk."""
+        return self.round.staged.get(key) == b"".join(report.wire_hashes)
 
     def _newest_ballot(self) -> int:
         """The highest ballot of which we know an ordinary proposal; -1 for none."""
@@ -273,6 +272,7 @@ class CoreState:
             for peer, incarnation in self._elector.items()
         }
         self._given_up &= {peer for peer in self._elector if before.get(peer) == self._elector[peer]}
+        self.round.asked = any(contact.status.ballots.prepare >= 0 for contact in self.contacts.values())
         self.degraded_set = ()
         self._ahead_since = None
         self._asked.clear()

@@ -17,12 +17,14 @@ class Speaking(CoreState):
 
     def _flush(self, now: float) -> None:
         """Speaks to all at each heartbeat and when our state has changed, else to those whose state has."""
+        current, record = self.round, self.record
         beat = now >= self._next_heartbeat
         if beat:
             self._next_heartbeat = now + self.pace.heartbeat_seconds
-            for sent in self.round.sent.values():
+            for sent in current.sent.values():
                 sent.clear()
-        loud = (self.round.head, self.round.work.ready, self._ballots(), self.intent, self.round.plan is None)
+        votes = (current.prepare, record.promised, record.accepted_ballot, current.closing)
+        loud = (current.head, current.work.ready, votes, self.intent, current.plan is None)
         speak = beat or loud != self._loud
         if speak:
             self._loud = loud
@@ -97,7 +99,7 @@ class Speaking(CoreState):
             report
             for index, report in current.reports.items()
             if not (index < len(known) and known[index])
-            and (report.author == self.me or (relay and slices[index].key in current.staged))
+            and (report.author == self.me or (relay and self._has_staged(slices[index].key, report.value)))
         ]
         for index, voids in current.voids.items():
             if self.me in voids and index not in current.reports:

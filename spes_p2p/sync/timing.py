@@ -10,27 +10,26 @@ from collections import deque
 
 
 class Window:
-    """The last durations of one kind, and one that is exceeded by an eighth of them."""
+    """The last durations of one kind."""
 
     SIZE = 32
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=self.SIZE)
-        self._high = 0.0
         self._stale = 0
+        self.high = 0.0
+        """A duration that only the longest eighth of the last ones exceeds, or the longest alone; 0 without two."""
 
-    def observe(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> bool:
+        """Takes one more duration in; whether `high` has changed. It is worked out for every eighth only."""
         self._last.append(seconds)
         self._stale += 1
-
-    @property
-    def high(self) -> float:
-        """A duration that only the longest eighth of the last ones exceeds, or the longest alone; 0 without two."""
-        if self._stale >= 8 or (self._stale and len(self._last) <= 8):  # sorting at each message would cost more
-            ahead = max(1, len(self._last) // 8)
-            self._high = sorted(self._last)[-1 - ahead] if len(self._last) > ahead else 0.0
-            self._stale = 0
-        return self._high
+        if self._stale < 8 and len(self._last) > 8:
+            return False
+        before, self._stale = self.high, 0
+        ahead = max(1, len(self._last) // 8)
+        self.high = sorted(self._last)[-1 - ahead] if len(self._last) > ahead else 0.0
+        return self.high != before
 
 
 class Pace:
@@ -46,14 +45,23 @@ class Pace:
         self._gap = Window()
         self._quiet = Window()
         self._rounds: deque[float] = deque(maxlen=5)
+        self.suspect_seconds = 4 * heartbeat_seconds
+        """A peer that was not heard for this long is taken for lost."""
+        self._deadline = 6 * heartbeat_seconds
 
     def observe_gap(self, seconds: float) -> None:
         """Time between two statuses of one peer; a silence for which we suspect it says little of its rhythm."""
-        self._gap.observe(min(seconds, self.suspect_seconds))
+        self._learn(self._gap, min(seconds, self.suspect_seconds))
 
     def observe_quiet(self, seconds: float) -> None:
         """Time between two signs of progress inside a sync."""
-        self._quiet.observe(min(seconds, self.deadline_seconds(0)))
+        self._learn(self._quiet, min(seconds, self._deadline))
+
+    def _learn(self, window: Window, seconds: float) -> None:
+        """Deadlines are asked for with every message, and change rarely."""
+        if window.observe(seconds):
+            self.suspect_seconds = min(max(4 * self.heartbeat_seconds, 3 * self._gap.high), self.SUSPECT_CAP_SECONDS)
+            self._deadline = max(6 * self.heartbeat_seconds, 1.5 * self.suspect_seconds, 3 * self._quiet.high)
 
     def observe_round(self, seconds: float) -> None:
         """Training time of a round, from commit to close."""
@@ -64,15 +72,9 @@ class Pace:
         """Learnt training time of a round (the median of the last); 0 while nothing is learnt."""
         return sorted(self._rounds)[len(self._rounds) // 2] if self._rounds else 0.0
 
-    @property
-    def suspect_seconds(self) -> float:
-        """A peer that was not heard for this long is taken for lost."""
-        return min(max(4 * self.heartbeat_seconds, 3 * self._gap.high), self.SUSPECT_CAP_SECONDS)
-
     def deadline_seconds(self, ballot: int) -> float:
         """Without progress for this long the next leader takes over; doubles with each ballot."""
-        floor = max(6 * self.heartbeat_seconds, 1.5 * self.suspect_seconds)
-        return min(max(floor, 3 * self._quiet.high) * 2.0 ** min(ballot, 8), self.DEADLINE_CAP_SECONDS)
+        return min(self._deadline * 2.0 ** min(ballot, 8), self.DEADLINE_CAP_SECONDS)
 
     def slice_seconds(self, rank: int) -> float:
         """A reducer that shows no progress for this long loses its slices to the next in order; doubles by rank.

@@ -34,8 +34,6 @@ class Voting(CoreState):
     def _rule_propose(self, now: float) -> bool:
         """The leader proposes: what it is bound to, else what it has verified or built; one proposal a ballot, ever."""
         current = self.round
-        if current.decided or not self._leading():
-            return False
         if self.degraded_set:
             return self._propose_degraded(now)
         ballot = current.view
@@ -91,7 +89,7 @@ class Voting(CoreState):
         """All slices of the proposal at hand are staged: compute the state that it names."""
         current = self.round
         proposal = self._target()
-        if proposal is None or current.verifying != NO_HASH or now < current.verify_after or not self.intent.can_vote:
+        if proposal is None or current.verifying != NO_HASH or now < current.verify_after:
             return False
         name = manifest_hash(proposal.value.manifest)
         if name in current.verified or self._missing():
@@ -105,8 +103,6 @@ class Voting(CoreState):
     def _rule_accept(self, now: float) -> bool:
         """An elector accepts a proposal whose state it has on disk, unless it promised a later ballot."""
         current = self.round
-        if current.decided or self.degraded_set or not self._can_elect():
-            return False
         proposal = self._target()
         if proposal is None or proposal.value.heard:
             return False
@@ -127,8 +123,6 @@ class Voting(CoreState):
     def _rule_certify(self, now: float) -> bool:
         """A strict majority of acceptances with one ballot is the commit."""
         current = self.round
-        if current.decided:
-            return False
         for (ballot, name), seals in current.votes.items():
             if is_majority(len(seals), len(self._elector)):
                 proposal = self._proposal_of(name)
@@ -144,8 +138,6 @@ class Voting(CoreState):
         elected, and ballots stay where they are.
         """
         current = self.round
-        if current.decided or not self._can_elect():
-            return False
         if not self._leader_failed(now) or not self._hears_majority(now):
             return False
         leaders = {self._leader_of((), current.view), self._leader_of((), current.view + 1)}
@@ -162,7 +154,7 @@ class Voting(CoreState):
     def _rule_promise(self, now: float) -> bool:
         """A later leader asks: promise, unless the present one is heard and bytes move."""
         current = self.round
-        if current.decided or not self._can_elect():
+        if not current.asked:
             return False
         for ballot, peer in self._asking():
             if not votes.can_promise(self.record, ballot) or self._leader_of((), ballot) != peer:
@@ -177,7 +169,7 @@ class Voting(CoreState):
     def _rule_degraded_vote(self, now: float) -> bool:
         """A majority is unheard for long: give the leader of those who are heard our signature for its proposal."""
         current, heard = self.round, self.degraded_set
-        if current.decided or not heard or not self._can_elect() or self._leader_of(heard, 0) == self.me:
+        if self._leader_of(heard, 0) == self.me:
             return False
         proposal = self._degraded_proposal()
         if proposal is None:
@@ -197,8 +189,6 @@ class Voting(CoreState):
         keeps it whole.
         """
         current, heard = self.round, self.degraded_set
-        if current.decided or not heard or not self._can_elect() or self._leader_of(heard, 0) != self.me:
-            return False
         proposal = self._degraded_proposal()
         if proposal is None or self.record.degraded_votes:
             return False
