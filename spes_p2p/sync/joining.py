@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from spes_p2p.config.schema import Config, steps_per_round_at
-from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StateError
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Directory, Signer, Transport, Verifier
-from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run
+from spes_p2p.swarm.ports import Signer, Transport, Verifier
+from spes_p2p.swarm.records import RunGroup
 from spes_p2p.sync import merge
 from spes_p2p.sync.bench import staged_state
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
-from spes_p2p.sync.messages import WIRE_VERSION, Ballots, Commit, Envelope, Intent, Sealer, Status, Work
+from spes_p2p.sync.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work
 from spes_p2p.sync.rules import RunRules
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.transfer import Transfers, fetch_run
@@ -33,6 +33,7 @@ from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
+WITHDRAW_SECONDS = 2.0
 
 
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
@@ -56,27 +57,6 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         merge_interval=sync.merge_interval,
         merge_alpha=alpha,
     )
-
-
-async def find_run(directory: Directory, run_id: str | None, timeout_seconds: float) -> RunGroup:
-    """The run to join: the one named, else the only one that is announced.
-
-    Raises NetworkError when none is announced, ConfigError when there is a choice or the named one is not among them.
-    """
-    records, _ = parse_all(parse_run, await directory.read(RUNS_KEY, timeout_seconds))
-    groups = group_runs(records)
-    if not groups:
-        raise NetworkError(
-            "the DHT answers but announces no run",
-            fix="check the address with the organiser; a bootstrap node without --config announces none",
-        )
-    names = ", ".join(sorted({group.run_id for group in groups}))
-    named = [group for group in groups if run_id in (None, group.run_id)]
-    if not named:
-        raise ConfigError(f"no run {run_id!r} is announced here, only: {names}", fix="choose one of them with --run-id")
-    if len(named) > 1 and run_id is None:
-        raise ConfigError(f"several runs are announced here: {names}", fix="choose one with --run-id")
-    return named[0]
 
 
 async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float) -> tuple[RunInfo, Config]:
@@ -172,18 +152,25 @@ class Joining:
 
     async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
         """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about."""
-        sequence, told = 0, False
-        while True:
-            sequence += 1
-            envelope = Envelope(self._me, (self._sealer.seal(self._newcomer(intent, incarnation, sequence)),))
-            answers = await asyncio.gather(*(self._ask_genesis(peer, envelope) for peer in await sources()))
-            found = next((commit for commit in answers if commit is not None), None)
-            if found is not None:
-                return found
-            if not told:
-                self._say(f"waiting until {self._config.swarm.min_peers} peers have come")
-                told = True
-            await asyncio.sleep(self._config.swarm.heartbeat_seconds)
+        sequence, asked = 0, tuple[PeerId, ...]()
+        try:
+            while True:
+                sequence += 1
+                envelope, asked = self._newcomer(intent, incarnation, sequence), tuple(await sources())
+                answers = await asyncio.gather(*(self._ask_genesis(peer, envelope) for peer in asked))
+                found = next((commit for commit in answers if commit is not None), None)
+                if found is not None:
+                    return found
+                self._say_once(f"waiting until {self._config.swarm.min_peers} peers have come")
+                await asyncio.sleep(self._config.swarm.heartbeat_seconds)
+        except asyncio.CancelledError:
+            await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
+            raise
+
+    async def _withdraw(self, envelope: Envelope, asked: tuple[PeerId, ...]) -> None:
+        """The run should not begin with a peer that is gone."""
+        calls = (self._transport.call(peer, pack(envelope), WITHDRAW_SECONDS) for peer in asked)
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def _ask_genesis(self, peer: PeerId, envelope: Envelope) -> Commit | None:
         try:
@@ -204,8 +191,10 @@ class Joining:
             self._said.add(text)
             self._say(text)
 
-    def _newcomer(self, intent: Intent, incarnation: int, sequence: int) -> Status:
-        return Status(self._info.fingerprint, self._me, incarnation, sequence, -1, NO_HASH, Work(), intent, Ballots())
+    def _newcomer(self, intent: Intent, incarnation: int, sequence: int) -> Envelope:
+        name = self._info.fingerprint
+        status = Status(name, self._me, incarnation, sequence, -1, NO_HASH, Work(), intent, Ballots())
+        return Envelope(self._me, (self._sealer.seal(status),))
 
     async def _tip(self, store: StateStore, chain: Chain, sources: Sources) -> Commit:
         """The newest commit whose state is here whole; ends a commit that a crash cut between chain and state."""
@@ -248,16 +237,6 @@ class Joining:
             return await catch_up.headers(0, peer, 0)
         except (NetworkError, RemoteProtocolError):
             return genesis
-
-
-def announced_version(group: RunGroup) -> None:
-    """Raises RemoteProtocolError when everybody in the run speaks another wire version than this program."""
-    versions = group.wire_versions
-    if WIRE_VERSION not in versions:
-        raise RemoteProtocolError(
-            f"run {group.run_id} speaks wire version {versions[-1]}, this program {WIRE_VERSION}",
-            fix="upgrade spes-p2p" if versions[-1] > WIRE_VERSION else "ask the organiser to upgrade",
-        )
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
