@@ -139,6 +139,7 @@ class TrainingLoop:
         while time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
             if news.applied:
+                self._dump_round(news.applied[0])
                 self._note_counted(news.applied[0])
                 newest = news.applied[-1].commit.manifest
                 members = {member.peer for member in newest.members}
@@ -213,8 +214,7 @@ class TrainingLoop:
                 self._snapshot(turn)
             uncounted = self._own_tiles(turn)
         used = self._note_counted(events[0])
-        if self._dump is not None and turn is not None:
-            self._dump_round(events[0], turn)
+        self._dump_round(events[0])
         newest = events[-1].commit.manifest
         if not self._connection.is_member():
             self._turn = None
@@ -273,17 +273,23 @@ class TrainingLoop:
         self._evaluate(manifest)
 
     def _evaluate(self, manifest: Manifest) -> None:
-        """The held-out loss, by one peer a round: the first in the order of leaders."""
+        """The held-out loss of the model that is about to be trained."""
         every = self._config.eval.every_rounds
-        order = leader_order(manifest_hash(manifest), manifest.members)
-        if not every or manifest.round % every or not order or order[0] != self._me or self.uncounted.tokens:
+        if not every or manifest.round % every or not self._is_evaluator(manifest):
             return
         loss = self._trainer.evaluate(held_out_batches(self._dataset, self._config, self._config.eval.sequences))
         if np.isfinite(loss):
             tokens = self._config.eval.sequences * self._config.data.sequence_length
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))
 
-    def _dump_round(self, event: Applied, turn: _Turn) -> None:
+    def _is_evaluator(self, manifest: Manifest) -> bool:
+        """One peer whose model is the committed one; without exchange everybody, since each has a model of its own."""
+        if not self._config.sync.enabled:
+            return True
+        order = leader_order(manifest_hash(manifest), manifest.members)
+        return order[:1] == (self._me,) and not self.uncounted.tokens
+
+    def _dump_round(self, event: Applied) -> None:
         manifest = event.commit.manifest
         inputs, store = self._connection.disk.inputs, self._connection.disk.store
         if self._dump is None or inputs.parent != manifest.parent or manifest.round not in store.rounds():

@@ -39,7 +39,7 @@ WITHDRAW_SECONDS = 2.0
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
     """What rounds need to know of a run."""
     sync = config.sync
-    merges = sync.merge_alpha > 0 and layout.num_columns > 1
+    merges = sync.enabled and sync.merge_alpha > 0 and layout.num_columns > 1
 
     def alpha(step: int) -> float:
         return merge.merge_alpha(sync.merge_alpha, sync.merge_decay_steps, step) if merges else 0.0
@@ -56,6 +56,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         steps_per_round=lambda step: steps_per_round_at(config, step),
         merge_interval=sync.merge_interval,
         merge_alpha=alpha,
+        exchange=sync.enabled,
     )
 
 

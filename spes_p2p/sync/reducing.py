@@ -112,7 +112,8 @@ class Reducing(CoreState):
             patience = self.pace.close_after_seconds([0.0])
             return len(ready) == len(here) > 0 and now - self.round.started_at > patience
         counted = {entry.peer: entry.tokens for entry in self.tip.roster}
-        expected = sum(max(s.work.tokens, counted.get(s.peer, s.work.expected_tokens)) for s in here)
+        full = self.tip.steps_per_round * self.rules.batch_sequences * self.rules.sequence_tokens
+        expected = sum(max(s.work.tokens, counted.get(s.peer, s.work.expected_tokens or full)) for s in here)
         if len(ready) == len(here) or trained >= self.pace.CLOSE_SHARE * expected:
             return True
         seconds = [status.work.seconds for status in ready if status.work.tokens]
@@ -147,7 +148,8 @@ class Reducing(CoreState):
         uplinks = {s.peer: s.intent.uplink_bytes_per_second for s in (c.status for c in self.contacts.values())}
         uplinks[self.me] = self.intent.uplink_bytes_per_second
         peers = [entry.peer for entry in roster]
-        slices = plan_slices(peers, self.tip.ownership, uplinks, self.rules.block_tiles, self.rules.slice_tiles)
+        tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
+        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles)
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
     def _acting_reducer(self, index: int, piece: Slice, now: float) -> PeerId | None:
@@ -220,6 +222,8 @@ class Reducing(CoreState):
     def _counted(self, slices: tuple[Slice, ...]) -> tuple[Contribution, ...]:
         """The plan's roster without those whose values went into no slice."""
         assert self.round.plan is not None
+        if not self.rules.exchange:
+            return self.round.plan.value.roster
         used = {peer for piece in slices for peer in piece.contributors}
         return tuple(entry for entry in self.round.plan.value.roster if entry.peer in used)
 

@@ -50,6 +50,8 @@ class RunRules:
     steps_per_round: Callable[[int], int]
     merge_interval: int
     merge_alpha: Callable[[int], float]
+    exchange: bool = True
+    """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
 
     @property
     def num_columns(self) -> int:
@@ -213,6 +215,8 @@ def _check_slices(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     roster = {entry.peer for entry in child.roster}
     members = {member.peer for member in parent.members}
     covered = [0] * len(rules.block_tiles)
+    if child.slices and not rules.exchange:
+        raise RemoteProtocolError(f"manifest of round {child.round}: slices in a run without exchange")
     starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
     for piece in child.slices:
         if not 0 <= piece.block < len(covered) or not 0 < piece.tiles <= rules.slice_tiles:
