@@ -79,7 +79,7 @@ class Making:
                 report = replace(report, contributors=fit, wire_hashes=hashes)
         if self._is_wanted(report):
             for peer, reason in left_out.items():
-                self._notice(do.Notice("left out", f"of slice {piece.key}: {reason}", peer))
+                self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
             report = replace(report, left_out=tuple(sorted(left_out.items())))
             self._run(self._core.reduced(report, self._now()))
 
