@@ -213,22 +213,22 @@ class SwarmConfig(Section):
     """Who takes part."""
 
     min_peers: Positive = agreed("Peers that must have come before the first round starts.", 1)
-    experts_per_peer: Positive = agreed("Expert columns that a peer claims if its owner says nothing.")
+    experts_per_peer: Positive = agreed("Most expert columns that a peer gets if it does not name its own (--owned-experts).")
     target_replicas: Positive = agreed("Owners that each column should have.", 1)
     heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, gt=0, le=60)
 
 
 class EvalConfig(Section):
-    """The held-out loss that each peer measures for itself."""
+    """The held-out loss of the committed model. One peer a round measures it: the first in the order of leaders."""
 
-    every_rounds: Natural = local("Rounds between two evaluations; 0 is never.", 1)
+    every_rounds: Natural = local("Rounds between two evaluations, when it is this peer's turn; 0 is never.", 1)
     sequences: Positive = local("Held-out sequences of one evaluation.", 64)
 
 
 class OutputConfig(Section):
     """What one peer writes down."""
 
-    dir: str = local("Folder of metrics, state and checkpoints.", "", private=True)
+    dir: str = local("Not used by the commands, which take the folder from --output.", "", private=True)
     keep_checkpoints: Positive = local("Newest checkpoints that are kept.", 2, private=True)
     checkpoint_every_rounds: Positive = local("Rounds between two checkpoints.", 1, private=True)
     log_every_steps: Positive = local("Inner steps between two step events.", 1, private=True)

@@ -33,7 +33,7 @@ def storing(path: Path, needed_bytes: int) -> Iterator[None]:
             raise
         raise StorageFull(
             f"{path}: no room for {needed_bytes} bytes ({_free_bytes(path)} free): {os.strerror(error.errno)}",
-            fix="free disk space, or let output.dir point to a larger disk, then start again with --resume",
+            fix="free disk space, or move the output folder to a larger disk and start again with --resume",
         ) from error
 
 
