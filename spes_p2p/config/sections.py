@@ -213,7 +213,7 @@ class SwarmConfig(Section):
     """Who takes part."""
 
     min_peers: Positive = agreed("Peers that must have come before the first round starts.", 1)
-    experts_per_peer: Positive = agreed("Most expert columns that a peer gets if it does not name its own (--owned-experts).")
+    experts_per_peer: Positive = agreed("Most expert columns that a peer gets if it names none (--owned-experts).")
     target_replicas: Positive = agreed("Owners that each column should have.", 1)
     heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, gt=0, le=60)
 
