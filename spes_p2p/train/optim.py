@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from spes_p2p.config.schema import OptimizerConfig
 from spes_p2p.experts.bank import MATRICES
@@ -36,16 +36,22 @@ class Group:
     """Optimizer steps that the moments have seen: the count of the bias correction."""
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """By tensor name; empty until the first step."""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    """`steps` once a tensor, as torch wants it."""
 
 
 class Optimizer:
-    """AdamW with weight decay on everything. `rebuild` it whenever the owned columns change."""
+    """AdamW with weight decay on everything. `rebuild` it whenever the owned columns change.
+
+    Uses torch's AdamW as a function: its class loads the compiler when it is made, for seconds, in which no other
+    thread runs.
+    """
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
         self._groups: dict[int | None, Group] = {}
         self._rows: list[tuple[nn.Parameter, nn.Parameter, int]] = []
-        self._adamw: torch.optim.AdamW | None = None
+        self._fused = True
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -55,8 +61,9 @@ class Optimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of moments and step counts."""
-        states = self._adamw.state.values() if self._adamw is not None else ()
-        return sum(tensor.nbytes for state in states for tensor in state.values())
+        moments = (tensor for group in self.groups for pair in group.moments.values() for tensor in pair.values())
+        counts = (tensor for group in self.groups for tensor in group.counts.values())
+        return sum(tensor.nbytes for tensor in (*moments, *counts))
 
     def rebuild(self, model: Transformer, keep_moments: bool, ramp_fresh: bool) -> None:
         """Takes the model's present parameters; groups that were there keep their moments if `keep_moments`.
@@ -64,60 +71,53 @@ class Optimizer:
         With `ramp_fresh`, the learning rate of all other groups rises over their first steps.
         """
         before = self._groups if keep_moments else {}
-        for group in before.values():
-            self._collect(group)
         self._rows = list(_rows(model))
         self._groups = {}
         for column, tensors in _tensors(model, self._rows):
             old = before.get(column, Group(column, tensors, ramp_fresh))
             self._groups[column] = replace(old, tensors=tensors)
-        self._start()
+        self._fused = _has_fused(self.groups)
 
     def restore(self, column: int | None, ramped: bool, steps: int, moments: dict[str, dict[str, Tensor]]) -> None:
-        """Replaces what is known of one group; call `restored` after the last one."""
+        """Replaces what is known of one group."""
         group = self._groups[column]
-        group.ramped, group.steps, group.moments = ramped, steps, moments
+        group.ramped, group.steps, group.moments, group.counts = ramped, steps, moments, {}
 
-    def restored(self) -> None:
-        """Goes on with the restored groups."""
-        self._start()
-
-    def moments_of(self, group: Group) -> dict[str, dict[str, Tensor]]:
-        """{tensor name: {exp_avg, exp_avg_sq}}, the tensors that are stepped; empty before the first step."""
-        self._collect(group)
-        return group.moments
-
+    @torch.no_grad()
     def step(self, lr: float) -> None:
         """One step with the gradients that the model has."""
-        assert self._adamw is not None
         for row, master, index in self._rows:
             row.grad = None if master.grad is None else master.grad[index]
-        for group, settings in zip(self.groups, self._adamw.param_groups):
-            settings["lr"] = lr * ramp(group.steps) if group.ramped else lr
+        for group in self.groups:
+            self._step_group(group, lr * ramp(group.steps) if group.ramped else lr)
             group.steps += 1
-        self._adamw.step()
         for row, _, _ in self._rows:
             row.grad = None
 
-    def _start(self) -> None:
-        config = self._config
-        settings: list[dict[str, Any]] = [{"params": list(group.tensors.values())} for group in self.groups]
-        self._adamw = torch.optim.AdamW(
-            settings, config.lr, config.betas, config.eps, config.weight_decay, **_kernel(self.groups)
+    def _step_group(self, group: Group, lr: float) -> None:
+        names = [name for name, parameter in group.tensors.items() if parameter.grad is not None]
+        parameters: list[Tensor] = [group.tensors[name] for name in names]
+        for name, parameter in zip(names, parameters, strict=True):
+            group.moments.setdefault(name, {moment: torch.zeros_like(parameter) for moment in MOMENTS})
+            group.counts.setdefault(name, torch.tensor(float(group.steps), device=parameter.device))
+        config, (beta1, beta2) = self._config, self._config.betas
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [group.moments[name][MOMENTS[0]] for name in names],
+            [group.moments[name][MOMENTS[1]] for name in names],
+            [],
+            [group.counts[name] for name in names],
+            foreach=not self._fused,
+            fused=self._fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=config.weight_decay,
+            eps=config.eps,
+            maximize=False,
         )
-        for group in self.groups:
-            for name, moments in group.moments.items():
-                parameter = group.tensors[name]
-                steps = torch.tensor(float(group.steps), device=parameter.device)
-                self._adamw.state[parameter] = {"step": steps, **moments}
-
-    def _collect(self, group: Group) -> None:
-        if self._adamw is not None and group.steps:
-            states = self._adamw.state
-            group.moments = {
-                name: {moment: states[parameter][moment] for moment in MOMENTS}
-                for name, parameter in group.tensors.items()
-            }
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -137,9 +137,8 @@ def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, torch.tensor(norm))
 
 
-def _kernel(groups: Iterable[Group]) -> dict[str, bool]:
-    devices = {tensor.device.type for group in groups for tensor in group.tensors.values()}
-    return {"fused": True} if devices <= {"cpu", "cuda"} else {"foreach": True}
+def _has_fused(groups: Iterable[Group]) -> bool:
+    return {tensor.device.type for group in groups for tensor in group.tensors.values()} <= {"cpu", "cuda"}
 
 
 def _rows(model: Transformer) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:

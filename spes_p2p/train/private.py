@@ -66,7 +66,6 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
             if saved["steps"]:
                 moments[name] = {moment: _received(trainer, entry, moment, parameter) for moment in MOMENTS}
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
-    trainer.optimizer.restored()
     trainer.model.refresh()
     trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
     if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
@@ -74,7 +73,7 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
 
 
 def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
-    moments = trainer.optimizer.moments_of(group)
+    moments = group.moments
     tensors = {
         name: {"value": _copy(parameter), **{key: _copy(value) for key, value in moments.get(name, {}).items()}}
         for name, parameter in group.tensors.items()
