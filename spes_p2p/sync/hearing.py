@@ -38,11 +38,13 @@ class Hearing(CoreState):
                 return False
             self.contacts[peer] = Contact(signed, now, now if sender == peer else float("-inf"))
             self._heard_from(status, now)
+            self._poked.add(peer)
             return True
         last = known.status
         if (status.incarnation, status.sequence) <= (last.incarnation, last.sequence):
             return False
         revived = not self.alive(peer, now)
+        stirs = self._stirs(last, status)
         if sender == peer:
             self.pace.observe_gap(now - known.direct_at)
             known.direct_at = now
@@ -50,13 +52,25 @@ class Hearing(CoreState):
         self._heard_from(status, now)
         if status.moved > last.moved and status.head == last.head == self.round.head:
             self._moved_at(peer, now)
-        return revived or _says_something_new(last, status)
+        if status.plan != last.plan or status.head != last.head or status.ballots.prepare != last.ballots.prepare:
+            self._poked.add(peer)
+        return revived or stirs
+
+    def _stirs(self, last: Status, status: Status) -> bool:
+        """Whether the rules need to look at once. Most of it concerns the leader; the rest waits for a tick."""
+        current, ballots, before = self.round, status.ballots, last.ballots
+        if status.round > current.tip.round or status.incarnation != last.incarnation or status.intent != last.intent:
+            return True
+        if self._leader_of(self.degraded_set, current.view) == self.me:
+            return status.head != last.head or status.work.ready != last.work.ready or ballots != before
+        if ballots.closing != before.closing and not current.close_asked:
+            return True
+        return ballots.prepare != before.prepare or ballots.promised != before.promised
 
     def _heard_from(self, status: Status, now: float) -> None:
         peer = status.peer
         self._gone.discard(peer)
         self._probed.pop(peer, None)
-        self._poked.add(peer)
         if status.ballots.prepare >= 0:
             self.round.asked = True
         if self._elector.get(peer) == status.incarnation and status.intent.can_vote:
@@ -179,17 +193,3 @@ class Hearing(CoreState):
             return True
         self._take_decision(commit, now)
         return True
-
-
-def _says_something_new(last: Status, status: Status) -> bool:
-    """Whether the rules need to look at once; the rest (progress of training, what is staged) waits for a tick."""
-    return (
-        status.head != last.head
-        or status.ballots != last.ballots
-        or status.work.ready != last.work.ready
-        or status.plan != last.plan
-        or status.intent != last.intent
-        or status.proposal != last.proposal
-        or status.incarnation != last.incarnation
-        or status.round != last.round
-    )

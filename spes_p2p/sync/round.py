@@ -112,7 +112,12 @@ class Core(Hearing, Reducing, Voting, Speaking):
             new |= self._hear_degraded_vote(degraded)
         if envelope.commit is not None:
             new |= self._hear_commit(envelope.commit, envelope.sender, now)
-        return self._advance(now) if new else []
+        if new:
+            return self._advance(now)
+        if self._poked:
+            self._flush(now)
+        actions, self._out = self._out, []
+        return actions
 
     def tick(self, now: float) -> list[Action]:
         """Time passed; to be called at least once a heartbeat."""

@@ -20,7 +20,7 @@ from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.schedules import FAULT_SECONDS, end_faults, plan_run
 from spes_p2p.testing.sim import Result, World
 
-ROUNDS_AFTER_FAULTS = 2
+ROUNDS_AFTER_FAULTS = 1
 CHECK_SECONDS = 2.0
 MAX_EVENTS = 400_000
 
@@ -86,7 +86,7 @@ def run_schedule(
 
 def _run(world: World, until: Callable[[], bool]) -> None:
     events, check_at = 0, world.now + CHECK_SECONDS
-    while not until():
+    while not until() and not world.result.extinct:
         if not world.step():
             raise Violation("stall", "nothing can happen any more")
         events += 1

@@ -16,7 +16,7 @@ from spes_p2p.testing.judge import voters
 from spes_p2p.testing.sim import Weather, World
 from spes_p2p.testing.sim_peer import SimPeer
 
-FAULT_SECONDS = 12.0
+FAULT_SECONDS = 8.0
 CRASH_POINTS: tuple[type[do.Action], ...] = (
     do.Send, do.Persist, do.Persist, do.Persist, do.Adopt, do.Build, do.Verify, do.Reduce, do.Fetch, do.CloseTraining,
 )  # fmt: skip
@@ -63,8 +63,6 @@ def end_faults(world: World, chance: random.Random) -> None:
     for peer in world.peers.values():
         peer.crash_after.clear()
         peer.restart_plan = None
-        if peer.asleep_until > world.now:
-            peer.asleep_until = world.now
         if peer.core is None and not peer.is_gone_for_good and chance.random() < 0.5:
             peer.start()
     _ensure_elector(world, chance)

@@ -24,6 +24,9 @@ from spes_p2p.testing.judge import Judge, Violation, voters
 from spes_p2p.testing.sim_peer import SimPeer
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
 
+EXTINCT_SECONDS = 30.0
+"""So long after the last fault without anybody who could go on, a run is over."""
+
 
 @dataclass
 class Weather:
@@ -246,21 +249,32 @@ class World:
         chosen = voters(tip)
         running = [p for p in self.up() if p.core is not None]
         able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.disk.full]
-        if not able:
+        able = [peer for peer in able if peer.asleep_until <= self.now]
+        if not able or self._state_is_lost():
             return float("inf")
         cores = [p.core for p in running if p.core is not None]
         pace = max((core.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
-        groups = Counter(self._groups.get(p.name, 0) for p in able if p.asleep_until <= self.now)
+        groups = Counter(self._groups.get(p.name, 0) for p in able)
         connected = 2 * max(groups.values(), default=0) > len(chosen)
         view = max((max(c.round.view, c.record.promised) for c in cores if c.head == head), default=0)
         training = max(p.round_seconds for p in running)
         wait = 0.0 if connected else pace.degraded_wait_seconds(False)
         return wait + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
 
+    def _state_is_lost(self) -> bool:
+        """Whether somebody knows of a commit whose state left with those who had it."""
+        for peer in self.up():
+            decided = peer.core.round.decided if peer.core is not None else None
+            if decided is not None and not any(other.disk.holds(decided.manifest) for other in self.up()):
+                return True
+        return False
+
     def check_stall(self) -> None:
-        """Raises Violation when the next commit is late."""
+        """Raises Violation when the next commit is late. Notes when there can be none any more."""
         waited = self.now - self.last_change
         bound = self.bound_seconds()
+        asleep = any(peer.asleep_until > self.now for peer in self.up())
+        self.result.extinct = bound == float("inf") and waited > EXTINCT_SECONDS and not asleep
         if waited > bound:
             raise Violation("stall", f"no commit for {waited:.1f} s, at most {bound:.1f} s are allowed")
         if bound < float("inf"):

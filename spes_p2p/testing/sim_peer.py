@@ -125,6 +125,7 @@ class SimPeer:
         self.world.changed(f"{self.name} sleeps for {seconds} s")
         self._sleeps_since = self.world.now
         self.asleep_until = self.world.now + seconds
+        self.world.at(self.asleep_until, self.world.changed, f"{self.name} wakes")
 
     def fill_disk(self, seconds: float) -> None:
         """Nothing can be written for a while."""
@@ -529,7 +530,7 @@ class SimPeer:
     """Whether the host answers when the process is gone."""
 
     def _is_settled(self) -> bool:
-        """Whether we may write for the round that the core is in: room, and no commit half way between disk and core."""
+        """Whether we may write for the round of the core: there is room, and no commit on its way from disk to core."""
         return not self._is_full() and self._the_core.head == manifest_hash(self.disk.tip)
 
     def _is_full(self) -> bool:

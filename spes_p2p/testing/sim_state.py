@@ -137,6 +137,10 @@ class Disk:
         """Whether these tiles of a slice are staged."""
         return all(self.staged.get(piece.first_tile + at) == tile for at, tile in enumerate(split(hashes)))
 
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether the state of a manifest, or of one after it, is here whole."""
+        return self.tip.round >= manifest.round or manifest.state_root in self.finished
+
     def stage(self, piece: Slice, hashes: Sequence[Hash]) -> None:
         """Writes tiles; a new state that was finished is undone."""
         self.finished.clear()
