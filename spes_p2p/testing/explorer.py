@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.sync.round import RULE_NAMES, Core
 from spes_p2p.testing.judge import Violation
-from spes_p2p.testing.schedules import FAULT_SECONDS, end_faults, plan_run
+from spes_p2p.testing.schedules import end_faults, plan_run
 from spes_p2p.testing.sim import Result, World
 
 ROUNDS_AFTER_FAULTS = 1
@@ -76,8 +76,8 @@ def run_schedule(
     """One run to its end; (kind of schedule, result). `say` is told the story. Raises Violation."""
     world, kind = plan_run(seed, core_class)
     world.say = say
-    world.at(FAULT_SECONDS + 1.0, end_faults, world, random.Random(seed ^ 0xE4D))
-    _run(world, until=lambda: world.now > FAULT_SECONDS + 1.0)
+    world.at(kind.mended_seconds, end_faults, world, random.Random(seed ^ 0xE4D))
+    _run(world, until=lambda: world.now > kind.mended_seconds)
     if not world.result.extinct:
         goal = world.newest().round + ROUNDS_AFTER_FAULTS
         _run(world, until=lambda: _arrived(world, goal))

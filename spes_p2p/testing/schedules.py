@@ -27,13 +27,14 @@ Fault = Callable[[World, random.Random], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of schedule: its faults, drawn `at_least` to `at_most` times."""
+    """A kind of schedule: its faults, drawn `at_least` to `at_most` times; all is mended after `mended_seconds`."""
 
     name: str
     faults: tuple[Fault, ...]
     at_least: int = 1
     at_most: int = 2
     weight: int = 1
+    mended_seconds: float = FAULT_SECONDS + 1.0
 
 
 def plan_run(seed: int, core_class: type[Core] = Core) -> tuple[World, Kind]:
@@ -173,8 +174,10 @@ def cut(world: World, chance: random.Random, longest: float = 8.0) -> None:
 
 
 def long_cut(world: World, chance: random.Random) -> None:
-    """Long enough that a part without majority goes on alone."""
-    cut(world, chance, longest=150.0)
+    """Long enough that a part without majority goes on alone; sometimes its electors change sides meanwhile."""
+    world.partition({name: chance.randrange(2) for name in world.peers})
+    if chance.random() < 0.5:
+        world.after(chance.uniform(60.0, 80.0), cut, world, chance)
 
 
 def isolate(world: World, chance: random.Random) -> None:
@@ -217,7 +220,7 @@ KINDS = (
     Kind("power", (power_cut, quick_restart), 1, 2),
     Kind("many", (crash_of_many,), 1, 1, weight=2),
     Kind("cuts", (cut, isolate), 1, 4, weight=2),
-    Kind("long cut", (long_cut,), 1, 1, weight=2),
+    Kind("long cut", (long_cut,), 1, 1, weight=2, mended_seconds=95.0),
     Kind("sleep", (sleep,), 1, 3),
     Kind("disk", (full_disk, quick_restart), 1, 3),
     Kind("members", (join, leave, leave), 1, 4, weight=2),

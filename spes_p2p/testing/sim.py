@@ -222,6 +222,7 @@ class World:
             peer.core is None
             or peer.up_since > since
             or peer.disk.incarnation != incarnation
+            or peer.disk.full
             or peer.full_until > since
         )
 
