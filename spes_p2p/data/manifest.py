@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,6 +176,12 @@ def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:
     paths = [path.parent / line for line in lines if line and not line.startswith("#")]
     if not paths:
         raise DataError(f"{path} lists no file", fix="write one path of a memmap a line")
+    missing = next((item for item in paths if not os.path.isfile(item)), None)  # a line of prose is no valid path
+    if missing is not None:
+        raise DataError(
+            f"{path} lists {str(missing)[:100]}, which is no file",
+            fix="name token files in it, or give a folder of token shards, as spes-p2p tokenize makes it of text",
+        )
     inspected = [_inspect(item, raw_dtype) for item in paths]
     dtypes = {dtype for dtype, _ in inspected}
     if len(dtypes) != 1:

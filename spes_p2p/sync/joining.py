@@ -184,7 +184,8 @@ class Joining:
                 check_genesis(commit, self._info, self._checker.check)
             return commit
         except (NetworkError, RemoteProtocolError) as error:
-            self._say_once(f"peer {short(peer)} gave no genesis: {error}")
+            if isinstance(error, RemoteProtocolError) or peer == self._info.organiser:  # others wait as we do
+                self._say_once(f"peer {short(peer)} gave no genesis: {error}")
             return None
 
     def _say_once(self, text: str) -> None:

@@ -112,20 +112,24 @@ class Organiser:
 
     def _await(self, status: Status) -> None:
         now = self._clock.now()
+        limit = WAITING_BEATS * self._heartbeat_seconds
+        for peer in [peer for peer, waiting in self._waiting.items() if now - waiting.at > limit]:
+            self._gone(peer)
         if status.intent.leaving or not status.intent.joining:
-            self._waiting.pop(status.peer, None)
+            self._gone(status.peer)
             return
         if status.peer not in self._waiting:
             self._say(f"peer {short(status.peer)} has come, {len(self._waiting) + 1} of {self._min_peers}")
         self._waiting[status.peer] = _Waiting(status, now)
-        limit = WAITING_BEATS * self._heartbeat_seconds
-        for peer in [peer for peer, waiting in self._waiting.items() if now - waiting.at > limit]:
-            del self._waiting[peer]
         if len(self._waiting) >= self._min_peers:
             try:
                 self._begin()
             except StorageFull as error:
                 self._say(f"the run cannot begin: {error}")
+
+    def _gone(self, peer: PeerId) -> None:
+        if self._waiting.pop(peer, None) is not None:
+            self._say(f"peer {short(peer)} has gone, {len(self._waiting)} of {self._min_peers} are left")
 
     def _begin(self) -> None:
         """Genesis is on disk before anybody sees it, so that there is never a second one."""

@@ -26,8 +26,8 @@ from spes_p2p.swarm.records import (
     peers_key,
 )
 from spes_p2p.sync import requests
-from spes_p2p.sync.genesis import GENESIS
 from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import GENESIS
 from spes_p2p.sync.messages import Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.sync.rules import check_certificate

@@ -111,3 +111,11 @@ def test_raw_lists_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         Dataset.open(path, "uint16")
     with pytest.raises(DataError, match="there is no dataset"):
         Dataset.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["some prose that is not a path\n", "x" * 5000 + "\n"])
+def test_text_in_place_of_a_list_of_paths_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "corpus.txt").write_text(text)
+    with pytest.raises(DataError, match=r"corpus.txt lists .*, which is no file") as caught:
+        Dataset.open(tmp_path / "corpus.txt", vocab_size=300)
+    assert "spes-p2p tokenize" in caught.value.fix

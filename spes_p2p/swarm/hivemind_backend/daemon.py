@@ -6,9 +6,13 @@ Leaves out what is said through it.
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
 import os
 import shutil
+import socket
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.swarm.hivemind_backend.dial import parse_address
 from spes_p2p.swarm.hivemind_backend.locks import FileLock
 
 _PREFIX = "spes-p2p-net-"
@@ -58,6 +63,7 @@ def _sweep(temporary: Path) -> None:
 async def start_daemon(folder: SocketFolder, **options: Any) -> P2P:
     """A running daemon (hivemind's `P2P.create` with `options`). Raises NetworkError with the daemon's own words."""
     owner = os.getpid()
+    check_ports(options.get("host_maddrs") or ())
 
     class RunP2P(P2P):
         _UNIX_SOCKET_PREFIX = f"/unix{folder.path}/"
@@ -96,9 +102,41 @@ class _PendingCalls(dict[Any, "asyncio.Future[Any]"]):
         return future is not None and not future.done()
 
 
+def check_ports(host_maddrs: Iterable[str]) -> None:
+    """Raises NetworkError where something listens at one of these addresses already.
+
+    libp2p shares a port with other libp2p processes (SO_REUSEPORT), and each of them gets some of the connections.
+    """
+    for maddr in host_maddrs:
+        place = _place(maddr)
+        if place is None or place[1] == 0:
+            continue
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET) as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was closed just now is free
+                one.bind(place)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _taken(maddr) from error
+
+
+def _place(maddr: str) -> tuple[str, int] | None:
+    """(IP address, port) of a TCP address; None for others and for what is no address, which the daemon judges."""
+    try:
+        address = parse_address(maddr)
+        ipaddress.ip_address(address.host)
+    except ValueError:
+        return None
+    return address.host, address.port
+
+
+def _taken(what: str) -> NetworkError:
+    return NetworkError(
+        f"the port to listen on is taken: {what}", fix="choose another port with --host-maddrs, or port 0"
+    )
+
+
 def _explained(words: str) -> NetworkError:
     if "address already in use" in words:
-        return NetworkError(
-            f"the port to listen on is taken: {words}", fix="choose another port with --host-maddrs, or port 0"
-        )
+        return _taken(words)
     return NetworkError(f"the libp2p daemon did not start: {words}", fix="check --host-maddrs and --announce-maddrs")
