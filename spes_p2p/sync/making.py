@@ -79,7 +79,8 @@ class Making:
                 report = replace(report, contributors=fit, wire_hashes=hashes)
         if self._is_wanted(report):
             for peer, reason in left_out.items():
-                self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
+                if report.contributors or reason != LOST:  # else it is we who reach nobody
+                    self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
             report = replace(report, left_out=tuple(sorted(left_out.items())))
             self._run(self._core.reduced(report, self._now()))
 

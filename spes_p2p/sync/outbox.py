@@ -81,6 +81,13 @@ class Outbox:
 
     async def _call(self, peer: PeerId, line: _Line, data: bytes) -> None:
         try:
+            await self._ask(peer, data)
+        finally:
+            line.in_flight -= 1
+        self._go_on(peer, line)
+
+    async def _ask(self, peer: PeerId, data: bytes) -> None:
+        try:
             answer = await self._transport.call(peer, data, self._timeout_seconds())
             reply = self._checker.open(peer, answer)
         except RemoteProtocolError as error:
@@ -92,9 +99,6 @@ class Outbox:
         else:
             self._refusals.pop(peer, None)
             self._heard(reply)
-        finally:
-            line.in_flight -= 1
-            self._go_on(peer, line)
 
     def _refused(self, peer: PeerId, words: str) -> None:
         """Told once: the same comes back with every heartbeat."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
@@ -21,6 +21,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.messages import Intent
@@ -50,6 +51,8 @@ class MemorySwarm:
         self.peers: dict[PeerId, PretendPeer] = {}
         self.lives: list[PretendPeer] = []
         """Every peer that ever was, in the order of their starts; `peers` has the last life of each."""
+        self.watch: Callable[[PretendPeer, Applied], None] = lambda peer, event: None
+        """Is told of each commit that a peer has applied, while its state is on that peer's disk."""
         self._incarnations = itertools.count(1)
 
     def new_incarnation(self) -> int:

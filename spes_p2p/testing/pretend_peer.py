@@ -149,6 +149,7 @@ class PretendPeer:
     def applied(self, event: Applied) -> None:
         """Goes on from a commit: with the new values, and what it did not count."""
         self.applied_events.append(event)
+        self.swarm.watch(self, event)
         manifest, turn, uncounted = event.commit.manifest, self._turn, event.uncounted
         if self._training is not None:
             self._training.cancel()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.leases import take
-from spes_p2p.ids import Hash
-from spes_p2p.sync.messages import Commit
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.messages import Commit, Manifest
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from spes_p2p.testing.pretend_peer import HandedIn
 from spes_p2p.testing.virtual_time import run_virtual
+from tests import oracle
 
 T = TypeVar("T")
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -82,7 +90,7 @@ def check_leases(swarm: MemorySwarm, name: str = "") -> int:
     """No position was counted twice, nothing below the cursor is nowhere; the number of positions counted."""
     chain = commits(swarm, name)
     used: set[int] = set()
-    for parent, child in zip(chain, chain[1:], strict=False):
+    for parent, child in pairwise(chain):
         leases = parent.manifest.leases
         for entry in child.manifest.roster:
             spans, _ = take(leases.of(entry.peer), entry.sequences)
@@ -96,3 +104,72 @@ def check_leases(swarm: MemorySwarm, name: str = "") -> int:
     assert not used & set(held)
     assert used | set(held) == set(range(last.cursor))
     return len(used)
+
+
+class Recorder:
+    """Keeps every committed state as tensors, and holds each round against the oracle."""
+
+    def __init__(self, swarm: MemorySwarm) -> None:
+        self.swarm = swarm
+        self.states: dict[int, dict[str, Values]] = {}
+        self.blocks: dict[int, list[Values]] = {}
+        swarm.watch = self._watch
+
+    def _watch(self, peer: PretendPeer, event: Applied) -> None:
+        manifest = event.commit.manifest
+        version = peer.store.version(manifest.round)
+        self.blocks[manifest.round] = [np.array(version.block(at)) for at in range(len(self.swarm.layout.blocks))]
+        state = self.tensors(version, range(len(self.swarm.layout.blocks)))
+        for name, value in self.states.setdefault(manifest.round, state).items():
+            assert np.array_equal(state[name], value, equal_nan=True), f"{name} of round {manifest.round}"
+
+    def tensors(self, source: BlockSource, blocks: Iterable[int]) -> dict[str, Values]:
+        layout = self.swarm.layout
+        return {
+            placed.tensor.name: np.array(layout.view(source.block(index), placed.tensor.name))
+            for index in blocks
+            for placed in layout.blocks[index].tensors
+        }
+
+    def check(self, chain: list[Commit]) -> None:
+        """Every round is what the oracle makes of what went in."""
+        initial = InitialState(self.swarm.layout, self.swarm.config.run.seed, self.swarm.config.model.init_std)
+        self.states[0] = self.tensors(initial, range(len(self.swarm.layout.blocks)))
+        for parent, child in pairwise(chain):
+            self._check_round(parent.manifest, child.manifest)
+
+    def _check_round(self, parent: Manifest, child: Manifest) -> None:
+        sync = self.swarm.config.sync
+        handed = {entry.peer: self._handed_in(entry.peer, parent) for entry in child.roster}
+        if any(len(lives) != 1 for lives in handed.values()):
+            return  # restarted in this round: what went in may be of either life
+        peers = [
+            oracle.Contributor(entry.peer, entry.tokens, entry.steps, self._before(handed[entry.peer][0]))
+            for entry in child.roster
+        ]
+        slices = [oracle.SliceOf(s.block, s.first_tile, s.tiles, s.contributors) for s in child.slices]
+        assert child.step == oracle.next_step(parent.step, peers)
+        alpha = oracle.alpha_of(parent.step, child.step, sync.merge_interval, sync.merge_alpha, sync.merge_decay_steps)
+        expected = oracle.round_result(
+            peers, slices, self.states[parent.round], alpha, sync.merge_top_k, sync.tile_values
+        )
+        where = f"round {child.round}"
+        oracle.check_equal(self.states[child.round], expected, where)
+        assert oracle.root_of(self.states[child.round], sync.tile_values) == child.state_root.hex(), where
+
+    def _handed_in(self, name: PeerId, parent: Manifest) -> list[HandedIn]:
+        found = [life.handed_in.get(parent.round) for life in self.swarm.lives if life.name == name]
+        return [handed for handed in found if handed is not None and handed.manifest == parent]
+
+    def _before(self, handed: HandedIn) -> dict[str, Values]:
+        return self.tensors(Blocks(handed.values), handed.values)
+
+
+class Blocks:
+    """A block source over arrays."""
+
+    def __init__(self, arrays: dict[int, Values]) -> None:
+        self._arrays = arrays
+
+    def block(self, index: int) -> Values:
+        return self._arrays[index]

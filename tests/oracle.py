@@ -1,0 +1,289 @@
+"""An independent computation of what a round must give: the algorithm's items 2 and 3, in plain numpy and float64.
+
+Written from the formulas and the byte order of the protocol alone; it shares no code with the package. Everything is a
+dict of tensors under Hugging Face names. `round_result` computes one round, `check_dumps` holds the folders that
+`join --dump-rounds` writes against it.
+
+    shared <- sum_p w_p x_p / sum_p w_p over a slice's contributors; a column: the same over its owners among them
+    step   <- step + (2 a + b) // (2 b), a = sum_p w_p n_p, b = sum_p w_p
+    merge, when floor(step / interval) grew and alpha = base * (1 - min(step / decay, 1)) > 0:
+    e_i    <- e_i + alpha * mean_{j in T(i)} (e_j - e_i), T(i): the k others whose gate projections have the highest
+              cosine similarity, layer by layer, all right-hand sides from before the merge
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+Tensors = Mapping[str, NDArray[Any]]
+TOLERANCE = 1e-6
+"""Of the largest value of a tensor."""
+_EXPERT = re.compile(r"(.*\blayers\.)(\d+)(\..*\bexperts\.)(\d+)(\.)(gate|up|down)(_proj\.weight)")
+
+
+@dataclass(frozen=True)
+class Contributor:
+    """One roster entry: its weight in tokens, its inner steps, and its values going into the round."""
+
+    peer: str
+    weight: int
+    steps: int
+    before: Tensors
+
+
+@dataclass(frozen=True)
+class SliceOf:
+    """Tiles [first_tile, first_tile + tiles) of a block (0: shared, 1 + e: column e), and whose values went in."""
+
+    block: int
+    first_tile: int
+    tiles: int
+    contributors: tuple[str, ...]
+
+
+# ---- the order of bytes ----
+
+
+def block_of(name: str) -> int:
+    """0 for a shared tensor, 1 + e for one of expert e."""
+    match = _EXPERT.fullmatch(name)
+    return 1 + int(match[4]) if match else 0
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Shared tensors by their names with numbers as numbers, then columns, each by layer, then gate, up, down."""
+    return sorted(names, key=_place)
+
+
+def _place(name: str) -> tuple[Any, ...]:
+    match = _EXPERT.fullmatch(name)
+    if match:
+        return (1 + int(match[4]), int(match[2]), ("gate", "up", "down").index(match[6]))
+    return (0, [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")])
+
+
+def root_of(state: Tensors, tile_values: int) -> str:
+    """The hash that names a state: SHA-256 over the SHA-256 of each tile, tiles cut inside each block."""
+    joined = hashlib.sha256()
+    blocks: dict[int, list[NDArray[Any]]] = {}
+    for name in in_order(state):
+        blocks.setdefault(block_of(name), []).append(np.asarray(state[name], "<f4").reshape(-1))
+    for block in sorted(blocks):
+        values = np.concatenate(blocks[block])
+        for start in range(0, len(values), tile_values):
+            joined.update(hashlib.sha256(values[start : start + tile_values].tobytes()).digest())
+    return joined.hexdigest()
+
+
+# ---- the formulas ----
+
+
+def next_step(step: int, peers: Sequence[Contributor]) -> int:
+    """The weighted mean of inner steps, rounded half up in integers, on top of `step`."""
+    a = sum(peer.weight * peer.steps for peer in peers)
+    b = sum(peer.weight for peer in peers)
+    return step + (2 * a + b) // (2 * b) if b else step
+
+
+def alpha_of(step_before: int, step_after: int, interval: int, base: float, decay_steps: int) -> float:
+    """How strongly a round merges; 0 where it does not."""
+    if step_after // interval <= step_before // interval:
+        return 0.0
+    return base * (1 - min(step_after / decay_steps, 1))
+
+
+def round_result(
+    peers: Sequence[Contributor],
+    slices: Sequence[SliceOf],
+    committed: Tensors,
+    alpha: float,
+    top_k: int,
+    tile_values: int | None = None,
+) -> dict[str, NDArray[np.float64]]:
+    """The state after a round. `committed` is the state before; a tensor may be missing there if the round brings it.
+
+    `tile_values` is only needed where slices of one block have different contributors.
+    """
+    after = {name: np.array(value, np.float64) for name, value in committed.items()}
+    for block in sorted({piece.block for piece in slices}):
+        pieces = [piece for piece in slices if piece.block == block]
+        after.update(_block_result(peers, pieces, committed, tile_values))
+    return merged(after, alpha, top_k) if alpha > 0 else after
+
+
+def _block_result(
+    peers: Sequence[Contributor], pieces: Sequence[SliceOf], committed: Tensors, tile_values: int | None
+) -> dict[str, NDArray[np.float64]]:
+    block, everybody = pieces[0].block, set().union(*(piece.contributors for piece in pieces))
+    some = next(peer for peer in peers if peer.peer in everybody)
+    names = [name for name in in_order(some.before) if block_of(name) == block]
+    shapes = [some.before[name].shape for name in names]
+    flat = {p.peer: _flat(p.before, names) for p in peers if p.peer in everybody}
+    weights = {peer.peer: peer.weight for peer in peers}
+    size = len(flat[some.peer])
+    result = np.empty(size)
+    if len({piece.contributors for piece in pieces}) == 1:
+        result[:] = _mean(flat, weights, pieces[0].contributors, slice(0, size))
+    else:
+        assert tile_values is not None, f"slices of block {block} have different contributors: the tile size is needed"
+        start = min(piece.first_tile for piece in pieces)
+        for piece in pieces:
+            at = (piece.first_tile - start) * tile_values
+            part = slice(at, min(at + piece.tiles * tile_values, size))
+            result[part] = _mean(flat, weights, piece.contributors, part)
+    return _tensors(result, names, shapes)
+
+
+def _mean(
+    flat: Mapping[str, NDArray[np.float64]], weights: Mapping[str, int], who: Iterable[str], part: slice
+) -> NDArray[np.float64]:
+    names = list(who)
+    total = sum(weights[name] for name in names)
+    return np.sum([weights[name] * flat[name][part] for name in names], axis=0) / total
+
+
+def _flat(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(tensors[name], np.float64).reshape(-1) for name in names])
+
+
+def _tensors(
+    flat: NDArray[np.float64], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> dict[str, NDArray[np.float64]]:
+    found, at = {}, 0
+    for name, shape in zip(names, shapes, strict=True):
+        size = int(np.prod(shape))
+        found[name] = flat[at : at + size].reshape(shape)
+        at += size
+    return found
+
+
+def merged(state: Tensors, alpha: float, top_k: int) -> dict[str, NDArray[np.float64]]:
+    """The state after similar experts of each layer moved towards each other."""
+    after = {name: np.array(value, np.float64) for name, value in state.items()}
+    experts: dict[int, dict[int, dict[str, str]]] = {}
+    for name in state:
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(int(match[2]), {}).setdefault(int(match[4]), {})[match[6]] = name
+    for layer in experts.values():
+        gates = {e: np.asarray(state[names["gate"]], np.float32).astype(np.float64) for e, names in layer.items()}
+        for expert, names in layer.items():
+            others = sorted((e for e in layer if e != expert), key=lambda e: (-_cosine(gates[expert], gates[e]), e))
+            near = others[: min(top_k, len(layer) - 1)]
+            for matrix, name in names.items():
+                own = np.asarray(state[name], np.float64)
+                change = np.mean([np.asarray(state[layer[e][matrix]], np.float64) - own for e in near], axis=0)
+                after[name] = own + alpha * change
+    return after
+
+
+def _cosine(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    return float(np.sum(one * other) / (np.linalg.norm(one) * np.linalg.norm(other)))
+
+
+def check_equal(after: Tensors, expected: Tensors, where: str = "") -> None:
+    """Every tensor equals the expected one to TOLERANCE of its largest value."""
+    assert set(after) == set(expected), f"{where}: {sorted(set(after) ^ set(expected))[:3]} are not on both sides"
+    for name, value in expected.items():
+        error = float(np.max(np.abs(np.asarray(after[name], np.float64) - value), initial=0.0))
+        limit = TOLERANCE * float(np.max(np.abs(value), initial=0.0))
+        assert error <= limit, f"{where}: {name} is off by {error:.3g}, more than {limit:.3g}"
+
+
+# ---- folders of --dump-rounds ----
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One peer's dump of one round."""
+
+    peer: str
+    round: int
+    about: Mapping[str, Any]
+    before: Tensors
+    after: Tensors
+
+
+def read_dumps(directory: Path) -> dict[int, dict[str, Dump]]:
+    """All dumps below a folder, by round and peer id."""
+    found: dict[int, dict[str, Dump]] = {}
+    for path in sorted(directory.rglob("round-*/round.json")):
+        about, folder = json.loads(path.read_text()), path.parent
+        before, after = load_file(folder / "before.safetensors"), load_file(folder / "after.safetensors")
+        dump = Dump(about["peer_id"], about["round"], about, before, after)
+        assert folder.name == f"round-{dump.round:06d}", f"{folder} says that it is of round {dump.round}"
+        assert dump.peer not in found.setdefault(dump.round, {}), f"two dumps of round {dump.round} by {dump.peer}"
+        found[dump.round][dump.peer] = dump
+    return found
+
+
+def check_dumps(directory: Path, tile_values: int | None = None, complete: bool = True) -> list[int]:
+    """Every dumped round is what its inputs give, and the same at all peers; the rounds that were checked.
+
+    With `tile_values` the hash of the model is recomputed too. `complete`: nobody was lost, so that each slice has all
+    its contributors.
+    """
+    rounds = read_dumps(directory)
+    assert rounds, f"{directory} has no dumps"
+    for round, dumps in sorted(rounds.items()):
+        _check_agreement(round, dumps, tile_values)
+        earlier = next(iter(rounds[round - 1].values())) if round - 1 in rounds else None
+        _check_round(round, dumps, earlier, tile_values, complete)
+    return sorted(rounds)
+
+
+def _check_agreement(round: int, dumps: Mapping[str, Dump], tile_values: int | None) -> None:
+    first = next(iter(dumps.values()))
+    for dump in dumps.values():
+        for key in ("model_hash", "step", "roster", "slices", "merge_alpha", "merge_top_k", "codec"):
+            same = dump.about[key] == first.about[key]
+            assert same, f"round {round}: {key} is {dump.about[key]} at {dump.peer}, {first.about[key]} at {first.peer}"
+        for name, value in first.after.items():
+            assert np.array_equal(dump.after[name], value), f"round {round}: {name} differs at {dump.peer}"
+    if tile_values is not None:
+        root = root_of(first.after, tile_values)
+        assert root == first.about["model_hash"], f"round {round}: the state hashes to {root}, not to its model_hash"
+
+
+def _check_round(
+    round: int, dumps: Mapping[str, Dump], earlier: Dump | None, tile_values: int | None, complete: bool
+) -> None:
+    about, after = next(iter((dump.about, dump.after) for dump in dumps.values()))
+    slices = [SliceOf(s["block"], s["first_tile"], s["tiles"], tuple(s["contributors"])) for s in about["slices"]]
+    used = {peer for piece in slices for peer in piece.contributors}
+    missing = used - set(dumps)
+    assert not missing, f"round {round}: no dump of the contributors {sorted(missing)}"
+    peers = [
+        Contributor(entry["peer_id"], entry["weight"], entry.get("steps", 0), dumps[entry["peer_id"]].before)
+        for entry in about["roster"]
+        if entry["peer_id"] in dumps
+    ]
+    _check_contributors(round, about, slices, complete)
+    if earlier is not None and all("steps" in entry for entry in about["roster"]):
+        step = next_step(earlier.about["step"], peers)
+        assert about["step"] == step, f"round {round}: the step is {about['step']}, not {step}"
+    committed = earlier.after if earlier is not None else {}
+    if about["slices"] and not committed:
+        covered = {piece.block for piece in slices}
+        assert covered == {block_of(name) for name in after}, f"round {round}: blocks without the state before"
+    result = round_result(peers, slices, committed, about["merge_alpha"], about["merge_top_k"], tile_values)
+    if result:
+        check_equal(after, result, f"round {round}")
+
+
+def _check_contributors(round: int, about: Mapping[str, Any], slices: Sequence[SliceOf], complete: bool) -> None:
+    owned = {entry["peer_id"]: set(entry["owned"]) for entry in about["roster"]}
+    for piece in slices:
+        may = {peer for peer, columns in owned.items() if piece.block == 0 or piece.block - 1 in columns}
+        have = set(piece.contributors)
+        fits = have == may if complete else have <= may
+        assert fits, f"round {round}: slice {piece} has contributors {sorted(have)}, its owners are {sorted(may)}"

@@ -1,0 +1,219 @@
+"""Whole rounds of real drivers on an in-memory network: exact, agreed, and with members that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.data.leases import count
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.state.layout import Values
+from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.sync.messages import Intent
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
+
+MERGES = ("sync.merge_interval=5", "sync.merge_alpha=0.3", "sync.merge_decay_steps=35", "sync.merge_top_k=2")
+
+
+def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
+    return swarm.peers[PeerId(name)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("leased", [True, False])
+def test_every_round_is_what_the_oracle_computes(folder: Path, replicas: int, leased: bool) -> None:
+    """Merges in rounds 1 to 3 and none after, owners apart or doubled, peers of unequal speed."""
+    config = small_config(*MERGES, f"swarm.target_replicas={replicas}", "swarm.experts_per_peer=3")
+
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start_organiser()
+        await asyncio.gather(
+            *(swarm.add(name, PretendWork(seconds)) for name, seconds in (("a", 0.1), ("b", 0.13), ("c", 0.6)))
+        )
+        await swarm.until_round(5)
+        chain = commits(swarm)
+        recorder.check(chain)
+        check_agreement(swarm)
+        assert [commit.manifest.merge is not None for commit in chain[1:4]] == [True] * 3
+        assert chain[-1].manifest.merge is None
+        assert {len(owners) for owners in chain[1].manifest.ownership} == {replicas}
+        assert len({entry.steps for commit in chain[1:] for entry in commit.manifest.roster}) > 1
+        if leased:
+            check_leases(swarm)
+
+    in_swarm(folder, play, config, leased=leased)
+
+
+def test_the_same_seed_gives_the_same_run(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> tuple[bytes, float]:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        return check_agreement(swarm)[3], swarm.clock.now()
+
+    assert in_swarm(folder / "1", play, seed=5) == in_swarm(folder / "2", play, seed=5)
+
+
+def test_one_peer_alone_is_a_run(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a"])
+        await swarm.until_round(3)
+        recorder.check(commits(swarm))
+        assert commits(swarm)[3].manifest.step == 30
+
+    in_swarm(folder, play, small_config("swarm.experts_per_peer=4", peers=1))
+
+
+def test_a_late_joiner_catches_up_is_named_and_trains(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        late = await swarm.add("late")
+        await swarm.until_round(8)
+        chain = commits(swarm)
+        named = next(c.manifest.round for c in chain if any(m.peer == "late" for m in c.manifest.members))
+        assert 4 <= named <= 6
+        assert late.applied_events[0].caught_up
+        assert columns_of(chain[-1].manifest.ownership, late.name)
+        assert any(entry.peer == "late" for entry in chain[-1].manifest.roster)
+        recorder.check(chain)
+        check_agreement(swarm)
+        check_leases(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_a_claim_is_granted_to_a_newcomer(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        await swarm.add("late", intent=Intent(joining=True, max_columns=1, claims=(2,)))
+        await swarm.until_round(6)
+        assert columns_of(commits(swarm)[-1].manifest.ownership, peer(swarm, "late").name) == (2,)
+
+    in_swarm(folder, play)
+
+
+@pytest.mark.parametrize("moment", [0.3, 1.02, 1.3])
+def test_a_leaver_is_gone_in_time_and_its_last_work_counted(folder: Path, moment: float) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c", "d"])
+        await swarm.until_round(2)
+        await asyncio.sleep(moment)
+        leaver, began = peer(swarm, "b"), swarm.clock.now()
+        await leaver.leave()
+        assert swarm.clock.now() - began < 10
+        await swarm.until_round(6)
+        chain = commits(swarm)
+        without = next(c.manifest for c in chain[1:] if all(m.peer != "b" for m in c.manifest.members))
+        assert any(entry.peer == "b" for entry in without.roster)
+        assert all("b" not in owners for owners in without.ownership)
+        recorder.check(chain)
+        check_agreement(swarm)
+        check_leases(swarm)
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+def test_all_but_one_leave_and_the_run_goes_on(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        await asyncio.gather(peer(swarm, "a").leave(), peer(swarm, "b").leave())
+        await swarm.until_round(swarm.up[0].round + 3)
+        assert [member.peer for member in commits(swarm)[-1].manifest.members] == ["c"]
+        check_leases(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_the_organiser_is_not_needed_once_the_run_has_begun(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        await swarm.kill_organiser()
+        late = await swarm.add("late")
+        await swarm.until_round(6)
+        assert any(entry.peer == "late" for entry in commits(swarm, "late")[-1].manifest.roster)
+        assert late.driver.core.is_member()
+        check_agreement(swarm)
+        await swarm.start_organiser()
+
+    in_swarm(folder, play)
+
+
+def test_a_slow_peer_delays_nobody_and_its_work_counts(folder: Path) -> None:
+    """Ten times slower than the others: rounds take no longer, and what it did in each is counted."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start_organiser()
+        work = {"a": 0.1, "b": 0.1, "c": 0.1, "slow": 1.0}
+        await asyncio.gather(*(swarm.add(name, PretendWork(seconds)) for name, seconds in work.items()))
+        await swarm.until_round(2)
+        began = swarm.clock.now()
+        await swarm.until_round(6)
+        assert swarm.clock.now() - began < 4 * 3.5
+        chain = commits(swarm)
+        assert any(e.peer == "slow" and e.steps < 10 for c in chain for e in c.manifest.roster)
+        recorder.check(chain)
+        check_leases(swarm)
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+def test_leases_over_joins_kills_and_leaves(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c", "d"])
+        await swarm.until_round(2)
+        await peer(swarm, "d").kill()
+        await swarm.add("e")
+        await swarm.until_round(swarm.up[0].round + 3)
+        await peer(swarm, "a").leave()
+        await swarm.add("d")
+        await swarm.until_round(swarm.up[0].round + 4)
+        assert check_leases(swarm) > 1000
+        last = commits(swarm)[-1].manifest
+        assert {peer for peer, _ in last.leases.held} == {"b", "c", "d", "e"}
+        assert all(count(ranges) for _, ranges in last.leases.held)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+def test_a_slow_link_only_makes_rounds_longer(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        swarm.network.set_link("c", None, LinkShape((0.2, 0.4), bytes_per_second=20_000))
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(4)
+        assert all(len(commit.manifest.roster) == 3 for commit in commits(swarm)[2:])
+        recorder.check(commits(swarm))
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_values_travel_exactly(folder: Path) -> None:
+    """A lone owner's column is exactly its values, subnormal and huge ones too."""
+    special = np.array([1e-40, -0.0, 3.4e38, -3e-45], np.float32)
+
+    def alter(round: int, block: int, values: Values) -> Values:
+        return np.concatenate([special, values[4:]]) if block > 0 else values
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"], PretendWork(alter=alter))
+        await swarm.until_round(2)
+        for block in range(1, 5):
+            got = swarm.up[0].store.version(2).block(block)[:4]
+            assert got.tobytes() == special.tobytes()
+
+    in_swarm(folder, play, small_config("sync.merge_alpha=0"))
