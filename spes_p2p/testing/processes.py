@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -115,19 +115,51 @@ class LocalSwarm:
         command += ["--data", str(data)] if data is not None else []
         return self._start(name, [*command, "--host-maddrs", LOOPBACK, "--no-relay", *arguments])
 
-    def wait_for_round(self, round: int, names: Sequence[str], timeout_seconds: float) -> None:
-        """Until each of these peers has applied `round`. Raises SpesError when one ends before, or time is over."""
+    def wait_until(
+        self,
+        found: Callable[[], bool],
+        what: str,
+        names: Sequence[str],
+        timeout_seconds: float = 60.0,
+        fine: tuple[int | None, ...] = (None,),
+    ) -> None:
+        """Until `found()`. Raises SpesError when one of `names` has an exit code that is not `fine`, or late."""
         until = time.monotonic() + timeout_seconds
-        for name in names:
-            process = self.processes[name]
-            while not any(event.round >= round for event in process.rounds()):
-                if process.exit_code is not None:
-                    raise SpesError(
-                        f"{name} ended with {process.exit_code} before round {round}; {process.last_words()}"
-                    )
-                if time.monotonic() > until:
-                    raise SpesError(f"{name} did not reach round {round} in time; {process.last_words()}")
-                time.sleep(0.1)
+        while not found():
+            for process in (self.processes[name] for name in names):
+                if process.exit_code not in fine:
+                    words = f"{process.name} ended with {process.exit_code} before {what}; {process.last_words()}"
+                    raise SpesError(words, fix=f"see {process.log}")
+            if time.monotonic() > until:
+                words = "; ".join(f"{name}: {self.processes[name].last_words()}" for name in names)
+                raise SpesError(f"{what}: not in {timeout_seconds:g} s; {words}", fix=f"see the logs in {self.folder}")
+            time.sleep(0.05)
+
+    def wait_for_round(self, round: int, names: Sequence[str], timeout_seconds: float = 60.0) -> None:
+        """Until each of these peers has applied `round`. Raises SpesError when one ends before, or time is over."""
+
+        def found() -> bool:
+            return all(any(event.round >= round for event in self.processes[name].rounds()) for name in names)
+
+        self.wait_until(found, f"round {round}", names, timeout_seconds)
+
+    def wait_for_end(
+        self, names: Sequence[str], timeout_seconds: float, watch: Callable[[str, float, Event], None] | None = None
+    ) -> None:
+        """Until all of these have ended with 0; `watch` gets their events (peer, time, event).
+
+        Raises SpesError as soon as one fails, since the others would wait for it in vain, and when time is over.
+        """
+
+        def ended() -> bool:
+            codes = [self.processes[name].exit_code for name in names]
+            for name in names:
+                for at, event in self.processes[name].read_events():
+                    if watch is not None:
+                        watch(name, at, event)
+            return all(code == 0 for code in codes)
+
+        self.wait_until(ended, "the end", names, timeout_seconds, fine=(None, 0))
 
     def close(self) -> None:
         """Ends what still runs: SIGTERM, a few seconds, SIGKILL."""

@@ -19,7 +19,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import held_out_batches, open_dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
-from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.errors import ConfigError
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.observe.events import Event
 from spes_p2p.observe.view import PeerView
@@ -49,10 +49,13 @@ class QuickstartOptions:
 
 @dataclass(frozen=True)
 class PeerResult:
-    """How one peer ended. `state_hash` is recomputed from its store; losses are NaN where none was seen."""
+    """How one peer ended: `rounds` is the last one that it has, applied one by one or caught up with.
+
+    `state_hash` is recomputed from its store; losses are NaN where none was seen.
+    """
 
     name: str
-    exit_code: int
+    exit_code: int | None
     rounds: int
     first_loss: float
     last_loss: float
@@ -117,11 +120,10 @@ def run(
         names = [f"peer-{index}" for index in range(options.peers)]
         for name in names:
             swarm.peer(name, data, _arguments(options, name, local))
-        _watch(swarm, names, started + options.timeout_seconds, watch)
-        codes = {name: swarm.processes[name].wait(1.0) for name in names}
-        processes = {name: swarm.processes[name] for name in names}
+        swarm.wait_for_end(names, options.timeout_seconds, watch)
+        processes = [swarm.processes[name] for name in names]
     layout = Layout(state_tensors(config.model), config.sync.tile_values)
-    peers = tuple(_result(processes[name], codes[name], layout) for name in names)
+    peers = tuple(_result(process, layout) for process in processes)
     before, after = _held_out(options.output / names[0], config, layout)
     return Result(peers, before, after, time.monotonic() - started, _problems(options, peers, before, after))
 
@@ -133,26 +135,7 @@ def _arguments(options: QuickstartOptions, name: str, local: Sequence[str]) -> l
     return [*arguments, *local]
 
 
-def _watch(swarm: LocalSwarm, names: Sequence[str], until: float, watch: Callable[[str, float, Event], None]) -> None:
-    """Until every peer has ended. Raises SpesError when one fails, since the others would wait for it in vain."""
-    while True:
-        running = [name for name in names if swarm.processes[name].exit_code is None]
-        for name in names:
-            for at, event in swarm.processes[name].read_events():
-                watch(name, at, event)
-        if not running:
-            return
-        for name in names:
-            process = swarm.processes[name]
-            if process.exit_code not in (None, 0):
-                words = f"{name} ended with {process.exit_code}; {process.last_words()}"
-                raise SpesError(words, fix=f"see {process.log}")
-        if time.monotonic() > until:
-            raise SpesError(f"{', '.join(running)} did not end in time", fix="fewer --rounds, or see the logs")
-        time.sleep(0.2)
-
-
-def _result(process: Process, exit_code: int, layout: Layout) -> PeerResult:
+def _result(process: Process, layout: Layout) -> PeerResult:
     view = PeerView()
     for at, event in process.seen:
         view.apply(at, event)
@@ -162,8 +145,8 @@ def _result(process: Process, exit_code: int, layout: Layout) -> PeerResult:
     nan = float("nan")
     return PeerResult(
         process.name,
-        exit_code,
-        view.rounds_applied,
+        process.exit_code,
+        view.round,
         nan if view.first_loss is None else view.first_loss,
         nan if view.loss is None else view.loss,
         view.bytes_sent,
@@ -191,9 +174,7 @@ def _held_out(folder: Path, config: Config, layout: Layout) -> tuple[float, floa
 def _problems(options: QuickstartOptions, peers: Sequence[PeerResult], before: float, after: float) -> tuple[str, ...]:
     problems = [f"{peer.name} ended with exit code {peer.exit_code}" for peer in peers if peer.exit_code]
     problems += [
-        f"{peer.name} applied {peer.rounds} of {options.rounds} rounds"
-        for peer in peers
-        if peer.rounds < options.rounds
+        f"{peer.name} has round {peer.rounds} of {options.rounds}" for peer in peers if peer.rounds < options.rounds
     ]
     problems += [
         f"the state of {peer.name} does not hash to what was committed"

@@ -1,0 +1,139 @@
+"""What the tests with a whole swarm share: a model of 75 thousand parameters, and swarms that leave nothing behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+
+from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.config.schema import Config
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.observe.events import Event
+from spes_p2p.state.hashes import hash_tiles
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.dump import RoundDump
+from spes_p2p.testing.processes import LocalSwarm, Process
+
+MICRO = (
+    "model.d_model=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.expert_ffn=32",
+    "data.sequence_length=32",
+    "data.block_sequences=4",
+    "data.held_out_fraction=0.1",
+    "optimizer.batch_sequences=2",
+    "optimizer.lr=0.005",
+    "scheduler.warmup_steps=5",
+    "sync.steps_per_round=20",
+    "sync.merge_interval=40",
+    "sync.tile_values=1024",
+    "sync.slice_tiles=4",
+    "swarm.heartbeat_seconds=0.3",
+)
+"""On top of `tiny`: steps of a few milliseconds, 73 tiles in 23 slices and more, a merge in every second round."""
+LOCAL = ("eval.sequences=256",)
+"""What each peer chooses."""
+GONE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A swarm that ran to its end: its folder, and all events of each peer."""
+
+    folder: Path
+    config: Config
+    events: dict[str, list[Event]]
+
+    def of(self, kind: type[Event]) -> dict[str, list[Event]]:
+        """Each peer's events of one kind."""
+        return {name: [event for event in events if isinstance(event, kind)] for name, events in self.events.items()}
+
+
+def config_of(overrides: Sequence[str] = ()) -> Config:
+    return load_config(bundled_config("tiny"), [*MICRO, *overrides])
+
+
+def layout_of(config: Config) -> Layout:
+    return Layout(state_tensors(config.model), config.sync.tile_values)
+
+
+@contextmanager
+def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
+    """A swarm of which no process is left afterwards, daemons and ranks included, whatever happens in between."""
+    mark = uuid4().hex
+    with LocalSwarm(folder, environment={"SPES_P2P_TEST_SWARM": mark}) as swarm:
+        try:
+            yield swarm
+        finally:
+            for process in swarm.processes.values():
+                process.end()
+    until = time.monotonic() + GONE_SECONDS
+    while (left := marked_processes(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for one in left:
+        one.kill()
+    assert not left, f"still there: {left}"
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Processes that inherited the mark of a swarm."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get("SPES_P2P_TEST_SWARM") == mark
+        except psutil.Error:  # ended just now, or not ours
+            continue
+        if marked and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def run_to_the_end(
+    folder: Path, tokens: Path, names: Sequence[str], rounds: int, overrides: Sequence[str] = ()
+) -> Finished:
+    """A swarm of these peers, until all of them have committed `rounds`; every round is dumped below `dumps`."""
+    agreed = [f"swarm.min_peers={len(names)}", *overrides]
+    with local_swarm(folder) as swarm:
+        swarm.bootstrap("tiny", tokens, [*MICRO, *agreed])
+        for name in names:
+            swarm.peer(name, tokens, [*dumping(folder, name), "--rounds", str(rounds), *LOCAL])
+        swarm.wait_for_end(names, 180.0)
+        events = {name: [event for _, event in swarm.processes[name].seen] for name in names}
+    return Finished(folder, config_of(agreed), events)
+
+
+def dumping(folder: Path, name: str) -> list[str]:
+    return ["--dump-rounds", str(folder / "dumps" / name)]
+
+
+def dump_initial_state(folder: Path, config: Config, name: str) -> None:
+    """What round 1 starts from, as a dump of round 0: a column that nobody trained in it can be checked then."""
+    layout = layout_of(config)
+    initial = InitialState(layout, config.run.seed, config.model.init_std)
+    genesis = Chain(folder / name / "run" / "chain").commit(0).manifest
+    dump = RoundDump(folder / "dumps" / "initial", layout, genesis.members[0].peer, "fp32", config.sync.merge_top_k)
+    dump.write(genesis, genesis, initial, (), initial)
+
+
+def recomputed_state(process_folder: Path, config: Config) -> tuple[int, str]:
+    """(round, root) of the newest state in a peer's store, hashed anew from its bytes."""
+    layout = layout_of(config)
+    version = StateStore(process_folder / "run" / "state", layout, read_only=True).latest()
+    assert version is not None
+    return version.round, layout.root_of(hash_tiles(version.tile(tile.id) for tile in layout.tiles)).hex()
+
+
+def peer_id_of(process: Process) -> str:
+    """As it says itself when it is in."""
+    line = next(line for line in process.output().splitlines() if line.startswith("peer ") and " is in, round" in line)
+    return line.split()[1]

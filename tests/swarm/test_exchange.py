@@ -1,0 +1,97 @@
+"""Four real peers: every round is what the formulas give, and without the exchange every one of them is worse off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from spes_p2p.observe.events import Eval, Round
+from tests import oracle
+from tests.swarm.micro import Finished, dump_initial_state, recomputed_state, run_to_the_end
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+PEERS = ("p0", "p1", "p2", "p3")
+ROUNDS = 5
+OWN_TWO = ("swarm.experts_per_peer=2",)
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished:
+    return run_to_the_end(tmp_path_factory.mktemp("exchanged"), tokens, PEERS, ROUNDS, OWN_TWO)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished:
+    """The same peers without any exchange."""
+    folder = tmp_path_factory.mktemp("alone")
+    return run_to_the_end(folder, tokens, PEERS, ROUNDS, (*OWN_TWO, "sync.enabled=false"))
+
+
+def test_every_round_is_what_the_formulas_give(exchanged: Finished) -> None:
+    dump_initial_state(exchanged.folder, exchanged.config, "p0")
+    dumps = exchanged.folder / "dumps"
+    assert oracle.check_dumps(dumps, exchanged.config.sync.tile_values) == list(range(ROUNDS + 1))
+    rounds = oracle.read_dumps(dumps)
+    about = [next(iter(rounds[round].values())).about for round in range(1, ROUNDS + 1)]
+    assert sum(len(one["roster"]) == len(PEERS) for one in about) >= 3
+    assert sum(one["merge_alpha"] > 0 for one in about) >= 2
+    assert all(len(one["slices"]) > 20 for one in about if len(one["roster"]) == len(PEERS))
+
+
+def test_what_goes_into_a_round_was_trained(exchanged: Finished) -> None:
+    """Shared parameters and owned columns, each tensor of them, differ from the state that the round began with."""
+    rounds = oracle.read_dumps(exchanged.folder / "dumps")
+    for round in range(2, ROUNDS + 1):
+        committed = next(iter(rounds[round - 1].values())).after
+        for peer, dump in rounds[round].items():
+            owned = {block - 1 for block in map(oracle.block_of, dump.before) if block}
+            entry = next(entry for entry in dump.about["roster"] if entry["peer_id"] == peer)
+            assert owned == set(entry["owned"])
+            unchanged = [name for name, value in dump.before.items() if np.array_equal(value, committed[name])]
+            assert not unchanged, f"round {round}, {peer}: {unchanged}"
+
+
+def test_all_peers_end_with_the_same_state(exchanged: Finished) -> None:
+    hashes = {recomputed_state(exchanged.folder / name, exchanged.config) for name in PEERS}
+    said = {(event.round, event.model_hash) for events in exchanged.of(Round).values() for event in events[-1:]}
+    assert hashes == said
+    assert len(hashes) == 1
+
+
+def test_without_exchange_the_model_is_worse(exchanged: Finished, alone: Finished) -> None:
+    (together,) = last_losses(exchanged)
+    apart = last_losses(alone)
+    assert len(apart) == len(PEERS)
+    assert tokens_counted(alone) >= 0.95 * tokens_counted(exchanged)
+    assert min(apart) > together + 0.02
+    assert np.mean(apart) > together + 0.07
+
+
+def test_without_exchange_every_peer_has_a_model_of_its_own(alone: Finished) -> None:
+    models = {load_shared(alone.folder / "dumps" / name / f"round-{ROUNDS:06d}").tobytes() for name in PEERS}
+    assert len(models) == len(PEERS)
+    # nothing was committed but the count of tokens: the agreed state is still the initial one
+    assert {recomputed_state(alone.folder / name, alone.config)[1] for name in PEERS} == {initial_hash(alone)}
+
+
+def last_losses(run: Finished) -> list[float]:
+    """The held-out losses of the last round that was evaluated, by whoever did."""
+    evals = [event for events in run.events.values() for event in events if isinstance(event, Eval)]
+    last = max(event.round for event in evals)
+    return [event.loss for event in evals if event.round == last]
+
+
+def tokens_counted(run: Finished) -> int:
+    return sum(event.tokens for event in run.of(Round)["p0"] if isinstance(event, Round))
+
+
+def load_shared(folder: Path) -> np.ndarray:
+    before = load_file(folder / "before.safetensors")
+    return np.concatenate([before[name].reshape(-1) for name in sorted(before) if oracle.block_of(name) == 0])
+
+
+def initial_hash(run: Finished) -> str:
+    return {event.model_hash for event in run.of(Round)["p0"] if isinstance(event, Round)}.pop()
