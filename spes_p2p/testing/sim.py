@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
 from spes_p2p.sync.messages import Envelope, Manifest, manifest_hash
@@ -78,6 +78,7 @@ class World:
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}
         self.last_change = 0.0
+        self._adopted: set[Hash] = set()
         self.say: Callable[[str], None] | None = None
         self._groups: dict[PeerId, int] = {}
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -232,16 +233,20 @@ class World:
         """The newest manifest that a running peer stands on, on the winning chain."""
         best = None
         for peer in self.up():
-            if best is None or peer.disk.tip.round > best.disk.tip.round or self.loser(best, peer) is best:
+            loser = self.loser(best, peer) if best is not None and self.judge.forks else None
+            if best is None or loser is best or (loser is None and peer.disk.tip.round > best.disk.tip.round):
                 best = peer
         return best.disk.tip if best is not None else self.genesis
 
     def note_commit(self, manifest: Manifest) -> None:
-        """A peer adopted a commit: the first to do so ends a stall."""
-        if manifest.round > self.result.rounds:
-            self.result.rounds = manifest.round
-            self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
-            self.last_change = self.now
+        """A peer adopted a commit: the first to do so, on the winning chain, ends a stall."""
+        name = manifest_hash(manifest)
+        if name in self._adopted or manifest_hash(self.newest()) != name:
+            return
+        self._adopted.add(name)
+        self.result.rounds = manifest.round
+        self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
+        self.last_change = self.now
 
     def bound_seconds(self) -> float:
         """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""
