@@ -21,14 +21,15 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Signer, Transport, Verifier
 from spes_p2p.swarm.records import RunGroup
 from spes_p2p.sync import merge
-from spes_p2p.sync.bench import staged_state
+from spes_p2p.sync.bench import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
-from spes_p2p.sync.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work
+from spes_p2p.sync.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work, manifest_hash
 from spes_p2p.sync.rules import RunRules
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.transfer import Transfers, fetch_run
+from spes_p2p.sync.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
@@ -147,8 +148,9 @@ class Joining:
         if chain.length == 0:
             chain.append(await self._genesis(intent, votes.incarnation, sources))
         tip = await self._tip(store, chain, sources)
-        if votes.record.parent != NO_HASH and not chain.knows(votes.record.parent, tip.manifest.round):
-            votes.forget()  # it voted on a round whose state is not here any more: it can not stand by that
+        if not _stands_by(votes.record, store, chain, tip):
+            self._say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
+            votes.forget()
         return Place(store, chain, votes, tip)
 
     async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
@@ -243,3 +245,13 @@ class Joining:
 
 async def _in_thread(work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _stands_by(record: VoteRecord, store: StateStore, chain: Chain, tip: Commit) -> bool:
+    """Whether a restarted elector can still stand by its votes: it is where it voted, or later, with that state."""
+    if record.parent == NO_HASH:
+        return True
+    if record.parent != manifest_hash(tip.manifest):
+        return chain.knows(record.parent, tip.manifest.round)
+    signed = [proposal.value.manifest for proposal in (record.accepted, record.degraded) if proposal is not None]
+    return all(whole_state(store, manifest.round, manifest.state_root) is not None for manifest in signed)

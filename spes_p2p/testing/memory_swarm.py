@@ -21,10 +21,9 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.joining import rules_of
-from spes_p2p.sync.messages import Intent
+from spes_p2p.sync.messages import Intent, Manifest
 from spes_p2p.sync.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
@@ -51,8 +50,8 @@ class MemorySwarm:
         self.peers: dict[PeerId, PretendPeer] = {}
         self.lives: list[PretendPeer] = []
         """Every peer that ever was, in the order of their starts; `peers` has the last life of each."""
-        self.watch: Callable[[PretendPeer, Applied], None] = lambda peer, event: None
-        """Is told of each commit that a peer has applied, while its state is on that peer's disk."""
+        self.watch: Callable[[PretendPeer, Manifest], None] = lambda peer, manifest: None
+        """Is told of each manifest that a peer comes to stand on, while its state is on that peer's disk."""
         self._incarnations = itertools.count(1)
 
     def new_incarnation(self) -> int:
@@ -101,8 +100,8 @@ class MemorySwarm:
 
     @property
     def up(self) -> list[PretendPeer]:
-        """The peers that are running."""
-        return [peer for peer in self.peers.values() if peer.is_up]
+        """The peers that have joined and are running."""
+        return [peer for peer in self.peers.values() if peer.is_up and peer.joined]
 
     async def until_round(self, round: int, names: Iterable[str] | None = None) -> None:
         """Waits until these peers (all that are up) stand on `round` or later. Raises what a driver failed with."""

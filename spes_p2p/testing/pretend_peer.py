@@ -88,6 +88,7 @@ class PretendPeer:
     failures: list[BaseException] = field(default_factory=list)
     handed_in: dict[int, HandedIn] = field(default_factory=dict)
     is_up: bool = True
+    joined: bool = False
 
     async def start(self) -> None:
         """Joins, or goes on from what is on disk."""
@@ -110,7 +111,7 @@ class PretendPeer:
 
     async def _drive(self, place: Place, sealer: KeySealer) -> None:
         swarm, now = self.swarm, self.swarm.clock.now()
-        self.store, self.chain = place.store, place.chain
+        self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)
         core = Core(
             self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
@@ -124,6 +125,8 @@ class PretendPeer:
             Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self, swarm.clock,
         )  # fmt: skip
         await self.driver.start()
+        self.joined = True
+        swarm.watch(self, place.tip.manifest)
         if core.is_member():
             self._begin(place.tip.manifest, None)
 
@@ -149,7 +152,7 @@ class PretendPeer:
     def applied(self, event: Applied) -> None:
         """Goes on from a commit: with the new values, and what it did not count."""
         self.applied_events.append(event)
-        self.swarm.watch(self, event)
+        self.swarm.watch(self, event.commit.manifest)
         manifest, turn, uncounted = event.commit.manifest, self._turn, event.uncounted
         if self._training is not None:
             self._training.cancel()
@@ -187,6 +190,7 @@ class PretendPeer:
         blocks = (0, *(1 + column for column in columns_of(manifest.ownership, self.name)))
         for block in blocks:
             base.block(block)  # maps it: the store may drop this version while we still need it
+        self._started = self._told = self.swarm.clock.now()
         self._turn = _Turn(manifest, base, {block: np.array(source.block(block)) for block in blocks})
         self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
 
@@ -195,7 +199,6 @@ class PretendPeer:
         config = self.swarm.config
         batch = config.optimizer.batch_sequences
         leased = turn.manifest.leases.of(self.name)
-        self._started = self._told = self.swarm.clock.now()
         while turn.steps < turn.manifest.steps_per_round:
             data, _ = take(take(leased, count(self._used))[1], batch)
             if self.swarm.rules.leased and count(data) < batch:
@@ -268,6 +271,8 @@ class PretendPeer:
             return
         self.is_up = False
         self.swarm.network.kill(self.name, silent)
+        if not self.joined:  # whoever started it must cancel that
+            return
         if self._training is not None:
             self._training.cancel()
         await self.driver.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from spes_p2p.data.leases import take
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import BlockSource, Values
-from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.bench import whole_state
 from spes_p2p.sync.messages import Commit, Manifest
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import HandedIn
@@ -57,7 +58,11 @@ def in_swarm(
 
     async def main() -> T:
         swarm = MemorySwarm(config or small_config(), folder, seed, leased)
+        guard = asyncio.create_task(guard_promises(swarm))
         result = await play(swarm)
+        guard.cancel()
+        await asyncio.wait([guard])
+        assert guard.cancelled() or guard.result() is None
         await swarm.stop()
         for life in swarm.lives:
             if life.failures:
@@ -65,6 +70,19 @@ def in_swarm(
         return result
 
     return run_virtual(main(), max_virtual_seconds)
+
+
+async def guard_promises(swarm: MemorySwarm) -> None:
+    """At any moment: a state that an elector has signed for is whole on its disk."""
+    while True:
+        for life in swarm.up:
+            record = life.votes.record
+            for signed in (record.accepted, record.degraded):
+                if signed is not None:
+                    manifest = signed.value.manifest
+                    held = whole_state(life.store, manifest.round, manifest.state_root)
+                    assert held is not None or life.round > manifest.round, f"{life.name} signed and forgot"
+        await asyncio.sleep(0.01)
 
 
 def commits(swarm: MemorySwarm, name: str = "") -> list[Commit]:
@@ -106,6 +124,21 @@ def check_leases(swarm: MemorySwarm, name: str = "") -> int:
     return len(used)
 
 
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Waits for something that must come within so many virtual seconds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def counts(swarm: MemorySwarm, name: str) -> Callable[[], bool]:
+    """Whether the newest commit of everybody counts work of this peer."""
+    return lambda: all(
+        commit is not None and any(entry.peer == name for entry in commit.manifest.roster)
+        for commit in (life.chain.newest for life in swarm.up)
+    )
+
+
 class Recorder:
     """Keeps every committed state as tensors, and holds each round against the oracle."""
 
@@ -115,8 +148,7 @@ class Recorder:
         self.blocks: dict[int, list[Values]] = {}
         swarm.watch = self._watch
 
-    def _watch(self, peer: PretendPeer, event: Applied) -> None:
-        manifest = event.commit.manifest
+    def _watch(self, peer: PretendPeer, manifest: Manifest) -> None:
         version = peer.store.version(manifest.round)
         self.blocks[manifest.round] = [np.array(version.block(at)) for at in range(len(self.swarm.layout.blocks))]
         state = self.tensors(version, range(len(self.swarm.layout.blocks)))

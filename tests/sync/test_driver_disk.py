@@ -1,0 +1,237 @@
+"""Disks that are full, and crashes between the steps of a commit."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_p2p.errors import StorageFull
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.messages import MAJORITY
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from tests.sync.swarm_cases import (
+    Recorder,
+    check_agreement,
+    check_leases,
+    commits,
+    counts,
+    in_swarm,
+    small_config,
+    until,
+)
+
+
+def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
+    return swarm.peers[PeerId(name)]
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+@contextmanager
+def raising(owner: Any, method: str, error: type[BaseException], after: bool = False) -> Iterator[None]:
+    """Lets a method of one object fail, before or after its work."""
+    real: Callable[..., Any] = getattr(owner, method)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if after:
+            real(*args, **kwargs)
+        raise error(f"{method}: no room")
+
+    setattr(owner, method, fail)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+@pytest.mark.parametrize("where", ["stage", "votes", "chain", "publish"])
+def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        full = peer(swarm, "b")
+        target: tuple[Any, str] = {
+            "stage": (full.store, "stage"),
+            "votes": (full.votes, "write"),
+            "chain": (full.chain, "append"),
+            "publish": (full.driver._bench, "publish"),
+        }[where]
+        with raising(*target, StorageFull):
+            await swarm.until_round(6, "ac")
+            assert full.round < 6
+            assert not full.driver.core.intent.can_vote
+            assert len([notice for notice in full.notices if notice.kind == "disk"]) == 1
+            assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm, "a")[1:])
+            assert "b" in {member.peer for member in commits(swarm, "a")[-1].manifest.members}
+        await until(counts(swarm, "b"))
+        await swarm.until_round(full.round + 3)
+        assert full.driver.core.intent.can_vote
+        accepted = full.votes.record.accepted
+        assert accepted is not None
+        assert accepted.value.manifest.round >= full.round
+        recorder.check(commits(swarm))
+        check_agreement(swarm)
+        check_leases(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_write(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        full = peer(swarm, "b")
+        stage, staged = full.store.stage, []
+
+        def small(*args: Any, **kwargs: Any) -> Any:
+            staging = stage(*args, **kwargs)
+            staged.append(staging)
+            real, left = staging._wire.write, [3]
+
+            def write(*tile: Any) -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise StorageFull("no room for one more tile")
+                real(*tile)
+
+            staging._wire.write = write  # type: ignore[method-assign, assignment]
+            return staging
+
+        full.store.stage = small  # type: ignore[method-assign]
+        await swarm.until_round(5, "ac")
+        assert staged
+        assert [notice.kind for notice in full.notices] == ["disk"]
+        full.store.stage = stage  # type: ignore[method-assign]
+        await until(counts(swarm, "b"))
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+async def crash_in(swarm: MemorySwarm, names: str, steps: str, after: bool) -> None:
+    """Lets these peers die in the same step of their next commit, and start again on their disks."""
+    for name in names:
+        life = peer(swarm, name)
+        owner, method = {"chain": (life.chain, "append"), "publish": (life.driver._bench, "publish")}[steps]
+        life.crash = raising(owner, method, Crash, after)  # type: ignore[attr-defined]
+        life.crash.__enter__()  # type: ignore[attr-defined]
+    while not all(peer(swarm, name).failures for name in names):
+        await asyncio.sleep(0.001)
+    for name in names:
+        life = peer(swarm, name)
+        assert isinstance(life.failures.pop(), Crash)
+        await life.kill()
+    await asyncio.gather(*(swarm.add(name) for name in names))
+
+
+@pytest.mark.parametrize("names", ["b", "abc"])
+@pytest.mark.parametrize(("step", "after"), [("chain", False), ("chain", True), ("publish", True)])
+def test_a_crash_between_certificate_and_state(folder: Path, names: str, step: str, after: bool) -> None:
+    """Before the certificate, after it (before the state), and after both: the commit stands, for one and for all."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        newest = max(life.round for life in swarm.up)
+        await crash_in(swarm, names, step, after)
+        assert all(peer(swarm, name).round == newest + (step == "publish" or after) for name in names)
+        await swarm.until_round(newest + 4)
+        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(life.driver.core.incarnation <= 3 for life in swarm.up)
+        recorder.check(commits(swarm))
+        check_agreement(swarm)
+        check_leases(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_a_state_without_its_certificate_is_none(folder: Path) -> None:
+    """As if the state had been published first and the crash had come before the certificate."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        life = peer(swarm, "b")
+        newest = life.round
+        await life.kill()
+        (folder / "b" / "chain" / f"{newest:08d}.commit").unlink()
+        await swarm.add("b")
+        await swarm.until_round(newest + 3)
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+@pytest.mark.parametrize("what", ["state", "chain", "votes"])
+def test_a_disk_that_lost_a_part(folder: Path, what: str) -> None:
+    """What is missing is fetched; who cannot stand by its votes votes no more in that incarnation."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        life = peer(swarm, "b")
+        await life.kill()
+        shutil.rmtree(folder / "b" / what)
+        await swarm.add("b")
+        assert peer(swarm, "b").driver.core.incarnation > life.driver.core.incarnation
+        await until(counts(swarm, "b"))
+        recorder.check(commits(swarm))
+        check_agreement(swarm)
+        check_leases(swarm)
+
+    in_swarm(folder, play, small_config("sync.merge_interval=5"))
+
+
+@pytest.mark.parametrize("voted", [False, True])
+def test_a_damaged_round_is_fetched_again(folder: Path, voted: bool) -> None:
+    """The older one is still there. Who has voted on top of the damaged one is a newcomer: it would vote again."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        life = peer(swarm, "b")
+        await until(lambda: (life.votes.record.parent == life.driver.core.head) == voted)
+        await life.kill()
+        (folder / "b" / "state" / f"round-{life.round:08d}" / "block-00002.f32").write_bytes(b"cut short")
+        await swarm.add("b")
+        assert any("block-00002" in text for text in peer(swarm, "b").said)
+        assert (peer(swarm, "b").driver.core.incarnation > life.driver.core.incarnation) == voted
+        await until(counts(swarm, "b"))
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_what_an_elector_signed_for_outlives_later_writes(folder: Path) -> None:
+    """A slice that arrives after the vote goes elsewhere; the state that was accepted stays whole."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        life = peer(swarm, "b")
+        while life.votes.record.accepted is None or life.votes.record.parent != life.driver.core.head:
+            await asyncio.sleep(0.001)
+        manifest = life.votes.record.accepted.value.manifest
+        bench = life.driver._bench
+        bench.open()
+        bench.write(0, [b"\1" * 4 * swarm.layout.tiles[0].size])
+        assert bench.finished(manifest.state_root) is not None
+        bench.compute(None)
+        bench.open()
+        bench.write(0, [b"\2" * 4 * swarm.layout.tiles[0].size])
+        assert bench.finished(manifest.state_root) is not None
+        await swarm.until_round(4)
+        check_agreement(swarm)
+
+    in_swarm(folder, play)

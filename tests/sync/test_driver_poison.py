@@ -1,0 +1,106 @@
+"""Contributions that are no training, and arithmetic that gives other bits: what is wrong stays out of the state."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.state.layout import Values
+from spes_p2p.sync.messages import Merge
+from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
+
+SPOILT = 3
+"""The round whose values one peer spoils."""
+
+
+def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
+    return swarm.peers[PeerId(name)]
+
+
+def spoiler(blocks: range, value: float) -> PretendWork:
+    """Work whose last value in each of `blocks` is another one, in one round."""
+
+    def alter(round: int, block: int, values: Values) -> Values:
+        if round == SPOILT - 1 and block in blocks:
+            values = values.copy()
+            values[-1] = value
+        return values
+
+    return PretendWork(alter=alter)
+
+
+async def start(swarm: MemorySwarm, work: PretendWork) -> None:
+    await swarm.start_organiser()
+    async with asyncio.TaskGroup() as group:
+        for name in "abcd":
+            group.create_task(swarm.add(name, work if name == "c" else None))
+
+
+@pytest.mark.parametrize(("value", "reason"), [(float("nan"), NON_FINITE), (-np.inf, NON_FINITE), (1e6, TOO_LARGE)])
+def test_poison_is_left_out_of_its_slice_and_named(folder: Path, value: float, reason: str) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await start(swarm, spoiler(range(1), value))
+        await swarm.until_round(SPOILT + 2)
+        manifest = commits(swarm)[SPOILT].manifest
+        last = [piece for piece in manifest.slices if piece.block == 0][-1]
+        assert all(("c" in piece.contributors) == (piece != last) for piece in manifest.slices if piece.block == 0)
+        named = [n for life in swarm.up for n in life.notices if n.kind == "left out"]
+        assert {(n.peer, n.text.endswith(reason)) for n in named} == {("c", True)}
+        spoilt = next(e for e in peer(swarm, "c").applied_events if e.commit.manifest.round == SPOILT)
+        assert not spoilt.uncounted  # it drops what was refused
+        recorder.check(commits(swarm))
+        check_agreement(swarm)
+        check_leases(swarm)
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+def test_a_lone_owners_column_that_is_not_finite_keeps_its_last_version(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await start(swarm, spoiler(range(1, 5), float("nan")))
+        await swarm.until_round(SPOILT + 2)
+        chain = commits(swarm)
+        mine = columns_of(chain[SPOILT - 1].manifest.ownership, PeerId("c"))
+        assert mine
+        for column in range(4):
+            kept = np.array_equal(recorder.blocks[SPOILT][1 + column], recorder.blocks[SPOILT - 1][1 + column])
+            assert kept == (column in mine)
+            assert chain[SPOILT].manifest.column_rounds[column] == SPOILT - (column in mine)
+        assert chain[SPOILT + 2].manifest.column_rounds == (SPOILT + 2,) * 4
+        recorder.check(chain)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config("sync.merge_alpha=0", peers=4))
+
+
+def test_other_arithmetic_is_repaired_by_fetching(folder: Path) -> None:
+    """One machine merges to other bits: it says so and takes the leader's; as leader the others take its."""
+    config = small_config("sync.merge_interval=5", "sync.merge_alpha=0.3", "sync.merge_decay_steps=1000")
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        bench = peer(swarm, "c").driver._bench
+        exact = bench.compute
+
+        def compute(merge: Merge | None) -> bytes:
+            return exact(merge and replace(merge, alpha=float(np.float32(merge.alpha * 1.001))))
+
+        bench.compute = compute  # type: ignore[method-assign, assignment]
+        await swarm.until_round(6)
+        check_agreement(swarm)
+        warned = [n for life in swarm.up for n in life.notices if n.kind == "arithmetic"]
+        assert len(warned) >= 6
+        assert any(notice in peer(swarm, "c").notices for notice in warned)
+        assert all("came out differently" in notice.text for notice in warned)
+
+    in_swarm(folder, play, config)
