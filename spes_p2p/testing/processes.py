@@ -1,11 +1,12 @@
 """A swarm of real processes on this machine: a bootstrap node and peers over loopback, each the installed program.
 
 The quickstart shows it to people, tests break it on purpose. Every process is a child in its own process group, ended
-by its pid at the latest when the swarm is closed.
+by its pid at the latest when the swarm is closed, and by the kernel when whoever started it is gone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from spes_p2p.observe.sinks import EventReader
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 90.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported between fork and exec
 
 
 @dataclass
@@ -84,7 +87,10 @@ class Process:
 
 
 class LocalSwarm:
-    """A bootstrap node and any number of peers. A context manager: leaving it ends every process."""
+    """A bootstrap node and any number of peers. A context manager: leaving it ends every process.
+
+    Use it from a thread that outlives it: for the kernel, that thread is whoever started the processes.
+    """
 
     def __init__(self, folder: Path, threads: int = 1, environment: Mapping[str, str] | None = None) -> None:
         """`threads`: CPU threads of each process."""
@@ -114,6 +120,17 @@ class LocalSwarm:
         command = ["join", "--initial-peers", initial_peer or self.address, "--output", str(self.folder / name)]
         command += ["--data", str(data)] if data is not None else []
         return self._start(name, [*command, "--host-maddrs", LOOPBACK, "--no-relay", *arguments])
+
+    def ask(self, *arguments: str, timeout_seconds: float = 60.0) -> str:
+        """What a short command such as `status` prints. Raises SpesError where it fails."""
+        command = [sys.executable, "-m", "spes_p2p.cli.main", *arguments]
+        done = subprocess.run(
+            command, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=timeout_seconds, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise SpesError(f"{arguments[0]} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        return done.stdout
 
     def wait_until(
         self,
@@ -191,9 +208,23 @@ class LocalSwarm:
                 stderr=stream,
                 env=self._environment,
                 start_new_session=True,
+                preexec_fn=_leave_with(os.getpid()),
             )
         before = self.processes.get(name)
         events = before.events if before else EventReader(folder / "metrics.jsonl")
         process = Process(name, folder, log, popen, events, before.seen if before else [])
         self.processes[name] = process
         return process
+
+
+def _leave_with(parent: int) -> Callable[[], None] | None:
+    """Makes a child ask itself to leave when we are gone without having said so (the kernel does it, on Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+
+    def between_fork_and_exec() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)
+
+    return between_fork_and_exec

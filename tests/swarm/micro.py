@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 import psutil
@@ -23,6 +24,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.testing.processes import LocalSwarm, Process
 
+E = TypeVar("E", bound=Event)
 MICRO = (
     "model.d_model=32",
     "model.num_layers=2",
@@ -43,7 +45,8 @@ MICRO = (
 """On top of `tiny`: steps of a few milliseconds, 73 tiles in 23 slices and more, a merge in every second round."""
 LOCAL = ("eval.sequences=256",)
 """What each peer chooses."""
-GONE_SECONDS = 10.0
+GONE_SECONDS = 15.0
+MARK = "SPES_P2P_TEST_SWARM"
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Finished:
     config: Config
     events: dict[str, list[Event]]
 
-    def of(self, kind: type[Event]) -> dict[str, list[Event]]:
+    def of(self, kind: type[E]) -> dict[str, list[E]]:
         """Each peer's events of one kind."""
         return {name: [event for event in events if isinstance(event, kind)] for name, events in self.events.items()}
 
@@ -68,29 +71,37 @@ def layout_of(config: Config) -> Layout:
 
 
 @contextmanager
+def nothing_left() -> Iterator[dict[str, str]]:
+    """Gives variables for the environment of processes; afterwards none that inherited them may be there."""
+    mark = {MARK: uuid4().hex}
+    try:
+        yield mark
+    finally:
+        until = time.monotonic() + GONE_SECONDS
+        while (left := marked_processes(mark)) and time.monotonic() < until:
+            time.sleep(0.05)
+        for one in left:
+            one.kill()
+    assert not left, f"still there: {left}"
+
+
+@contextmanager
 def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
     """A swarm of which no process is left afterwards, daemons and ranks included, whatever happens in between."""
-    mark = uuid4().hex
-    with LocalSwarm(folder, environment={"SPES_P2P_TEST_SWARM": mark}) as swarm:
+    with nothing_left() as mark, LocalSwarm(folder, environment=mark) as swarm:
         try:
             yield swarm
         finally:
             for process in swarm.processes.values():
                 process.end()
-    until = time.monotonic() + GONE_SECONDS
-    while (left := marked_processes(mark)) and time.monotonic() < until:
-        time.sleep(0.05)
-    for one in left:
-        one.kill()
-    assert not left, f"still there: {left}"
 
 
-def marked_processes(mark: str) -> list[psutil.Process]:
-    """Processes that inherited the mark of a swarm."""
+def marked_processes(mark: dict[str, str]) -> list[psutil.Process]:
+    """Processes that inherited these variables."""
     found = []
     for process in psutil.process_iter():
         try:
-            marked = process.environ().get("SPES_P2P_TEST_SWARM") == mark
+            marked = process.environ().get(MARK) == mark[MARK]
         except psutil.Error:  # ended just now, or not ours
             continue
         if marked and process.status() != psutil.STATUS_ZOMBIE:

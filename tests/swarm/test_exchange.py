@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from spes_p2p.observe.events import Eval, Round
@@ -79,19 +80,20 @@ def test_without_exchange_every_peer_has_a_model_of_its_own(alone: Finished) -> 
 
 def last_losses(run: Finished) -> list[float]:
     """The held-out losses of the last round that was evaluated, by whoever did."""
-    evals = [event for events in run.events.values() for event in events if isinstance(event, Eval)]
+    evals = [event for events in run.of(Eval).values() for event in events]
     last = max(event.round for event in evals)
     return [event.loss for event in evals if event.round == last]
 
 
 def tokens_counted(run: Finished) -> int:
-    return sum(event.tokens for event in run.of(Round)["p0"] if isinstance(event, Round))
+    return sum(event.tokens for event in run.of(Round)["p0"])
 
 
-def load_shared(folder: Path) -> np.ndarray:
+def load_shared(folder: Path) -> NDArray[np.float32]:
     before = load_file(folder / "before.safetensors")
-    return np.concatenate([before[name].reshape(-1) for name in sorted(before) if oracle.block_of(name) == 0])
+    shared = [before[name].reshape(-1) for name in sorted(before) if oracle.block_of(name) == 0]
+    return np.concatenate(shared)
 
 
 def initial_hash(run: Finished) -> str:
-    return {event.model_hash for event in run.of(Round)["p0"] if isinstance(event, Round)}.pop()
+    return run.of(Round)["p0"][-1].model_hash
