@@ -1,0 +1,117 @@
+"""The pages that people read: links and named files exist, commands, fields and events are those of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from spes_p2p.cli.main import COMMANDS, build
+from spes_p2p.config.schema import Config, fields_of_tree
+from spes_p2p.observe.events import KINDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+WHERE_CODE_LIES = (ROOT, ROOT / "spes_p2p", ROOT / "tests")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code_words(page: Path) -> set[str]:
+    """What stands between backticks, on one line."""
+    return set(re.findall(r"`([^`\n]+)`", text_of(page)))
+
+
+def command_lines(page: Path) -> Iterator[str]:
+    """Lines of code that call the program."""
+    for line in text_of(page).splitlines():
+        if match := re.match(r"(?: {4}|\$ )?(?:\.venv/bin/)?(spes-p2p .+)", line):
+            yield match[1]
+    yield from (word for word in code_words(page) if word.startswith("spes-p2p "))
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{target} is not there"
+        assert not anchor or anchor in anchors(linked), f"{target}: no such heading"
+
+
+@every_page
+def test_named_files_exist(page: Path) -> None:
+    for word in code_words(page):
+        if re.fullmatch(r"[\w.-]+(/[\w.*-]+)*\.(py|sh|yaml|toml|md)|(configs|scripts|bootstrap|tests)/[\w./-]*", word):
+            assert any(list(folder.glob(word.rstrip("/"))) for folder in WHERE_CODE_LIES), f"{word} is not there"
+
+
+@every_page
+def test_commands_and_flags_are_those_of_the_program(page: Path) -> None:
+    program = typer.main.get_command(build(COMMANDS))
+    commands = program.commands  # type: ignore[attr-defined]
+    for line in command_lines(page):
+        words = line.split()
+        if words[1].startswith("-") or words[1] in ("...", "COMMAND"):
+            continue
+        assert words[1] in commands, line
+        known = {option for parameter in commands[words[1]].params for option in parameter.opts}
+        known |= {option for parameter in commands[words[1]].params for option in parameter.secondary_opts}
+        unknown = {word.partition("=")[0] for word in words[2:] if word.startswith("--")} - known - {"--help"}
+        assert not unknown, f"{line}: {unknown}"
+
+
+@every_page
+def test_config_fields_exist(page: Path) -> None:
+    known = {key for key, _ in fields_of_tree()} | {"output.log"}  # a file
+    sections = "|".join(Config.model_fields)
+    for word in code_words(page):
+        if match := re.fullmatch(rf"((?:{sections})\.[a-z_]+)(=.*)?", word):
+            assert match[1] in known, f"{word} is no field"
+
+
+def test_the_readme_names_every_command() -> None:
+    assert all(f"spes-p2p {name}" in text_of(ROOT / "README.md") for name in COMMANDS if name != "quickstart")
+    assert "scripts/quickstart.sh" in text_of(ROOT / "README.md")
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "make_config_docs.py"))
+    assert script["render"]() == text_of(script["PAGE"]), "run: python scripts/make_config_docs.py"
+
+
+def test_every_field_of_every_event_is_explained() -> None:
+    explained: dict[str, list[str]] = {}
+    for row in re.findall(r"^\| (?:`(\w+)`)? ?\| ((?:`\w+`(?:, )?)+) \|", text_of(ROOT / "docs/operations.md"), re.M):
+        kind = row[0] or list(explained)[-1]
+        explained.setdefault(kind, []).extend(re.findall(r"`(\w+)`", row[1]))
+    fields = {kind: [field.name for field in dataclasses.fields(event)] for kind, event in KINDS.items()}
+    assert {kind: sorted(names) for kind, names in explained.items()} == {k: sorted(v) for k, v in fields.items()}
+
+
+def test_the_layers_are_those_that_are_checked() -> None:
+    linter = tomllib.loads(text_of(ROOT / "pyproject.toml"))["tool"]["importlinter"]
+    checked = [sorted(re.findall(r"\w+", layer)) for layer in linter["contracts"][0]["layers"]]
+    told: dict[str, list[str]] = {}
+    for number, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", text_of(ROOT / "docs/architecture.md"), re.M):
+        told.setdefault(number, []).extend(re.findall(r"\w+", names))
+    assert [sorted(names) for names in told.values()] == checked
