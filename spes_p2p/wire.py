@@ -12,6 +12,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -22,11 +23,13 @@ from spes_p2p.errors import RemoteProtocolError
 T = TypeVar("T")
 MAX_MESSAGE_BYTES = 64 * 2**20
 _INT64 = 2**63
+_Reader = Callable[[Any], Any]
 
 
 def pack(value: Any) -> bytes:
     """The canonical bytes of a dataclass instance (or a tuple of packable values)."""
-    return msgpack.packb(_plain(value), use_bin_type=True)
+    packed: bytes = msgpack.packb(value, use_bin_type=True, default=_fields_of)
+    return packed
 
 
 def unpack(kind: type[T], data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
@@ -40,72 +43,103 @@ def unpack(kind: type[T], data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
         plain = msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise RemoteProtocolError(f"not a msgpack value where {kind.__name__} was expected: {error}") from error
-    return typing.cast(T, _typed(kind, plain, kind.__name__))
+    try:
+        return typing.cast(T, _reader(kind)(plain))
+    except _Mismatch as error:
+        raise RemoteProtocolError(f"{'.'.join([kind.__name__, *reversed(error.path)])}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+class _Mismatch(Exception):
+    """Something else than what was expected; `path` has the fields that lead there, the innermost first."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.path: list[str] = []
 
 
 @cache
-def _field_types(kind: type) -> tuple[tuple[str, Any], ...]:
-    hints = typing.get_type_hints(kind)
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(kind))
+def _names_of(kind: type) -> tuple[str, ...]:
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(f"{kind.__name__} cannot be packed")
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def _typed(kind: Any, plain: Any, where: str) -> Any:
+def _fields_of(value: Any) -> list[Any]:
+    return [getattr(value, name) for name in _names_of(type(value))]
+
+
+@cache
+def _reader(kind: Any) -> _Reader:
+    """The function that checks a plain value against an annotation and builds what it stands for."""
     if isinstance(kind, typing.NewType):
-        kind = kind.__supertype__
+        return _reader(kind.__supertype__)
     if dataclasses.is_dataclass(kind):
-        return _record(typing.cast(type, kind), plain, where)
+        return _record_reader(typing.cast(type, kind), ())
     origin = get_origin(kind)
     if origin is not None and dataclasses.is_dataclass(origin):
-        return _record(typing.cast(type, origin), plain, where, get_args(kind))
+        return _record_reader(typing.cast(type, origin), get_args(kind))
     if origin is tuple:
-        return _items(get_args(kind), plain, where)
+        return _tuple_reader(get_args(kind))
     if origin in (Union, types.UnionType):
-        inner = [option for option in get_args(kind) if option is not type(None)]
-        return None if plain is None else _typed(inner[0], plain, where)
-    return _scalar(kind, plain, where)
+        (inner,) = (_reader(option) for option in get_args(kind) if option is not type(None))
+        return lambda plain: None if plain is None else inner(plain)
+    return _scalar_reader(kind)
 
 
-def _record(kind: type, plain: Any, where: str, arguments: tuple[Any, ...] = ()) -> Any:
-    fields = _field_types(kind)
-    if not isinstance(plain, list) or len(plain) != len(fields):
-        raise RemoteProtocolError(f"{where}: expected {len(fields)} fields of {kind.__name__}, got {_brief(plain)}")
+def _record_reader(kind: type, arguments: tuple[Any, ...]) -> _Reader:
+    hints, names = typing.get_type_hints(kind), _names_of(kind)
     bound = dict(zip(getattr(kind, "__parameters__", ()), arguments, strict=True))
-    values = [
-        _typed(bound.get(annotation, annotation), item, f"{where}.{name}")
-        for (name, annotation), item in zip(fields, plain, strict=True)
-    ]
-    try:
-        return kind(*values)
-    except ValueError as error:  # raised by a __post_init__ that checks a range
-        raise RemoteProtocolError(f"{where}: {error}") from error
+    readers = [_reader(bound.get(hints[name], hints[name])) for name in names]
+
+    def read(plain: Any) -> Any:
+        if type(plain) is not list or len(plain) != len(names):
+            raise _Mismatch(f"expected {len(names)} fields of {kind.__name__}, got {_brief(plain)}")
+        values: list[Any] = []
+        try:
+            for reader, item in zip(readers, plain):
+                values.append(reader(item))
+        except _Mismatch as error:
+            error.path.append(names[len(values)])
+            raise
+        try:
+            return kind(*values)
+        except ValueError as error:  # raised by a __post_init__ that checks a range
+            raise _Mismatch(str(error)) from error
+
+    return read
 
 
-def _items(arguments: tuple[Any, ...], plain: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(plain, list):
-        raise RemoteProtocolError(f"{where}: expected a list, got {_brief(plain)}")
+def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(_typed(arguments[0], item, where) for item in plain)
-    if len(plain) != len(arguments):
-        raise RemoteProtocolError(f"{where}: expected {len(arguments)} items, got {len(plain)}")
-    return tuple(_typed(argument, item, where) for argument, item in zip(arguments, plain, strict=True))
+        one = _reader(arguments[0])
+        return lambda plain: tuple([one(item) for item in _list(plain)])
+    readers = [_reader(argument) for argument in arguments]
+
+    def read(plain: Any) -> Any:
+        if len(_list(plain)) != len(readers):
+            raise _Mismatch(f"expected {len(readers)} items, got {len(plain)}")
+        return tuple([reader(item) for reader, item in zip(readers, plain)])
+
+    return read
 
 
-def _scalar(kind: Any, plain: Any, where: str) -> Any:
-    if type(plain) is not kind:
-        raise RemoteProtocolError(f"{where}: expected {kind.__name__}, got {_brief(plain)}")
-    if kind is int and not -_INT64 <= plain < _INT64:
-        raise RemoteProtocolError(f"{where}: {plain} does not fit in 64 bits")
-    if kind is float and not math.isfinite(plain):
-        raise RemoteProtocolError(f"{where}: {plain} is not finite")
+def _list(plain: Any) -> list[Any]:
+    if type(plain) is not list:
+        raise _Mismatch(f"expected a list, got {_brief(plain)}")
     return plain
+
+
+def _scalar_reader(kind: Any) -> _Reader:
+    def read(plain: Any) -> Any:
+        if type(plain) is not kind:
+            raise _Mismatch(f"expected {kind.__name__}, got {_brief(plain)}")
+        if kind is int and not -_INT64 <= plain < _INT64:
+            raise _Mismatch(f"{plain} does not fit in 64 bits")
+        if kind is float and not math.isfinite(plain):
+            raise _Mismatch(f"{plain} is not finite")
+        return plain
+
+    return read
 
 
 def _brief(plain: Any) -> str:

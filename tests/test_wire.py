@@ -1,0 +1,105 @@
+"""Packed dataclasses: canonical bytes, and nothing but exactly the expected value comes out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NewType, TypeVar
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.wire import pack, unpack
+
+Name = NewType("Name", str)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: Name
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(stop < start for start, stop in self.spans):
+            raise ValueError("a span ends before it starts")
+
+
+@dataclass(frozen=True)
+class Outer:
+    number: int
+    share: float
+    data: bytes
+    flag: bool
+    inner: Inner | None
+    many: tuple[Inner, ...]
+
+
+@dataclass(frozen=True)
+class Holding(Generic[T]):
+    value: T
+
+
+@dataclass(frozen=True)
+class Two:
+    one: Holding[Inner]
+    other: Holding[Outer] | None
+
+
+EXAMPLE = Outer(-7, 0.5, b"\0\xff", True, Inner(Name("ä"), ((1, 2), (3, 3))), (Inner(Name("b")),))
+
+
+def test_what_is_packed_comes_out_again_and_has_the_same_bytes() -> None:
+    two = Two(Holding(Inner(Name("x"))), Holding(EXAMPLE))
+    assert unpack(Two, pack(two)) == two
+    assert pack(unpack(Two, pack(two))) == pack(two)
+    assert pack(EXAMPLE) == msgpack.packb(
+        [-7, 0.5, b"\0\xff", True, ["ä", [[1, 2], [3, 3]]], [["b", []]]], use_bin_type=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("plain", "complaint"),
+    [
+        ([1, 0.5, b"", True, None], r"Outer: expected 6 fields"),
+        ([1, 0.5, b"", 1, None, []], r"Outer\.flag: expected bool, got 1"),
+        ([True, 0.5, b"", True, None, []], r"Outer\.number: expected int, got True"),
+        ([2**63, 0.5, b"", True, None, []], r"Outer\.number: 9223372036854775808 does not fit in 64 bits"),
+        ([1, float("inf"), b"", True, None, []], r"Outer\.share: inf is not finite"),
+        ([1, 1, b"", True, None, []], r"Outer\.share: expected float, got 1"),
+        ([1, 0.5, "text", True, None, []], r"Outer\.data: expected bytes"),
+        ([1, 0.5, b"", True, ["a", [[1, 2, 3]]], []], r"Outer\.inner\.spans: expected 2 items, got 3"),
+        ([1, 0.5, b"", True, ["a", [[2, 1]]], []], r"Outer\.inner: a span ends before it starts"),
+        ([1, 0.5, b"", True, None, {"a": 1}], r"Outer\.many: expected a list"),
+        ("hello", r"Outer: expected 6 fields of Outer, got 'hello'"),
+    ],
+)
+def test_anything_else_is_refused_and_the_place_named(plain: object, complaint: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=complaint):
+        unpack(Outer, msgpack.packb(plain, use_bin_type=True))
+
+
+def test_bytes_that_are_too_many_are_refused_unread() -> None:
+    with pytest.raises(RemoteProtocolError, match="larger than the 10 allowed"):
+        unpack(Outer, pack(EXAMPLE), max_bytes=10)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_value_or_refused(data: bytes) -> None:
+    try:
+        value = unpack(Outer, data)
+    except RemoteProtocolError:
+        return
+    assert unpack(Outer, pack(value)) == value
+
+
+@given(st.integers(0, len(pack(EXAMPLE)) - 1), st.integers(0, 255))
+def test_a_changed_byte_is_a_value_or_refused(at: int, byte: int) -> None:
+    data = bytearray(pack(EXAMPLE))
+    data[at] = byte
+    try:
+        unpack(Outer, bytes(data))
+    except RemoteProtocolError as error:
+        assert str(error).startswith(("Outer", "not a msgpack value"))
