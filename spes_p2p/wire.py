@@ -44,7 +44,7 @@ def unpack(kind: type[T], data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise RemoteProtocolError(f"not a msgpack value where {kind.__name__} was expected: {error}") from error
     try:
-        return typing.cast(T, _reader(kind)(plain))
+        return typing.cast(T, _reader(typing.cast(Any, kind))(plain))
     except _Mismatch as error:
         raise RemoteProtocolError(f"{'.'.join([kind.__name__, *reversed(error.path)])}: {error}") from error
 
@@ -65,7 +65,7 @@ def _names_of(kind: type) -> tuple[str, ...]:
 
 
 def _fields_of(value: Any) -> list[Any]:
-    return [getattr(value, name) for name in _names_of(type(value))]
+    return [getattr(value, name) for name in _names_of(typing.cast(Any, type(value)))]
 
 
 @cache

@@ -100,6 +100,7 @@ def test_a_changed_byte_is_a_value_or_refused(at: int, byte: int) -> None:
     data = bytearray(pack(EXAMPLE))
     data[at] = byte
     try:
-        unpack(Outer, bytes(data))
-    except RemoteProtocolError as error:
-        assert str(error).startswith(("Outer", "not a msgpack value"))
+        value = unpack(Outer, bytes(data))
+    except RemoteProtocolError:
+        return
+    assert isinstance(value, Outer)
