@@ -22,7 +22,7 @@ from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.observe.events import Eval, Event, Step, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
-from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.membership import leader_order
 from spes_p2p.sync.driver import Applied
@@ -218,6 +218,7 @@ class TrainingLoop:
         newest = events[-1].commit.manifest
         if not self._connection.is_member():
             self._turn = None
+            self._gate.use(newest.round)
             return
         carried = None
         if turn is not None and self._keep_place(newest, used):
@@ -268,8 +269,9 @@ class TrainingLoop:
                 self.uncounted = Uncounted()
             if first and isinstance(self._loader, LeasedLoader):
                 self._restart_loader(manifest.leases.of(self._me))
-            self._trainer.adopt(owned, _Touched(carried or base, base), manifest.step)
+            self._trainer.adopt(owned, carried or base, manifest.step)
             self._save(manifest, base, self.uncounted)
+        self._gate.use(manifest.round)
         self._evaluate(manifest)
 
     def _evaluate(self, manifest: Manifest) -> None:
@@ -292,24 +294,9 @@ class TrainingLoop:
     def _dump_round(self, event: Applied) -> None:
         manifest = event.commit.manifest
         inputs, store = self._connection.disk.inputs, self._connection.disk.store
-        if self._dump is None or inputs.parent != manifest.parent or manifest.round not in store.rounds():
+        if self._dump is None or inputs.parent != manifest.parent:
             return
         try:
             self._dump.write(manifest, event.previous, inputs, inputs.blocks, store.version(manifest.round))
         except StorageFull as error:
             self._emit(Warning(f"round {manifest.round} was not dumped: {error}"))
-
-
-class _Touched:
-    """A block source that also maps every block of the version it builds on.
-
-    The version's files may be removed while this peer still needs them to carry work over; what is mapped stays.
-    """
-
-    def __init__(self, source: BlockSource, base: Version) -> None:
-        self._source = source
-        self._base = base
-
-    def block(self, index: int) -> Values:
-        self._base.block(index)
-        return self._source.block(index)

@@ -92,6 +92,10 @@ class Hooks(Protocol):
 
     def applied(self, event: Applied) -> None: ...
 
+    def rounds_in_use(self) -> frozenset[int]:
+        """Rounds whose states somebody still reads: they stay on disk."""
+        ...
+
     def notice(self, notice: do.Notice) -> None: ...
 
     def failed(self, error: BaseException) -> None:
@@ -328,7 +332,8 @@ class Driver:
             self._transport.bytes_received - times.received_before,
             self.core.pace.deadline_seconds(0),
         )
-        for round in [r for r in store.rounds() if r < commit.manifest.round - 1]:
+        keep = self._hooks.rounds_in_use() | {commit.manifest.round, commit.manifest.round - 1}
+        for round in set(store.rounds()) - keep:
             store.drop(round)
         self._times = self._fresh_times()
         self._run(self.core.applied(commit, self._clock.now()))

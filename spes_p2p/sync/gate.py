@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from spes_p2p.ids import Hash
@@ -42,11 +42,13 @@ class Gate:
         self._on_notice = on_notice
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._in_use: frozenset[int] = frozenset()
         self._on_stop: list[Callable[[], object]] = []
 
     def attach(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
         """The driver whose hooks this is, and the loop that it runs on."""
         self._driver, self._loop = driver, loop
+        self.use(driver.core.tip.round)  # what training will begin with, however late it is
 
     # ---- Hooks: the network's thread ----
 
@@ -59,6 +61,10 @@ class Gate:
         with self._changed:
             self._applied.append(event)
             self._changed.notify_all()
+
+    def rounds_in_use(self) -> frozenset[int]:
+        with self._changed:
+            return self._in_use | _rounds(self._applied[:1])
 
     def notice(self, notice: Notice) -> None:
         self._on_notice(notice)
@@ -106,7 +112,8 @@ class Gate:
     def wait(self, until: float = float("inf"), heed_stop: bool = True) -> News:
         """Waits for commits. Comes back empty when the peer should stop (if heeded) or at `until` (monotonic seconds).
 
-        Raises what the driver failed with.
+        The states of the first and of the newest stay on disk until the next call of `use`. Raises what the driver
+        failed with.
         """
         with self._changed:
             while not self._applied:
@@ -117,8 +124,14 @@ class Gate:
                     return News(())
                 self._changed.wait(min(left, 1.0))
             events, self._applied = tuple(self._applied), []
+            self._in_use |= _rounds((events[0], events[-1]))
             self._closing = False
             return News(events)
+
+    def use(self, round: int) -> None:
+        """From now on training reads the state of this round alone; others may be removed."""
+        with self._changed:
+            self._in_use = frozenset({round})
 
     def report(self, work: Work, head: Hash) -> None:
         """Progress in the middle of the round on top of `head`; too late when that is decided."""
@@ -144,3 +157,7 @@ class Gate:
                 self.failed(error)
 
         loop.call_soon_threadsafe(run)
+
+
+def _rounds(events: Iterable[Applied]) -> frozenset[int]:
+    return frozenset(event.commit.manifest.round for event in events)

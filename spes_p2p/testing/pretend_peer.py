@@ -143,6 +143,9 @@ class PretendPeer:
     def close_training(self) -> None:
         self._hand_in()
 
+    def rounds_in_use(self) -> frozenset[int]:
+        return frozenset()
+
     def notice(self, notice: Notice) -> None:
         self.notices.append(notice)
 
