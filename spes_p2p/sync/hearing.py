@@ -21,7 +21,7 @@ from spes_p2p.sync.messages import (
     plan_hash,
 )
 from spes_p2p.sync.round_state import CoreState
-from spes_p2p.sync.rules import check_certificate, check_child
+from spes_p2p.sync.rules import check_certificate, check_child, check_plan
 
 
 class Hearing(CoreState):
@@ -100,6 +100,11 @@ class Hearing(CoreState):
             mine = current.plan.value
             if (mine.ballot, plan_hash(mine)) >= (plan.ballot, plan_hash(plan)):
                 return False
+        try:
+            check_plan(self.rules, current.tip, plan)
+        except RemoteProtocolError as error:
+            self._note("refused", str(error), plan.leader)
+            return True
         self._take_plan(signed, now)
         return True
 

@@ -25,6 +25,7 @@ from spes_p2p.sync.messages import (
     DegradedVote,
     Manifest,
     Merge,
+    Plan,
     Slice,
     manifest_hash,
     signing_bytes,
@@ -184,9 +185,17 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         if getattr(child, name) != getattr(expected, name):
             raise RemoteProtocolError(f"manifest of round {child.round}: {name} does not follow from its parent")
     _check_members(parent, child)
-    _check_roster(rules, parent, child)
-    _check_slices(rules, parent, child)
+    _check_roster(rules, parent, child.roster)
+    _check_slices(rules, parent, child.roster, child.slices)
     _check_merge(rules, parent, child)
+
+
+def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
+    """Raises RemoteProtocolError where a plan for the child of `parent` cannot be carried out."""
+    _check_roster(rules, parent, plan.roster)
+    _check_slices(rules, parent, plan.roster, plan.slices)
+    if any(piece.reducer not in piece.contributors for piece in plan.slices):
+        raise RemoteProtocolError(f"plan of round {parent.round + 1}: a reducer does not contribute")
 
 
 def _check_members(parent: Manifest, child: Manifest) -> None:
@@ -200,39 +209,34 @@ def _check_members(parent: Manifest, child: Manifest) -> None:
         raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member")
 
 
-def _check_roster(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+def _check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contribution]) -> None:
+    where = f"round {parent.round + 1}"
     members = {member.peer for member in parent.members}
-    names = [entry.peer for entry in child.roster]
+    names = [entry.peer for entry in roster]
     if names != sorted(set(names)) or not set(names) <= members:
-        raise RemoteProtocolError(f"manifest of round {child.round}: the roster is not a sorted part of the members")
-    for entry in child.roster:
+        raise RemoteProtocolError(f"{where}: the roster is not a sorted part of the members")
+    for entry in roster:
         if min(entry.tokens, entry.steps) <= 0 or entry.sequences < 0 or capped_tokens(rules, parent, entry) != entry:
-            raise RemoteProtocolError(f"manifest of round {child.round}: {entry.peer} claims more than its lease")
+            raise RemoteProtocolError(f"{where}: {entry.peer} claims more than its lease")
 
 
-def _check_slices(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
     """Slices are in order, do not overlap, stay in their block, and cover a block wholly or not at all."""
-    roster = {entry.peer for entry in child.roster}
-    members = {member.peer for member in parent.members}
+    where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster}
     covered = [0] * len(rules.block_tiles)
-    if child.slices and not rules.exchange:
-        raise RemoteProtocolError(f"manifest of round {child.round}: slices in a run without exchange")
     starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
-    for piece in child.slices:
+    for piece in slices:
         if not 0 <= piece.block < len(covered) or not 0 < piece.tiles <= rules.slice_tiles:
-            raise RemoteProtocolError(f"manifest of round {child.round}: slice of block {piece.block} is malformed")
-        allowed = roster if piece.block == 0 else roster & set(parent.ownership[piece.block - 1])
+            raise RemoteProtocolError(f"{where}: slice of block {piece.block} is malformed")
+        allowed = peers if piece.block == 0 else peers & set(parent.ownership[piece.block - 1])
         if piece.first_tile != starts[piece.block] + covered[piece.block] or not set(piece.contributors) <= allowed:
-            raise RemoteProtocolError(f"manifest of round {child.round}: slice {piece.key} does not fit the plan")
-        if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
-            raise RemoteProtocolError(
-                f"manifest of round {child.round}: slice {piece.key} has no contributors in order"
-            )
-        if piece.reducer not in members:  # its own values may have been left out, so it need not be in the roster
-            raise RemoteProtocolError(f"manifest of round {child.round}: slice {piece.key} was reduced by a stranger")
+            raise RemoteProtocolError(f"{where}: slice {piece.key} does not fit the plan")
+        in_order = list(piece.contributors) == sorted(set(piece.contributors))
+        if not piece.contributors or not in_order or piece.reducer not in allowed:
+            raise RemoteProtocolError(f"{where}: slice {piece.key} has no contributors, or not in order")
         covered[piece.block] += piece.tiles
     if any(have not in (0, tiles) for have, tiles in zip(covered, rules.block_tiles, strict=True)):
-        raise RemoteProtocolError(f"manifest of round {child.round}: a block is covered in part")
+        raise RemoteProtocolError(f"{where}: a block is covered in part")
 
 
 def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
