@@ -223,6 +223,9 @@ def _check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
 def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
     """Slices are in order, do not overlap, stay in their block, and cover a block wholly or not at all."""
     where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster}
+    members = {member.peer for member in parent.members}
+    if slices and not rules.exchange:
+        raise RemoteProtocolError(f"{where}: slices in a run without exchange")
     covered = [0] * len(rules.block_tiles)
     starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
     for piece in slices:
@@ -231,9 +234,10 @@ def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
         allowed = peers if piece.block == 0 else peers & set(parent.ownership[piece.block - 1])
         if piece.first_tile != starts[piece.block] + covered[piece.block] or not set(piece.contributors) <= allowed:
             raise RemoteProtocolError(f"{where}: slice {piece.key} does not fit the plan")
-        in_order = list(piece.contributors) == sorted(set(piece.contributors))
-        if not piece.contributors or not in_order or piece.reducer not in allowed:
+        if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
             raise RemoteProtocolError(f"{where}: slice {piece.key} has no contributors, or not in order")
+        if piece.reducer not in members:  # its own values may have been left out, so it need not be in the roster
+            raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a stranger")
         covered[piece.block] += piece.tiles
     if any(have not in (0, tiles) for have, tiles in zip(covered, rules.block_tiles, strict=True)):
         raise RemoteProtocolError(f"{where}: a block is covered in part")
