@@ -88,6 +88,8 @@ class TrainingLoop:
         self._turn: _Turn | None = None
         self._handed_in = NO_HASH
         self._reported = 0.0
+        self._taken = 0
+        """The newest round that training has heard of."""
         self.uncounted = Uncounted()
 
     # ---------------------------------------------------------------- life
@@ -97,6 +99,7 @@ class TrainingLoop:
 
         `resumed`: the trainer and loader already stand where a checkpoint of `start` left them.
         """
+        self._taken = start.round
         if self._connection.is_member():
             self._begin(start, None, resumed)
         while not self._gate.stopping and not self._is_over():
@@ -111,7 +114,7 @@ class TrainingLoop:
             self._leave()
 
     def _is_over(self) -> bool:
-        return self._last_round is not None and self._connection.driver.core.tip.round >= self._last_round
+        return self._last_round is not None and self._taken >= self._last_round
 
     def _linger(self) -> None:
         """Serves the others until they have the last round too."""
@@ -216,6 +219,7 @@ class TrainingLoop:
         used = self._note_counted(events[0])
         self._dump_round(events[0])
         newest = events[-1].commit.manifest
+        self._taken = newest.round
         if not self._connection.is_member():
             self._turn = None
             self._gate.use(newest.round)
