@@ -228,7 +228,6 @@ class EvalConfig(Section):
 class OutputConfig(Section):
     """What one peer writes down."""
 
-    dir: str = local("Not used by the commands, which take the folder from --output.", "", private=True)
     keep_checkpoints: Positive = local("Newest checkpoints that are kept.", 2, private=True)
     checkpoint_every_rounds: Positive = local("Rounds between two checkpoints.", 1, private=True)
     log_every_steps: Positive = local("Inner steps between two step events.", 1, private=True)

@@ -83,11 +83,11 @@ def test_fingerprint_does_not_depend_on_how_the_config_was_written() -> None:
 
 
 def test_peer_may_choose_local_fields_only() -> None:
-    chosen = apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=2", "output.dir=mine"])
+    chosen = apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=2", "output.log_every_steps=7"])
     assert chosen.optimizer.micro_batch_sequences == 2
     assert fingerprint(chosen) == fingerprint(TINY)
     with pytest.raises(ConfigError, match=r"model\.top_k=1 cannot be chosen by one peer.* agreed on 2") as error:
-        apply_peer_overrides(TINY, ["output.dir=mine", "model.top_k=1"])
+        apply_peer_overrides(TINY, ["output.log_every_steps=7", "model.top_k=1"])
     assert "optimizer.micro_batch_sequences" in error.value.fix
     with pytest.raises(ConfigError, match="not divisible"):
         apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=3"])
