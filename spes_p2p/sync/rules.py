@@ -187,6 +187,8 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     _check_members(parent, child)
     _check_roster(rules, parent, child.roster)
     _check_slices(rules, parent, child.roster, child.slices)
+    if rules.exchange and {p for s in child.slices for p in s.contributors} != {entry.peer for entry in child.roster}:
+        raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
     _check_merge(rules, parent, child)
 
 

@@ -63,6 +63,7 @@ def end_faults(world: World, chance: random.Random) -> None:
     world.weather.loss = min(world.weather.loss, 0.05)
     for peer in world.peers.values():
         peer.crash_after.clear()
+        peer.at_next_vote = None
         peer.restart_plan = None
         if peer.core is None and not peer.is_gone_for_good and chance.random() < 0.5:
             peer.start()
@@ -188,6 +189,33 @@ def isolate(world: World, chance: random.Random) -> None:
         world.after(chance.choice((2.0, 6.0, 15.0)), world.heal)
 
 
+def broken_links(world: World, chance: random.Random) -> None:
+    """Some messages get through one way only, or not at all, for a while."""
+    names = list(world.peers)
+    share = chance.choice((0.3, 0.5, 0.7))
+    links = [(a, b) for a in names for b in names if a != b and chance.random() < share]
+    world.cut_links(links, chance.choice((2.0, 7.0, 12.0, 20.0)))
+
+
+def broken_vote(world: World, chance: random.Random) -> None:
+    """As soon as somebody accepts, votes stop getting through but for one peer, which may then know alone."""
+    voter = chance.choice(world.up()) if world.up() else None
+    if voter is None:
+        return
+    names = list(world.peers)
+    knows = _leader(world, chance) if chance.random() < 0.6 else _victim(world, chance)
+    seconds = chance.choice((5.0, 9.0, 15.0))
+    reached = {knows.name} if knows is not None else set()
+    mute = chance.random() < 0.8
+
+    def trap() -> None:
+        links = [(a, b) for a in names for b in names if a != b and (b not in reached or (mute and a in reached))]
+        world.cut_links(links, chance.uniform(0.3, 2.0))
+        world.cut_links([(a, b) for a, b in links if a in reached], seconds)
+
+    voter.at_next_vote = trap
+
+
 def sleep(world: World, chance: random.Random) -> None:
     peer = _leader(world, chance) if chance.random() < 0.5 else _victim(world, chance)
     if peer is not None:
@@ -215,7 +243,8 @@ ALL = (crash, crash_with_amnesia, quick_restart, cut, isolate, sleep, full_disk,
 KINDS = (
     Kind("calm", (join,), 0, 1),
     Kind("crash", (crash,), 1, 3, weight=3),
-    Kind("votes", (quick_restart, quick_restart, isolate, crash), 3, 6, weight=4),
+    Kind("votes", (quick_restart, quick_restart, isolate, crash, broken_links, broken_vote), 3, 6, weight=4),
+    Kind("links", (broken_links, broken_vote, broken_vote), 1, 3, weight=4),
     Kind("amnesia", (crash_with_amnesia,), 1, 2, weight=2),
     Kind("power", (power_cut, quick_restart), 1, 2),
     Kind("many", (crash_of_many,), 1, 1, weight=2),

@@ -81,6 +81,7 @@ class World:
         self._adopted: set[Hash] = set()
         self.say: Callable[[str], None] | None = None
         self._groups: dict[PeerId, int] = {}
+        self._cut_until: dict[tuple[PeerId, PeerId], float] = {}
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._tie = itertools.count()
         self._incarnations = itertools.count(1)
@@ -133,7 +134,15 @@ class World:
         self._groups = groups
 
     def heal(self) -> None:
+        self._cut_until.clear()
         self.partition({})
+
+    def cut_links(self, links: Iterable[tuple[PeerId, PeerId]], seconds: float) -> None:
+        """Messages from the first to the second of each pair are lost for a while; tiles still get through."""
+        links = list(links)
+        self.changed(f"no message gets through: {links}")
+        self._cut_until.update((link, self.now + seconds) for link in links)
+        self.after(seconds, self.changed, "links are mended")
 
     def changed(self, what: str = "") -> None:
         """A fault or its end: the time allowed for the next commit starts again."""
@@ -169,6 +178,8 @@ class World:
         """Delivers, loses, doubles or delays; order is not kept."""
         self.result.messages += 1
         weather = self.weather
+        if self._cut_until and self._cut_until.get((sender, to), 0.0) > self.now:
+            return
         if self.random.random() >= weather.loss:
             self.after(self.delay(), self._deliver, sender, to, envelope)
         if weather.doubling and self.random.random() < weather.doubling:

@@ -67,6 +67,7 @@ class SimPeer:
         self.heard_voting: dict[tuple[PeerId, int], float] = {}
         self.crash_after: dict[type[do.Action], int] = {}
         self.restart_plan: Callable[[], None] | None = None
+        self.at_next_vote: Callable[[], None] | None = None
         self.is_gone_for_good = False
         self._heard: dict[PeerId, tuple[int, int]] = {}
         self._sleeps_since = 0.0
@@ -276,6 +277,9 @@ class SimPeer:
         self.disk.record = action.record
         world = self.world
         world.judge.saw_record(self.name, action.record, self.disk, lambda heard: world.silences(self, heard))
+        if self.at_next_vote is not None and action.record.accepted is not None:
+            trap, self.at_next_vote = self.at_next_vote, None
+            trap()
 
     def _begin(self, action: do.Action) -> None:
         match action:
