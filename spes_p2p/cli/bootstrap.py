@@ -35,13 +35,9 @@ def bootstrap(
 
     Example: spes-p2p bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337
     """
-    from spes_p2p.config.load import bundled_config
     from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
     from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions
 
-    path = config
-    if config is not None and not config.exists() and config.suffix == "":
-        path = bundled_config(str(config))
     network = NetworkOptions(
         tuple(initial_peers or ()),
         tuple(host_maddrs or DEFAULT_HOST_MADDRS),
@@ -50,5 +46,5 @@ def bootstrap(
         False,
         use_relay,
     )
-    options = BootstrapOptions(network, output, path, data, tuple(overrides or ()))
+    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()))
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))

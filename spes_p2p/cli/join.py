@@ -48,10 +48,7 @@ def join(
     """
     import sys
 
-    from spes_p2p.observe.events import EventBus
-    from spes_p2p.observe.progress import progress_sink
     from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, parse_columns
-    from spes_p2p.peer.run import run_peer
 
     network = NetworkOptions(
         tuple(initial_peers),
@@ -76,13 +73,23 @@ def join(
         overrides=tuple(overrides or ()),
         config_path=config,
     )
+    from spes_p2p.ids import short
+    from spes_p2p.observe.events import EventBus  # now: what is wrong with the flags is known at once
+    from spes_p2p.observe.progress import progress_sink
+    from spes_p2p.peer.run import run_peer
+
     bus = EventBus()
+
+    def say(text: str) -> None:
+        sys.stdout.write(f"{text}\n")  # which is above the live display while there is one
+        sys.stdout.flush()
+
     try:
         run_peer(
             options,
             bus,
-            typer.echo,
-            lambda peer, steps_per_round: bus.add(progress_sink(peer, steps_per_round, sys.stdout)),
+            say,
+            lambda peer, steps_per_round: bus.add(progress_sink(short(peer), steps_per_round, sys.stdout)),
         )
     finally:
         bus.close()

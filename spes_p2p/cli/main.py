@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point of the console script."""
+    _show_warnings()
     build(COMMANDS)(prog_name="spes-p2p")
 
 
@@ -45,6 +47,14 @@ def build(commands: Mapping[str, str]) -> typer.Typer:
         command = getattr(importlib.import_module(module), function)
         app.command(name, cls=Command)(_with_known_errors(command))
     return app
+
+
+def _show_warnings() -> None:
+    """What the package logs and no event carries, as a line of text; other packages keep what they have."""
+    logging.addLevelName(logging.WARNING, "warning")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logging.getLogger("spes_p2p").addHandler(handler)
 
 
 def _show_version(asked: bool) -> None:

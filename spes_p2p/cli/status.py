@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import time
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import InitialPeers, RunId
+from spes_p2p.cli.arguments import Fingerprint, InitialPeers, RunId
 
 if TYPE_CHECKING:
-    from spes_p2p.sync.report import RunReport
+    from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 
 WATCH_SECONDS = 5.0
+CLEAR_SCREEN = "\x1b[2J\x1b[H"
 
 
 def status(
     initial_peers: InitialPeers,
     run_id: RunId = None,
+    fingerprint: Fingerprint = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again every few seconds, until Ctrl-C.")] = False,
 ) -> None:
@@ -28,57 +35,138 @@ def status(
 
     Example: spes-p2p status --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/Qm...
     """
-    from spes_p2p.peer.connection import open_network
     from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.peer.stopping import INTERRUPTED, Stopped, leaving_on_signals, until_stopped
     from spes_p2p.swarm.hivemind_backend import NetworkThread
-    from spes_p2p.sync.report import read_report
 
     options = NetworkOptions(tuple(initial_peers), client_mode=True, use_relay=False)
-    with TemporaryDirectory(prefix="spes-p2p-status-") as folder, NetworkThread() as thread:
-        network = thread.run(open_network(options, Path(folder) / "identity.key"))
+    with NetworkThread() as thread:
+        stop = asyncio.Event()
+        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):
+            try:
+                thread.run(until_stopped(stop, _read_and_show(options, run_id, fingerprint, as_json, watch)))
+            except Stopped as stopped:
+                raise typer.Exit(0 if watch else INTERRUPTED) from stopped
+
+
+async def _read_and_show(
+    options: NetworkOptions, run_id: str | None, fingerprint: str | None, as_json: bool, watch: bool
+) -> None:
+    from spes_p2p.errors import NetworkError
+    from spes_p2p.peer.connection import open_network
+    from spes_p2p.sync.report import read_report
+
+    with TemporaryDirectory(prefix="spes-p2p-status-") as folder:
+        network = await open_network(options, Path(folder) / "identity.key")
+        directory, transport, verifier = network.directory, network.transport, network.verifier
         try:
             while True:
-                reading = read_report(network.directory, network.transport, network.verifier, run_id, time.time())
-                report = thread.run(reading)
-                typer.echo(json.dumps(report.to_json(), indent=2) if as_json else _table(report))
+                try:
+                    report = await read_report(directory, transport, verifier, run_id, time.time(), fingerprint)
+                    (_show_again if watch else _show)(report, as_json)
+                except NetworkError as error:
+                    if not watch:
+                        raise
+                    typer.echo(f"{error}; trying again", err=True)
                 if not watch:
                     return
-                time.sleep(WATCH_SECONDS)
+                await asyncio.sleep(WATCH_SECONDS)
         finally:
-            thread.run(network.close())
+            await network.close()
+
+
+def _show(report: RunReport, as_json: bool) -> None:
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else text_of(report, time.time()))
+
+
+def _show_again(report: RunReport, as_json: bool) -> None:
+    """JSON: a line each time. On a terminal the new table takes the place of the old one."""
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    elif sys.stdout.isatty():
+        ending = f"{time.strftime('%H:%M:%S')}, every {WATCH_SECONDS:g} s, Ctrl-C ends"
+        typer.echo(f"{CLEAR_SCREEN}{text_of(report, time.time())}\n\n{ending}")
+    else:
+        typer.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text_of(report, time.time())}\n")
+
+
+def text_of(report: RunReport, now: float) -> str:
+    """The report for people, at most 100 columns wide where no list is longer. `now`: Unix seconds."""
+    from spes_p2p.observe.metrics import count_text
+
+    lines = [f"run {report.run_id}, fingerprint {report.fingerprint[:16]}"]
+    if report.certificate:
+        tokens = f"{count_text(report.tokens)} tokens"
+        lines.append(f"round {report.round}, step {report.step:,}, {tokens}, model {report.model_hash[:10]}")
+    lines += [_certificate(report), "", *_peers(report.peers, now)]
+    if report.columns:
+        lines += ["", *_columns(report)]
+    return "\n".join(lines)
 
 
 def _certificate(report: RunReport) -> str:
     from spes_p2p.observe.metrics import seconds_text
+    from spes_p2p.sync.genesis import GENESIS
 
     if not report.certificate:
-        return "no certificate yet: the run has not begun"
+        waiting = sum(peer.state == "waiting" for peer in report.peers)
+        return f"the run has not begun: {_count(waiting, 'peer')} waiting"
+    signed = _count(report.seals, "signature")
+    by = f"DEGRADED, {signed} of those who were heard" if report.degraded else signed
+    if report.certificate == GENESIS:
+        by = "signed by the organiser"
     age = "" if report.head_age_seconds is None else f", {seconds_text(report.head_age_seconds)} old"
-    return f"newest certificate: {report.certificate}{age}{', seals checked' if report.checked else ''}"
+    checked = "" if report.certificate == GENESIS else ", checked" if report.checked else ", NOT CHECKED"
+    return f"newest certificate: {by}{checked}{age}; {_count(report.electors, 'elector')} for the next round"
 
 
-def _table(report: RunReport) -> str:
+def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:
+    from spes_p2p.ids import short
     from spes_p2p.observe.metrics import count_text, seconds_text
+    from spes_p2p.observe.text import span_text
 
-    now = time.time()
     lines = [
-        f"run {report.run_id}  fingerprint {report.fingerprint[:16]}",
-        f"round {report.round}  step {report.step:,}  {count_text(report.tokens)} tokens committed",
-        _certificate(report),
-        "",
-        f"{'peer':<14} {'role':<10} {'round':>6} {'tokens/s':>9} {'tokens':>8} {'seen':>6}  {'version':<8} columns",
+        f"{'peer':<8} {'state':<10} {'round':>6} {'tokens/s':>9} {'trained':>9} {'seen':>9}  {'version':<9} columns"
     ]
-    for peer in report.peers:
-        seen = seconds_text(max(0.0, now - peer.seen_at))
-        columns = ",".join(map(str, peer.owned)) or "-"
-        lines.append(
-            f"{peer.peer[-12:]:<14} {peer.role:<10} {peer.round:>6} {count_text(peer.tokens_per_second):>9} "
-            f"{count_text(peer.tokens):>8} {seen:>6}  {peer.version:<8} {columns}"
+    for peer in peers:
+        trains, known = peer.state != "bootstrap", peer.seen_at > 0
+        cells = (
+            f"{short(peer.peer):<8}",
+            f"{peer.state:<10}",
+            f"{peer.round if known else '-':>6}",
+            f"{count_text(peer.tokens_per_second) if trains and known else '-':>9}",
+            f"{count_text(peer.tokens) if trains and known else '-':>9}",
+            f"{seconds_text(max(0.0, now - peer.seen_at)) if known else 'never':>9} ",
+            f"{peer.version or '-':<9}",
+            span_text(peer.owned) or "-",
         )
-    covered = sum(bool(column.owners) for column in report.columns)
-    lines += ["", f"columns: {covered} of {len(report.columns)} have an owner"]
-    for column in report.columns:
-        owners = ", ".join(owner[-6:] for owner in column.owners) or "nobody"
-        stale = f", {column.stale_rounds} rounds old" if column.stale_rounds else ""
-        lines.append(f"  {column.index:>4}: {owners}{stale}")
-    return "\n".join(lines)
+        lines.append(" ".join(cells))
+    live = [peer for peer in peers if peer.state == "member"]
+    if live:
+        speed = count_text(sum(peer.tokens_per_second for peer in live))
+        lines.append(f"{_count(len(live), 'live member')}, {speed} tokens/s together")
+    return lines
+
+
+def _columns(report: RunReport) -> list[str]:
+    """Neighbouring columns with the same owners and age in one line."""
+    from spes_p2p.ids import short
+    from spes_p2p.observe.text import span_text
+
+    covered = len(report.columns) - len(report.uncovered)
+    lines = [f"expert columns: {covered} of {len(report.columns)} have an owner"]
+
+    def same(column: ColumnLine) -> tuple[object, int]:
+        return column.owners, column.stale_rounds
+
+    for (_, stale), group in groupby(report.columns, key=same):
+        columns = list(group)
+        owners = ", ".join(short(owner) for owner in columns[0].owners) or "nobody"
+        age = f", last trained {_count(stale, 'round')} ago" if stale else ""
+        age = ", never trained" if stale and stale == report.round else age
+        lines.append(f"  {span_text([column.index for column in columns]):<9} {owners}{age}")
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spes_p2p.ids import short
 from spes_p2p.observe.events import Error, Eval, Event, Peer, Round, Step, Warning
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
@@ -27,6 +29,17 @@ def line(event: Event) -> str:
             return f"error: {event.message}" + (f" / fix: {event.fix}" if event.fix else "")
 
 
+def span_text(numbers: Sequence[int]) -> str:
+    """Rising numbers in short: (0, 1, 2, 5) to "0-2,5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+
+
 def _round_line(event: Round) -> str:
     parts = [
         f"round {event.round} {event.commit} at step {event.step}: {event.roster_size} peers",
@@ -39,7 +52,7 @@ def _round_line(event: Round) -> str:
     if event.merge_alpha:
         parts.append(f"merged with alpha {event.merge_alpha:.3g}")
     if event.stale_columns:
-        parts.append(f"stale columns {', '.join(map(str, event.stale_columns))}")
+        parts.append(f"stale columns {span_text(event.stale_columns).replace(',', ', ')}")
     return ", ".join(parts)
 
 

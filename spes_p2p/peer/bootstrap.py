@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import contextlib
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spes_p2p import __version__
 from spes_p2p.config.load import load_config
@@ -17,7 +19,10 @@ from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.peer.connection import MonotonicClock, open_network
-from spes_p2p.peer.options import NetworkOptions
+from spes_p2p.peer.folder import claim_folder, make_folder
+from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines
+from spes_p2p.peer.options import NetworkOptions, config_path
+from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -25,12 +30,15 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.messages import Commit
 from spes_p2p.sync.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 Say = Callable[[str], None]
+HERALD_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,20 +54,12 @@ class BootstrapOptions:
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
     """Runs until SIGINT or SIGTERM. `ready` is called with the join command once peers can come."""
-    options.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(options.folder)
     run = _read_run(options) if options.config_path is not None else None
     with NetworkThread() as thread:
         stop = asyncio.Event()
-
-        def end(number: int, frame: object) -> None:
-            thread.loop.call_soon_threadsafe(stop.set)
-
-        before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            thread.run(_serve(options, run, say, ready, stop))
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), say), contextlib.suppress(Stopped):
+            thread.run(until_stopped(stop, _serve(options, run, say, ready)))
 
 
 def _read_run(options: BootstrapOptions) -> tuple[Config, Hash]:
@@ -68,7 +68,7 @@ def _read_run(options: BootstrapOptions) -> tuple[Config, Hash]:
     overrides = list(options.overrides)
     if options.data is not None:
         overrides.append(f"data.path={options.data}")
-    config = load_config(options.config_path, overrides)
+    config = load_config(config_path(options.config_path), overrides)
     if config.data.source == "local":
         return config, NO_HASH
     if not config.data.path:
@@ -80,21 +80,17 @@ def _read_run(options: BootstrapOptions) -> tuple[Config, Hash]:
 
 
 async def _serve(
-    options: BootstrapOptions,
-    run: tuple[Config, Hash] | None,
-    say: Say,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
+    options: BootstrapOptions, run: tuple[Config, Hash] | None, say: Say, ready: Callable[[str], None]
 ) -> None:
     network = await open_network(options.network, options.folder / "identity.key")
     try:
         if run is None:
             say(f"DHT node at {' '.join(network.transport.addresses)}")
-            await _until(stop, network)
-            return
-        config, dataset = run
-        info = describe_run(config, dataset, network.signer.peer_id)
-        await _organise(options, config, info, network, say, ready, stop)
+            await _daemon_end(network)
+        else:
+            config, dataset = run
+            info = describe_run(config, dataset, network.signer.peer_id)
+            await _organise(options, config, info, network, say, ready)
     finally:
         await network.close()
 
@@ -106,18 +102,15 @@ async def _organise(
     network: HivemindNetwork,
     say: Say,
     ready: Callable[[str], None],
-    stop: asyncio.Event,
 ) -> None:
     layout = Layout(state_tensors(config.model), config.sync.tile_values)
     folder = options.folder / "run"
-    store = StateStore(folder / "state", layout)
-    try:
+    claim_folder(folder, info, layout)
+    async with contextlib.AsyncExitStack() as stack:
+        store = StateStore(folder / "state", layout)
+        stack.callback(store.close)
         chain = Chain(folder / "chain")
-        _check_chain(chain, info, folder)
-        if store.latest() is None:
-            say("computing the initial state")
-            initial = InitialState(layout, config.run.seed, config.model.init_std)
-            await asyncio.get_running_loop().run_in_executor(None, lambda: store.create_initial(initial))
+        await _make_initial(store, layout, config, say)
         organiser = Organiser(
             info,
             rules_of(config, info, layout),
@@ -131,27 +124,54 @@ async def _organise(
             MonotonicClock(),
             say,
         )
+        stack.push_async_callback(organiser.stop)
         await organiser.start()
-        announcer = Announcer(
-            info, network.transport, network.directory, _describer(info, network, chain, options), lambda: chain.newest
-        )
+        trouble = asyncio.get_running_loop().create_future()
+        describe = _describer(info, network, chain, options)
+
+        def newest() -> tuple[Commit, float] | None:
+            commit = chain.newest
+            return None if commit is None else (commit, chain.received_at(commit.manifest.round))
+
+        def members() -> tuple[PeerId, ...]:
+            return tuple(member.peer for member in chain.newest.manifest.members) if chain.newest else ()
+
+        announcer = Announcer(info, network.transport, network.directory, describe, newest, _once(trouble), members)
+        stack.push_async_callback(announcer.stop)
         await announcer.start()
-        say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()}")
+        _introduce(config, info, chain, say)
         ready(join_command(network.transport.addresses, info))
-        await _until(stop, network)
-        await announcer.stop()
-        await organiser.stop()
-    finally:
-        store.close()
+        await _first_failure(trouble, _herald(chain, say), _daemon_end(network))
 
 
-def _check_chain(chain: Chain, info: RunInfo, folder: Path) -> None:
-    """A folder serves one run for ever: a second genesis for it would split the swarm."""
-    if chain.length and chain.commit(0).manifest.fingerprint != info.fingerprint:
-        raise ConfigError(
-            f"{folder} holds another run, fingerprint {chain.commit(0).manifest.fingerprint.hex()[:16]}",
-            fix="give the config that it began with, or another --output for a new run",
-        )
+async def _make_initial(store: StateStore, layout: Layout, config: Config, say: Say) -> None:
+    if store.latest() is None:
+        say("computing the initial state")
+        initial = InitialState(layout, config.run.seed, config.model.init_std)
+        await asyncio.get_running_loop().run_in_executor(None, lambda: store.create_initial(initial))
+
+
+def _introduce(config: Config, info: RunInfo, chain: Chain, say: Say) -> None:
+    say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()}")
+    if chain.newest is not None:
+        say(f"it goes on at round {chain.newest.manifest.round}, step {chain.newest.manifest.step:,}")
+        return
+    if (warning := expected_coverage(config)) is not None:
+        say(warning)
+    say(f"it begins when {config.swarm.min_peers} peers have come")
+
+
+async def _herald(chain: Chain, say: Say) -> None:
+    """Says what is new in the chain."""
+    told = chain.length
+    while True:
+        for round in range(told, chain.length):
+            commit = chain.commit(round)
+            before = chain.commit(round - 1).manifest if round else None
+            for line in genesis_lines(commit.manifest) if before is None else commit_lines(commit, before):
+                say(line)
+        told = chain.length
+        await asyncio.sleep(HERALD_SECONDS)
 
 
 def _describer(
@@ -182,16 +202,28 @@ def _describer(
 def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
     """What a volunteer types; loopback addresses only where there are no others."""
     outside = [address for address in addresses if "/127.0.0.1/" not in address and "/::1/" not in address]
-    return f"spes-p2p join --initial-peers {' '.join(outside or addresses)} --run-id {info.run_id}"
+    flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
+    return shlex.join(["spes-p2p", "join", "--initial-peers", *(outside or addresses), *flags])
 
 
-async def _until(stop: asyncio.Event, network: HivemindNetwork) -> None:
-    """Until told to stop. Raises NetworkError when the libp2p daemon ends first."""
-    ends = [asyncio.ensure_future(event.wait()) for event in (stop, network.daemon_ended)]
+async def _daemon_end(network: HivemindNetwork) -> None:
+    """Raises NetworkError when the libp2p daemon ends."""
+    await network.daemon_ended.wait()
+    raise NetworkError("the libp2p daemon ended", fix="start the bootstrap node again, it goes on")
+
+
+async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:
+    """Runs all of `work`, which never ends well, until one fails or `trouble` does."""
+    tasks = [asyncio.ensure_future(one) for one in (trouble, *work)]
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for end in ends:
-            end.cancel()
-    if not stop.is_set():
-        raise NetworkError("the libp2p daemon ended", fix="start the bootstrap node again, it goes on")
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _once(future: asyncio.Future[None]) -> Callable[[BaseException], None]:
+    return lambda error: None if future.done() else future.set_exception(error)

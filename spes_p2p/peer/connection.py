@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spes_p2p import __version__
-from spes_p2p.config.fingerprint import apply_peer_overrides, differences
+from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.ownership.expert_map import columns_of
-from spes_p2p.peer.folder import check_folder
-from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns
+from spes_p2p.peer.folder import claim_folder
+from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, config_path
+from spes_p2p.peer.stopping import until_stopped
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
@@ -42,10 +43,6 @@ T = TypeVar("T")
 ANSWER_SECONDS = 15.0
 LEAVE_SECONDS = 8.0
 LINGER_SECONDS = 10.0
-
-
-class Stopped(Exception):
-    """The peer was asked to end before it had begun to train."""
 
 
 class MonotonicClock:
@@ -144,28 +141,18 @@ class Connection:
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, broken off and unwound when the gate says stop."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        working, stopping = loop.create_task(work), loop.create_task(stop.wait())
-        try:
-            with self.gate.on_stop(lambda: loop.call_soon_threadsafe(stop.set)):
-                await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Stopped
-        finally:
-            for task in (working, stopping):
-                task.cancel()
-            await asyncio.wait((working, stopping))
+        with self.gate.on_stop(lambda: loop.call_soon_threadsafe(stop.set)):
+            return await until_stopped(stop, work)
 
     async def _find(self) -> tuple[Config, RunInfo]:
         options = self._options
-        if not options.network.initial_peers:
-            raise ConfigError("no initial peer is given", fix="give --initial-peers the address the organiser printed")
+        expected = self._check_options()
         self._network = await open_network(options.network, options.output / "identity.key")
         network = self._network
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
-        if options.config_path is not None:
-            _check_same(load_config(options.config_path), agreed, self._info)
+        if expected is not None:
+            _check_same(expected, agreed, self._info)
         overrides = list(options.overrides)
         if options.data is not None:
             overrides.append(f"data.path={options.data}")
@@ -176,15 +163,25 @@ class Connection:
         self._say(f"run {self._info.run_id}, fingerprint {self._info.fingerprint.hex()[:16]}")
         return self.config, self._info
 
+    def _check_options(self) -> Config | None:
+        """What can be checked before anybody is asked; the config that the run must have, where one was given."""
+        options = self._options
+        if not options.network.initial_peers:
+            raise ConfigError("no initial peer is given", fix="give --initial-peers the address the organiser printed")
+        split_overrides(options.overrides)
+        return None if options.config_path is None else load_config(config_path(options.config_path))
+
     async def _enter(self) -> Commit:
         network, config, info = self._network, self.config, self._info
         assert network is not None
         intent = self.intent = self._first_intent()
         sealer, checker = KeySealer(network.signer), EnvelopeChecker(network.verifier)
-        self._announcer = Announcer(info, network.transport, network.directory, self._describe, self._newest)
+        self._announcer = Announcer(
+            info, network.transport, network.directory, self._describe, self._newest, self.gate.failed, self._contacts
+        )
         await self._announcer.start()
         folder = self._options.output / "run"
-        check_folder(folder, info)
+        claim_folder(folder, info, self.layout)
         joining = Joining(
             info, config, self.layout, folder, network.transport, network.signer, network.verifier, sealer, self._say
         )
@@ -228,10 +225,13 @@ class Connection:
             NetworkError("the libp2p daemon ended", fix="start this peer again with --resume; its log has the reason")
         )
 
-    def _newest(self) -> Commit | None:
-        if self._driver is not None:
-            return self._driver.core.last_commit
-        return None
+    def _contacts(self) -> tuple[PeerId, ...]:
+        return tuple(self._driver.core.contacts) if self._driver is not None else ()
+
+    def _newest(self) -> tuple[Commit, float] | None:
+        """The newest commit here, and when it came."""
+        commit = self._driver.core.last_commit if self._driver is not None else None
+        return None if commit is None else (commit, self.disk.chain.received_at(commit.manifest.round))
 
     def _describe(self) -> PeerRecord:
         assert self._network is not None

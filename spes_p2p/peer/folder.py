@@ -8,15 +8,32 @@ checkpoints/        this peer's own training state
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.ids import Hash
+from spes_p2p.state.files import write_whole
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
 
 RUN = "run"
 CHAIN = "chain"
+STATE = "state"
+FINGERPRINT = "fingerprint"
 CHECKPOINTS = "checkpoints"
+
+
+def make_folder(output: Path) -> None:
+    """Raises ConfigError where it cannot be made."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder {output} cannot be made: {error.strerror}", fix="give another with --output"
+        ) from error
 
 
 def prepare_folder(output: Path, resume: bool) -> bool:
@@ -42,14 +59,29 @@ def holds_run(output: Path) -> bool:
     return any((output / RUN / CHAIN).glob("*.commit")) or any((output / CHECKPOINTS).glob("*"))
 
 
-def check_folder(folder: Path, info: RunInfo) -> None:
-    """Raises ConfigError where the folder of a run is another run's: it would take part in two."""
-    if not (folder / CHAIN).exists():
+def claim_folder(folder: Path, info: RunInfo, layout: Layout) -> None:
+    """Makes the run's folder that of `info`, from the first start on.
+
+    Raises ConfigError where another run has begun in it: it would take part in two, or begin twice. Where nothing has
+    begun, an initial state that was computed for another run is removed; StateError while another process uses it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any((folder / CHAIN).glob("*.commit")):
+        _check_genesis(Chain(folder / CHAIN).commit(0).manifest.fingerprint, folder, info)
         return
-    chain = Chain(folder / CHAIN)
-    if chain.length and (found := chain.commit(0).manifest.fingerprint) != info.fingerprint:
+    marker, name = folder / FINGERPRINT, info.fingerprint.hex()
+    if marker.exists() and marker.read_text() == name:
+        return
+    if (folder / STATE).exists():
+        StateStore(folder / STATE, layout).close()
+        shutil.rmtree(folder / STATE)
+    write_whole(marker, name.encode())
+
+
+def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:
+    if found != info.fingerprint:
         raise ConfigError(
             f"{folder} holds another run: its fingerprint is {found.hex()[:16]}, "
-            f"that of {info.run_id} {info.fingerprint.hex()[:16]}",
-            fix="choose another --output, or go on with the run that is there",
+            f"that of {info.run_id} is {info.fingerprint.hex()[:16]}",
+            fix="go on with the config that it began with, or choose another --output",
         )

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from spes_p2p.config.load import bundled_config
 from spes_p2p.errors import ConfigError
 
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
@@ -46,6 +47,12 @@ class PeerOptions:
     dump_rounds: Path | None = None
     overrides: tuple[str, ...] = ()
     config_path: Path | None = None
+
+
+def config_path(given: Path) -> Path:
+    """The file, or the config of this name that comes with spes-p2p. Raises ConfigError for a name of none."""
+    is_name = given.suffix == "" and len(given.parts) == 1 and not given.exists()
+    return bundled_config(str(given)) if is_name else given
 
 
 def parse_columns(text: str, num_experts: int | None = None) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
-from spes_p2p.peer.connection import Connection, Stopped
+from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.folder import CHECKPOINTS, prepare_folder
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
-from spes_p2p.peer.stopping import leaving_on_signals
+from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.actions import Notice
@@ -198,6 +198,8 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             deadline_seconds=round(event.deadline_seconds, 3),
         )
     )
+    if event.caught_up:
+        return  # who came and went meanwhile is no news any more
     before = {member.peer for member in event.previous.members}
     after = {member.peer for member in manifest.members}
     for peer in sorted(after - before):

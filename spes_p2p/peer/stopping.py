@@ -1,19 +1,24 @@
 """SIGINT and SIGTERM of a node: the first asks it to leave, a second one ends it at once, and so does its time.
 
+`until_stopped` breaks off what is under way on the network's loop.
+
 What is on disk is whole at every moment, and the kernel ends daemon and ranks with us; so ending hard is safe, only
 less polite.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 EXIT_SECONDS = 9.5
 """From the first signal to the end of the process, whatever it is doing (an inner step may take longer)."""
 INTERRUPTED = 130
@@ -22,8 +27,27 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
+class Stopped(Exception):
+    """The node was asked to end before its work was done."""
+
+
+async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises Stopped once `stop` is set; `work` has been cancelled and has cleaned up then."""
+    loop = asyncio.get_running_loop()
+    working, stopping = loop.create_task(work), loop.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Stopped
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.wait((working, stopping))
+
+
 @contextlib.contextmanager
-def leaving_on_signals(leave: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
+def leaving_on_signals(leave: Callable[[], object], say: Callable[[str], None]) -> Iterator[None]:
     """`leave` is called in the main thread and must be quick; `say` from another one. No effect off the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield

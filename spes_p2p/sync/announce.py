@@ -34,10 +34,16 @@ from spes_p2p.wire import pack
 
 EVERY_SECONDS = 5.0
 TTL_SECONDS = 45.0
+MOST_REMEMBERED = 64
+"""Peers with which the DHT is mended where it fell apart."""
 
 
 class Announcer:
-    """Publishes and learns at intervals, on the network's loop. `describe` gives the node's own record."""
+    """Publishes and learns at intervals, on the network's loop.
+
+    `describe` gives the node's own record, `newest` its newest commit with the time when it came (Unix seconds).
+    `failed` hears of what is not a matter of the network. `acquaintances` are peers that we know of apart from the DHT.
+    """
 
     def __init__(
         self,
@@ -45,7 +51,9 @@ class Announcer:
         transport: Transport,
         directory: Directory,
         describe: Callable[[], PeerRecord],
-        newest: Callable[[], Commit | None],
+        newest: Callable[[], tuple[Commit, float] | None],
+        failed: Callable[[BaseException], None],
+        acquaintances: Callable[[], Iterable[PeerId]] = tuple,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._info = info
@@ -54,7 +62,9 @@ class Announcer:
         self._describe = describe
         self._newest = newest
         self._wall_clock = wall_clock
-        self._head, self._head_since = b"", 0
+        self._failed = failed
+        self._acquaintances = acquaintances
+        self._met: dict[PeerId, None] = {}
         self._task: asyncio.Task[None] | None = None
         self.known: dict[PeerId, PeerRecord] = {}
 
@@ -72,21 +82,16 @@ class Announcer:
     async def announce(self) -> None:
         """Publishes all records. Raises NetworkError when nobody takes them."""
         addresses = self._transport.addresses[:MAX_ADDRESSES]
-        commit = self._newest()
-        round = commit.manifest.round if commit else 0
-        head = manifest_hash(commit.manifest) if commit else b""
-        run = RunRecord(
-            self._info.run_id, self._info.fingerprint, self._info.organiser, WIRE_VERSION, round, head, addresses
-        )
+        newest = self._newest()
+        round, head = (newest[0].manifest.round, manifest_hash(newest[0].manifest)) if newest else (0, b"")
+        info = self._info
+        run = RunRecord(info.run_id, info.fingerprint, info.organiser, WIRE_VERSION, round, head, addresses)
         await self._directory.publish(RUNS_KEY, pack(run), TTL_SECONDS)
-        now = int(self._wall_clock())
-        peer = replace(self._describe(), written_at_seconds=now)
-        await self._directory.publish(peers_key(self._info.run_id), pack(peer), TTL_SECONDS)
-        if commit is not None:
-            if head != self._head:
-                self._head, self._head_since = head, now
-            record = head_record(commit, self._head_since)
-            await self._directory.publish(heads_key(self._info.run_id), pack(record), TTL_SECONDS)
+        peer = replace(self._describe(), written_at_seconds=int(self._wall_clock()))
+        await self._directory.publish(peers_key(info.run_id), pack(peer), TTL_SECONDS)
+        if newest is not None:
+            record = head_record(newest[0], int(newest[1]))
+            await self._directory.publish(heads_key(info.run_id), pack(record), TTL_SECONDS)
 
     async def learn(self) -> None:
         """Reads who is there and where; keeps what was known when nobody answers."""
@@ -95,6 +100,10 @@ class Announcer:
         for peer, record in self.known.items():
             if peer != self._transport.peer_id and record.addresses:
                 self._transport.learn(peer, record.addresses)
+                self._met.pop(peer, None)
+                self._met[peer] = None  # the newest last
+        for peer in list(self._met)[:-MOST_REMEMBERED]:
+            del self._met[peer]
 
     async def sources(self) -> Iterable[PeerId]:
         """Who else is in the run, freshly read, the organiser first."""
@@ -104,11 +113,16 @@ class Announcer:
         return sorted(others, key=lambda peer: (peer != self._info.organiser, peer))
 
     async def _for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY_SECONDS)
-            with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
-                await self.announce()
-                await self.learn()
+        try:
+            while True:
+                await asyncio.sleep(EVERY_SECONDS)
+                await self._directory.acquaint({self._info.organiser, *self._met, *self._acquaintances()})
+                with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
+                    await self.announce()
+                with contextlib.suppress(NetworkError):
+                    await self.learn()
+        except Exception as error:  # noqa: BLE001 (a node that nobody finds any more must not go on in silence)
+            self._failed(error)
 
 
 def head_record(commit: Commit, seen_at_seconds: int) -> HeadRecord:

@@ -54,6 +54,10 @@ class Chain:
         except RemoteProtocolError as error:
             raise StateError(f"{self._path(round)} is damaged: {error}", fix=_JOIN_AGAIN) from error
 
+    def received_at(self, round: int) -> float:
+        """When the commit of a round came here: Unix seconds by the wall clock of that time."""
+        return self._path(round).stat().st_mtime
+
     def append(self, commit: Commit) -> None:
         """Adds the next commit, durably; nothing is done for one that is here. Raises StorageFull.
 

@@ -139,7 +139,6 @@ class Organiser:
         manifest = genesis_manifest(self._rules, self._store.version(0).root, members, wishes)
         self.chain.append(sign_genesis(manifest, self._transport.peer_id, self._sealer))
         self._waiting.clear()
-        self._say(f"the run begins with {len(members)} peers")
 
     async def _follow(self, peer: PeerId) -> None:
         """Takes newer headers from a peer; its state is not needed here."""

@@ -7,12 +7,14 @@ peers say of themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.swarm.membership import electors
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.swarm.records import (
     HeadRecord,
@@ -26,22 +28,30 @@ from spes_p2p.swarm.records import (
     peers_key,
 )
 from spes_p2p.sync import requests
+from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import GENESIS
-from spes_p2p.sync.messages import Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.sync.messages import DEGRADED, Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.sync.rules import check_certificate
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
 ANSWER_SECONDS = 10.0
+FRESH_SECONDS = 4 * EVERY_SECONDS
+"""A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
+STATES = ("bootstrap", "member", "waiting", "joining", "silent", "left")
 
 
 @dataclass(frozen=True)
 class PeerLine:
-    """One node of the run. `seen_at`: Unix seconds of its newest record."""
+    """One node of the run.
+
+    `state`: "bootstrap", "member" of the newest manifest, "silent" (a member without a fresh record), "joining" (no
+    member yet), "waiting" (for the run to begin) or "left". `seen_at`: Unix seconds of its newest record, 0 for none.
+    """
 
     peer: PeerId
-    role: str
+    state: str
     round: int
     step: int
     tokens: int
@@ -65,7 +75,8 @@ class ColumnLine:
 class RunReport:
     """`certificate` is the kind of the newest one (majority, degraded, genesis), empty before genesis.
 
-    `checked` says whether its seals were checked against the electors of its parent.
+    `checked` says whether its seals were checked against the electors of its parent; `electors` are the seals that it
+    has, and all that may vote on the next round. `head_age_seconds`: since when it is known, None where nobody says.
     """
 
     run_id: str
@@ -74,25 +85,43 @@ class RunReport:
     step: int
     tokens: int
     certificate: str
+    degraded: bool
     checked: bool
+    seals: int
+    electors: int
     head_age_seconds: float | None
     model_hash: str
     peers: tuple[PeerLine, ...]
     columns: tuple[ColumnLine, ...]
 
+    @property
+    def uncovered(self) -> tuple[int, ...]:
+        """Columns that nobody owns."""
+        return tuple(column.index for column in self.columns if not column.owners)
+
+    @property
+    def live(self) -> tuple[PeerLine, ...]:
+        """Members that were heard lately."""
+        return tuple(peer for peer in self.peers if peer.state == "member")
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "uncovered": self.uncovered, "live_peers": len(self.live)}
 
 
 async def read_report(
-    directory: Directory, transport: Transport, verifier: Verifier, run_id: str | None, now: float
+    directory: Directory,
+    transport: Transport,
+    verifier: Verifier,
+    run_id: str | None,
+    now: float,
+    fingerprint: str | None = None,
 ) -> RunReport:
     """Reads everything once. `now` is the wall clock, Unix seconds.
 
     Raises NetworkError when nothing answers or no run is announced, ConfigError when there is a choice.
     """
-    group = await find_run(directory, run_id, ANSWER_SECONDS)
+    group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
     peers, _ = parse_all(parse_peer, await directory.read(peers_key(group.run_id), ANSWER_SECONDS))
     heads, _ = parse_all(parse_head, await directory.read(heads_key(group.run_id), ANSWER_SECONDS))
     for peer, record in peers.items():
@@ -151,19 +180,21 @@ def _report(
     now: float,
 ) -> RunReport:
     manifest = commit.manifest if commit else None
+    certificate = commit.certificate if commit else None
     return RunReport(
         run_id=group.run_id,
         fingerprint=group.fingerprint.hex(),
         round=manifest.round if manifest else 0,
         step=manifest.step if manifest else 0,
         tokens=manifest.tokens if manifest else 0,
-        certificate=commit.certificate.kind if commit else "",
+        certificate=certificate.kind if certificate else "",
+        degraded=certificate is not None and certificate.kind == DEGRADED,
         checked=checked,
+        seals=len(certificate.seals) if certificate else 0,
+        electors=len(electors(manifest.members)) if manifest else 0,
         head_age_seconds=_head_age(heads, manifest, now),
         model_hash=manifest.state_root.hex() if manifest else "",
-        peers=tuple(
-            _peer_line(record) for _, record in sorted(peers.items(), key=lambda item: (item[1].role, item[0]))
-        ),
+        peers=_peer_lines(peers, manifest, now),
         columns=_columns(manifest) if manifest else (),
     )
 
@@ -175,10 +206,30 @@ def _head_age(heads: Mapping[PeerId, HeadRecord], manifest: Manifest | None, now
     return max(0.0, now - min(known)) if known else None
 
 
-def _peer_line(record: PeerRecord) -> PeerLine:
+def _peer_lines(peers: Mapping[PeerId, PeerRecord], manifest: Manifest | None, now: float) -> tuple[PeerLine, ...]:
+    """Bootstrap nodes first, then by state and name; members without a record are there too."""
+    members = {member.peer for member in manifest.members} if manifest else set()
+    lines = [_peer_line(record, _state(record, members, manifest, now)) for record in peers.values()]
+    owned = {peer: columns_of(manifest.ownership, peer) for peer in members - set(peers)} if manifest else {}
+    lines += [PeerLine(peer, "silent", 0, 0, 0, 0.0, columns, "", 0.0, ()) for peer, columns in owned.items()]
+    return tuple(sorted(lines, key=lambda line: (STATES.index(line.state), line.peer)))
+
+
+def _state(record: PeerRecord, members: Collection[PeerId], manifest: Manifest | None, now: float) -> str:
+    fresh = now - record.written_at_seconds <= FRESH_SECONDS
+    if record.role == "bootstrap":
+        return "bootstrap"
+    if record.peer in members:
+        return "member" if fresh else "silent"
+    if not fresh:
+        return "left"
+    return "joining" if manifest else "waiting"
+
+
+def _peer_line(record: PeerRecord, state: str) -> PeerLine:
     return PeerLine(
         record.peer,
-        record.role,
+        state,
         record.round,
         record.step,
         record.tokens,

@@ -1,0 +1,70 @@
+"""What a bootstrap node says of its run, in lines for its log: coverage, the beginning, each newest certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from spes_p2p.config.schema import Config
+from spes_p2p.ids import PeerId, short
+from spes_p2p.observe.metrics import count_text
+from spes_p2p.observe.text import span_text
+from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
+from spes_p2p.sync.messages import DEGRADED, Commit, Manifest
+
+MOST_SHOWN = 3
+
+
+def expected_coverage(config: Config) -> str | None:
+    """A warning where the peers that begin the run would not cover all columns; None where they do."""
+    peers, each, columns = config.swarm.min_peers, config.swarm.experts_per_peer, config.model.num_experts
+    if peers * each >= columns:
+        return None
+    return (
+        f"warning: {peers} peers with {each} columns each cover {peers * each} of {columns} expert columns; "
+        "the others stay as they are until more peers come, or some claim more with --owned-experts"
+    )
+
+
+def coverage(ownership: Ownership) -> str:
+    """How many columns have an owner, and which have none."""
+    without = orphans(ownership)
+    if not without:
+        return f"all {len(ownership)} expert columns have an owner"
+    return f"warning: {len(without)} of {len(ownership)} expert columns have no owner: {span_text(without)}"
+
+
+def genesis_lines(manifest: Manifest) -> list[str]:
+    """The first members with their columns."""
+    names = sorted(member.peer for member in manifest.members)
+    lines = [f"the run begins with {len(names)} {_peers(len(names))}"]
+    lines += [
+        f"  {short(peer)} trains columns {span_text(columns_of(manifest.ownership, peer)) or '-'}" for peer in names
+    ]
+    return [*lines, coverage(manifest.ownership)]
+
+
+def commit_lines(commit: Commit, before: Manifest) -> list[str]:
+    """One line for the certificate, and one where members came or went or columns lost their last owner."""
+    manifest = commit.manifest
+    tokens = sum(entry.tokens for entry in manifest.roster)
+    kind = " (degraded)" if commit.certificate.kind == DEGRADED else ""
+    lines = [
+        f"round {manifest.round}{kind}: step {manifest.step:,}, "
+        + (f"{count_text(tokens)} tokens of {len(manifest.roster)} {_peers(len(manifest.roster))}, " if tokens else "")
+        + f"{count_text(manifest.tokens)} in all"
+    ]
+    was, now = ({member.peer for member in one.members} for one in (before, manifest))
+    lines += [f"joined: {_named(now - was)}"] if now - was else []
+    lines += [f"left: {_named(was - now)}"] if was - now else []
+    if orphans(manifest.ownership) != orphans(before.ownership):
+        lines.append(coverage(manifest.ownership))
+    return lines
+
+
+def _named(peers: Set[PeerId]) -> str:
+    shown = [short(peer) for peer in sorted(peers)[:MOST_SHOWN]]
+    return ", ".join(shown) + (f" and {len(peers) - MOST_SHOWN} more" if len(peers) > MOST_SHOWN else "")
+
+
+def _peers(count: int) -> str:
+    return "peer" if count == 1 else "peers"
