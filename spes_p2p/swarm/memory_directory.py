@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,9 @@ class MemoryDirectory:
                 if value is not None and stored.expiration >= found.get(subkey, (now,))[0]:
                     found[subkey] = stored.expiration, value
         return {subkey: value for subkey, (_, value) in found.items()}
+
+    async def acquaint(self, peers: Collection[PeerId]) -> None:
+        """Everybody within hearing is in it already."""
 
     def _open(self, key: str, subkey: PeerId, data: bytes) -> bytes | None:
         now = asyncio.get_running_loop().time()

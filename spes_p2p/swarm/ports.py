@@ -7,7 +7,7 @@ virtual clock. Nothing here knows rounds, tensors or files. All coroutines run o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,6 +133,14 @@ class Directory(Protocol):
         """All valid records under `key`: badly signed, expired or oversized ones are dropped and counted.
 
         Raises PeerSilent when the answer takes longer than `timeout_seconds`.
+        """
+        ...
+
+    async def acquaint(self, peers: Collection[PeerId]) -> None:
+        """Takes those of `peers` that can be reached into the directory, where they are not in it; never raises.
+
+        A directory falls apart where the nodes that held it together were restarted: they know nobody, and who has
+        missed them asks them no more.
         """
         ...
 

@@ -8,14 +8,17 @@ not. Its caches are off: anybody may push into them with an end of their choice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
 import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
 
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
@@ -28,6 +31,10 @@ MAX_RECORDS = 10_000
 _PUBLISH_SECONDS = 10.0
 _TRIES = 3
 _STEP_SECONDS = 0.001
+_FEW_NODES = 20
+"""A routing table with fewer may have lost its swarm."""
+_MOST_GREETED = 8
+_GREETING_SECONDS = 4.0
 
 DHT_OPTIONS = {
     "cache_locally": False,
@@ -83,7 +90,10 @@ class HivemindDirectory:
         verifier: Verifier,
         validator: EnvelopeValidator,
         daemon_ended: asyncio.Event,
+        connect: Callable[[PeerId], Awaitable[None]],
     ) -> None:
+        """`connect` opens a connection to a peer, or raises NetworkError."""
+        self._connect = connect
         self._node, self._signer, self._verifier, self._validator = node, signer, verifier, validator
         self._daemon_ended = daemon_ended
         self._ends: dict[str, float] = {}
@@ -155,3 +165,18 @@ class HivemindDirectory:
             else:
                 records[opened.peer] = opened.value
         return records
+
+    async def acquaint(self, peers: Collection[PeerId]) -> None:
+        table = self._node.protocol.routing_table
+        known = {identity.to_base58() for identity in list(table.peer_id_to_uid)}
+        strangers = [peer for peer in peers if peer not in known and peer != self._signer.peer_id]
+        most = _MOST_GREETED if len(known) < _FEW_NODES else 1
+        chosen = random.sample(strangers, min(most, len(strangers)))
+        await asyncio.gather(*(self._greet(peer) for peer in chosen))
+
+    async def _greet(self, peer: PeerId) -> None:
+        """Both sides take each other into their routing tables, and hand over the records that belong there."""
+        with contextlib.suppress(NetworkError, RemoteProtocolError, TimeoutError):
+            async with asyncio.timeout(_GREETING_SECONDS):
+                await self._connect(peer)
+                await self._node.protocol.call_ping(PeerID.from_base58(peer))  # never raises

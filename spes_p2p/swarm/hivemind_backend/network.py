@@ -124,7 +124,9 @@ class HivemindNetwork:
         except (RuntimeError, ValidationError, P2PDaemonError) as error:
             raise NetworkError(f"joining the DHT failed: {error}", fix="try again, or another initial peer") from error
         self._stack.push_async_callback(_leave_dht, node, self.daemon_ended)
-        self.directory = HivemindDirectory(node, self.signer, self.verifier, validator, self.daemon_ended)
+        self.directory = HivemindDirectory(
+            node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connect
+        )
         for one in reached:
             self.transport.learn(one.peer, (one.address,))
 

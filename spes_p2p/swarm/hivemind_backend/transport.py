@@ -206,6 +206,15 @@ class HivemindTransport:
         self._heard(peer)
         return outcome
 
+    async def connect(self, peer: PeerId) -> None:
+        """Opens a connection where there is none. Raises NetworkError."""
+        if self._daemon_ended.is_set():
+            raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
+        try:
+            await self._connect(peer)
+        except _DAEMON_GONE as error:
+            raise NetworkError(f"the libp2p daemon does not answer: {error}", fix="start this peer again") from error
+
     async def _connect(self, peer: PeerId) -> None:
         async with self._dialling[peer]:
             if peer in self._connected or await self._is_connected(peer):
