@@ -218,6 +218,7 @@ def test_a_leaver_ends_in_time_and_all_of_its_work_is_counted(story: Story) -> N
     assert story.leave_code == 0
     assert story.ids["p2"] in story.changes("p0", "left")
     assert story.tokens_counted("p2") == story.tokens_trained("p2")
+    assert all(story.tokens_counted(name) <= story.tokens_trained(name) for name in story.ids)
 
 
 def test_the_last_ones_leave_in_time_too(story: Story) -> None:
