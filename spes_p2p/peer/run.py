@@ -205,7 +205,7 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
     for peer in sorted(after - before):
         bus.emit(Peer("joined", peer, manifest.round))
     for peer in sorted(before - after):
-        bus.emit(Peer("left", peer, manifest.round))
+        bus.emit(Peer("left" if peer in event.leavers else "lost", peer, manifest.round))
 
 
 def _note(notice: Notice, bus: EventBus) -> None:

@@ -81,6 +81,8 @@ class Applied:
     bytes_sent: int
     bytes_received: int
     deadline_seconds: float
+    leavers: frozenset[PeerId]
+    """Who had said that it leaves."""
 
 
 class Hooks(Protocol):
@@ -331,6 +333,7 @@ class Driver:
             self._transport.bytes_sent - times.sent_before,
             self._transport.bytes_received - times.received_before,
             self.core.pace.deadline_seconds(0),
+            frozenset(peer for peer, contact in self.core.contacts.items() if contact.status.intent.leaving),
         )
         keep = self._hooks.rounds_in_use() | {commit.manifest.round, commit.manifest.round - 1}
         for round in set(store.rounds()) - keep:
