@@ -125,7 +125,7 @@ def run(
     layout = Layout(state_tensors(config.model), config.sync.tile_values)
     peers = tuple(_result(process, layout) for process in processes)
     before, after = _held_out(options.output / names[0], config, layout)
-    return Result(peers, before, after, time.monotonic() - started, _problems(options, peers, before, after))
+    return Result(peers, before, after, time.monotonic() - started, find_problems(options, peers, before, after))
 
 
 def _arguments(options: QuickstartOptions, name: str, local: Sequence[str]) -> list[str]:
@@ -171,7 +171,10 @@ def _held_out(folder: Path, config: Config, layout: Layout) -> tuple[float, floa
     return loss(initial), loss(last) if last is not None else float("nan")
 
 
-def _problems(options: QuickstartOptions, peers: Sequence[PeerResult], before: float, after: float) -> tuple[str, ...]:
+def find_problems(
+    options: QuickstartOptions, peers: Sequence[PeerResult], before: float, after: float
+) -> tuple[str, ...]:
+    """Promises that were not kept, in words; `before` and `after` are held-out losses."""
     problems = [f"{peer.name} ended with exit code {peer.exit_code}" for peer in peers if peer.exit_code]
     problems += [
         f"{peer.name} has round {peer.rounds} of {options.rounds}" for peer in peers if peer.rounds < options.rounds

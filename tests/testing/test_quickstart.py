@@ -1,0 +1,39 @@
+"""What the quickstart calls a failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.testing.quickstart import PeerResult, QuickstartOptions, find_problems
+
+OPTIONS = QuickstartOptions(Path("unused"), peers=2, rounds=3)
+GOOD = PeerResult("peer-0", 0, 3, 5.0, 4.0, 100, 100, "aa", "aa")
+
+
+def problems(*peers: PeerResult, before: float = 5.0, after: float = 4.0) -> tuple[str, ...]:
+    return find_problems(OPTIONS, peers, before, after)
+
+
+def test_when_every_promise_was_kept_there_is_no_problem() -> None:
+    assert problems(GOOD, replace(GOOD, name="peer-1")) == ()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (replace(GOOD, exit_code=1), "ended with exit code 1"),
+        (replace(GOOD, rounds=2), "has round 2 of 3"),
+        (replace(GOOD, state_hash="bb"), "does not hash to what was committed"),
+        (replace(GOOD, state_hash="bb", committed_hash="bb"), "do not have the same state"),
+    ],
+)
+def test_each_broken_promise_is_named(other: PeerResult, words: str) -> None:
+    assert any(words in problem for problem in problems(GOOD, other))
+
+
+@pytest.mark.parametrize("after", [5.0, 6.0, float("nan")])
+def test_a_loss_that_does_not_fall_is_a_problem(after: float) -> None:
+    assert len(problems(GOOD, after=after)) == 1
