@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# A bootstrap node for a real host: fixed port, fixed identity, and arguments from environment variables, so that a
+# restart gives the same address. Restarts and logs are the service manager's: spes-p2p-bootstrap.service, Containerfile.
+#
+#   SPES_CONFIG    the run: a YAML file or the name of a bundled config (required the first time and ever after)
+#   SPES_DATA      folder of the run's token shards (leave it out with data.source=local)
+#   SPES_FOLDER    identity, genesis and certificates: keep it (default: ./bootstrap-node)
+#   SPES_PORT      TCP port (default: 31337)
+#   SPES_ANNOUNCE  multiaddresses that others should dial, separated by spaces, such as /dns4/host.example.org/tcp/31337
+#   SPES_PROGRAM   the program (default: spes-p2p)
+#
+# Further arguments go to `spes-p2p bootstrap`, such as overrides: run_bootstrap.sh swarm.min_peers=4
+set -euo pipefail
+
+: "${SPES_CONFIG:?set SPES_CONFIG to the YAML file of the run, or to the name of a bundled config such as tiny}"
+folder="${SPES_FOLDER:-bootstrap-node}"
+port="${SPES_PORT:-31337}"
+
+arguments=(
+    bootstrap
+    --config "$SPES_CONFIG"
+    --output "$folder"
+    --identity-path "$folder/identity.key"
+    --host-maddrs "/ip4/0.0.0.0/tcp/$port"
+)
+if [ -n "${SPES_DATA:-}" ]; then
+    arguments+=(--data "$SPES_DATA")
+fi
+for address in ${SPES_ANNOUNCE:-}; do
+    arguments+=(--announce-maddrs "$address")
+done
+
+# exec: signals of the service manager reach the node itself
+exec "${SPES_PROGRAM:-spes-p2p}" "${arguments[@]}" "$@"

@@ -1,0 +1,86 @@
+"""How a run is shown to people."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spes_p2p.cli.status import text_of
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
+
+NOW = 1_700_000_000.0
+ANNA, BEN = (
+    PeerId("QmcUafVmoHSS8E9zV7UwhPHaR5gmUCrGRLMvXBYqNanna1"),
+    PeerId("QmcUafVmoHSS8E9zV7UwhPHaR5gmUCrGRLMvXBYqNbenb2"),
+)
+ORGANISER = PeerId("QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xboot3")
+
+
+def peer(name: PeerId, state: str, seen_seconds_ago: float = 2.0) -> PeerLine:
+    return PeerLine(name, state, 12, 240, 98_300, 2345.0, (0, 1, 2), "0.1.0", NOW - seen_seconds_ago, ())
+
+
+REPORT = RunReport(
+    run_id="tiny",
+    fingerprint="d53c9f38a4046582" * 4,
+    round=12,
+    step=1240,
+    tokens=983_040,
+    certificate="majority",
+    degraded=False,
+    checked=True,
+    seals=2,
+    electors=3,
+    head_age_seconds=12.0,
+    model_hash="7e37ef20d4" * 6,
+    peers=(
+        peer(ORGANISER, "bootstrap"),
+        peer(ANNA, "member"),
+        peer(BEN, "silent", 90.0),
+        replace(peer(PeerId("x"), "silent"), seen_at=0.0, version=""),
+    ),
+    columns=(
+        *(ColumnLine(index, (ANNA,), 0) for index in range(3)),
+        ColumnLine(3, (ANNA, BEN), 2),
+        ColumnLine(4, (), 12),
+    ),
+)
+
+
+def lines(report: RunReport) -> list[str]:
+    return [" ".join(line.split()) for line in text_of(report, NOW).splitlines()]
+
+
+def test_everything_about_a_run_fits_in_100_columns() -> None:
+    assert max(map(len, text_of(REPORT, NOW).splitlines())) <= 100
+    assert lines(REPORT) == [
+        "run tiny, fingerprint d53c9f38a4046582",
+        "round 12, step 1,240, 983.0k tokens, model 7e37ef20d4",
+        "newest certificate: 2 signatures, checked, 12 s old; 3 electors for the next round",
+        "",
+        "peer state round tokens/s trained seen version columns",
+        "xboot3 bootstrap 12 - - 2.0 s 0.1.0 0-2",
+        "Nanna1 member 12 2.3k 98.3k 2.0 s 0.1.0 0-2",
+        "Nbenb2 silent 12 2.3k 98.3k 1:30 0.1.0 0-2",
+        "x silent - - - never - 0-2",
+        "1 live member, 2.3k tokens/s together",
+        "",
+        "expert columns: 4 of 5 have an owner",
+        "0-2 Nanna1",
+        "3 Nanna1, Nbenb2, last trained 2 rounds ago",
+        "4 nobody, never trained",
+    ]
+
+
+def test_a_certificate_that_is_degraded_or_unproven_is_said_aloud() -> None:
+    degraded = replace(REPORT, certificate="degraded", degraded=True, seals=1)
+    assert "DEGRADED, 1 signature of those who were heard, checked" in lines(degraded)[2]
+    assert "NOT CHECKED" in lines(replace(REPORT, checked=False))[2]
+    genesis = replace(REPORT, certificate="genesis", checked=False, seals=1, head_age_seconds=None)
+    assert lines(genesis)[2] == "newest certificate: signed by the organiser; 3 electors for the next round"
+
+
+def test_before_the_run_has_begun_it_says_who_waits() -> None:
+    waiting = replace(REPORT, certificate="", peers=(peer(ANNA, "waiting"),), columns=())
+    assert lines(waiting)[1] == "the run has not begun: 1 peer waiting"
+    assert not any("columns:" in line for line in lines(waiting))

@@ -1,0 +1,53 @@
+"""What the organiser reads in the log of a bootstrap node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spes_p2p.ids import PeerId
+from spes_p2p.peer.herald import commit_lines, coverage, expected_coverage, genesis_lines
+from spes_p2p.swarm.membership import Member
+from tests.sync.chains import MadeRun
+from tests.sync.swarm_cases import small_config
+
+RUN = MadeRun()
+GENESIS, FIRST = RUN.chain(2)
+ANNA = PeerId("QmcUafVmoHSS8E9zV7UwhPHaR5gmUCrGRLMvXBYqNanna1")
+
+
+def test_a_budget_that_does_not_cover_all_columns_is_warned_of_before_the_run() -> None:
+    assert expected_coverage(small_config(peers=2)) is None
+    warning = expected_coverage(small_config("swarm.experts_per_peer=1"))
+    assert warning is not None
+    assert warning.startswith("warning: 3 peers with 1 columns each cover 3 of 4 expert columns")
+
+
+def test_coverage_names_what_nobody_owns() -> None:
+    assert coverage(((ANNA,),) * 3) == "all 3 expert columns have an owner"
+    assert coverage(((), (ANNA,), (), (), (ANNA,))) == "warning: 3 of 5 expert columns have no owner: 0,2-3"
+
+
+def test_genesis_says_who_trains_what() -> None:
+    assert genesis_lines(GENESIS.manifest) == [
+        "the run begins with 1 peer",
+        "  a trains columns 0-3",
+        "all 4 expert columns have an owner",
+    ]
+
+
+def test_a_certificate_is_one_line() -> None:
+    assert commit_lines(FIRST, GENESIS.manifest) == ["round 1: step 1, 1.0k tokens of 1 peer, 1.0k in all"]
+    degraded = replace(FIRST, certificate=replace(FIRST.certificate, kind="degraded"))
+    assert commit_lines(degraded, GENESIS.manifest)[0].startswith("round 1 (degraded): step 1, ")
+
+
+def test_who_came_and_went_and_what_lost_its_owner_is_said() -> None:
+    manifest = FIRST.manifest
+    changed = replace(manifest, members=(Member(ANNA, 1, False, 0),), ownership=((), (ANNA,), (ANNA,), (ANNA,)))
+    assert commit_lines(replace(FIRST, manifest=changed), GENESIS.manifest)[1:] == [
+        "joined: Nanna1",
+        "left: a",
+        "warning: 1 of 4 expert columns have no owner: 0",
+    ]
+    quiet = replace(manifest, roster=())
+    assert commit_lines(replace(FIRST, manifest=quiet), GENESIS.manifest) == ["round 1: step 1, 1.0k in all"]

@@ -1,0 +1,44 @@
+"""What a person may choose for a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.peer.options import check_columns, config_path, parse_columns
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"), [("0", (0,)), ("0,3-5", (0, 3, 4, 5)), (" 7 , 2-2,7", (2, 7)), ("12-10,1", None)]
+)
+def test_columns_are_numbers_and_spans(text: str, columns: tuple[int, ...] | None) -> None:
+    if columns is not None:
+        assert parse_columns(text) == columns
+    else:
+        with pytest.raises(ConfigError):
+            parse_columns(text)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "1,", "-1", "1.5", "5-3", "1--2", "0-99999999999", "²"])
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--owned-experts .* is not a list of columns") as caught:
+        parse_columns(text)
+    assert "0,3-5" in caught.value.fix
+
+
+def test_columns_that_the_run_does_not_have_are_named() -> None:
+    check_columns((0, 7), 8)
+    with pytest.raises(ConfigError, match=r"names column 8, the run has 8 \(0 to 7\)"):
+        check_columns((0, 8, 9), 8)
+
+
+def test_a_config_is_a_file_or_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_path(Path("tiny")).name == "tiny.yaml"
+    assert config_path(Path("runs/mine.yaml")) == Path("runs/mine.yaml")
+    Path("small").write_text("run: {run_id: mine}\n")
+    assert config_path(Path("small")) == Path("small")
+    with pytest.raises(ConfigError, match="no config named tinny"):
+        config_path(Path("tinny"))

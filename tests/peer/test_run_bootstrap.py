@@ -1,0 +1,56 @@
+"""bootstrap/run_bootstrap.sh: environment variables to one exec."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "bootstrap" / "run_bootstrap.sh"
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """With a program that prints its arguments in the place of spes-p2p."""
+    program = folder / "program"
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPES_")}
+    return subprocess.run(
+        [str(SCRIPT), *arguments],
+        env=clean | {"SPES_PROGRAM": str(program)} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_port_identity_and_folder_are_fixed(tmp_path: Path) -> None:
+    result = run(tmp_path, SPES_CONFIG="tiny")
+    assert result.stdout.split() == [
+        *("bootstrap", "--config", "tiny", "--output", "bootstrap-node"),
+        *("--identity-path", "bootstrap-node/identity.key", "--host-maddrs", "/ip4/0.0.0.0/tcp/31337"),
+    ]
+
+
+def test_everything_can_be_set_and_overrides_go_through(tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        "swarm.min_peers=4",
+        SPES_CONFIG="my run.yaml",
+        SPES_DATA="/srv/my tokens",
+        SPES_FOLDER="/var/lib/node",
+        SPES_PORT="4001",
+        SPES_ANNOUNCE="/dns4/a.example.org/tcp/1 /ip4/203.0.113.7/tcp/2",
+    )
+    assert result.stdout.splitlines() == [
+        *("bootstrap", "--config", "my run.yaml", "--output", "/var/lib/node"),
+        *("--identity-path", "/var/lib/node/identity.key", "--host-maddrs", "/ip4/0.0.0.0/tcp/4001"),
+        *("--data", "/srv/my tokens"),
+        *("--announce-maddrs", "/dns4/a.example.org/tcp/1", "--announce-maddrs", "/ip4/203.0.113.7/tcp/2"),
+        "swarm.min_peers=4",
+    ]
+
+
+def test_without_a_config_it_says_what_to_set(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    assert result.returncode != 0
+    assert "set SPES_CONFIG to the YAML file of the run" in result.stderr

@@ -1,0 +1,125 @@
+"""Signals to a node: the first one asks, the second one and the end of its time end it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from spes_p2p.peer.stopping import INTERRUPTED, Stopped, leaving_on_signals, until_stopped
+
+PROGRAM = """
+import sys, threading
+from spes_p2p.peer import stopping
+stopping.EXIT_SECONDS = float(sys.argv[1])
+asked = threading.Event()
+def say(text):
+    print(text, flush=True)
+with stopping.leaving_on_signals(asked.set, say):
+    print("up", flush=True)
+    asked.wait()
+    if sys.argv[2] == "leaves":
+        print("left", flush=True)
+    else:
+        threading.Event().wait()
+"""
+
+
+def start(exit_seconds: float, behaviour: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(exit_seconds), behaviour]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def rest(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    with process.stdout as stream:
+        return stream.read().splitlines()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_it_leave(number: signal.Signals) -> None:
+    process = start(60.0, "leaves")
+    process.send_signal(number)
+    assert "left" in rest(process)
+    assert process.wait() == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    process = start(60.0, "hangs")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("leaving")
+    process.send_signal(signal.SIGINT)
+    assert rest(process) == []
+    assert process.wait() == INTERRUPTED
+
+
+def test_what_does_not_end_in_time_is_ended() -> None:
+    process = start(0.05, "hangs")
+    process.send_signal(signal.SIGTERM)
+    assert rest(process)[-1].startswith("what was running did not end in time")
+    assert process.wait() == 0
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with leaving_on_signals(lambda: None, lambda text: None):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_threads_leave_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def look() -> None:
+        with leaving_on_signals(lambda: None, lambda text: None):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_work_that_ends_gives_its_result_or_its_error() -> None:
+    async def good() -> int:
+        return 3
+
+    async def bad() -> int:
+        raise ValueError("bad")
+
+    async def main() -> int:
+        with pytest.raises(ValueError, match="bad"):
+            await until_stopped(asyncio.Event(), bad())
+        return await until_stopped(asyncio.Event(), good())
+
+    assert asyncio.run(main()) == 3
+
+
+def test_work_is_broken_off_and_cleans_up_before_anybody_goes_on() -> None:
+    steps: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            steps.append("cleaned up")
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_soon(stop.set)
+        with pytest.raises(Stopped):
+            await until_stopped(stop, work())
+        steps.append("went on")
+
+    asyncio.run(main())
+    assert steps == ["cleaned up", "went on"]

@@ -1,0 +1,121 @@
+"""What a node publishes of itself, and what it learns of others, on the in-memory network and the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
+from spes_p2p.swarm.records import (
+    RUNS_KEY,
+    HeadRecord,
+    PeerRecord,
+    heads_key,
+    parse_head,
+    parse_peer,
+    parse_run,
+    peers_key,
+)
+from spes_p2p.sync.announce import EVERY_SECONDS, TTL_SECONDS, Announcer
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.messages import Commit, manifest_hash
+from spes_p2p.testing.virtual_time import run_virtual
+from tests.sync.chains import A, B, MadeRun
+
+WALL = 1_700_000_000.0
+
+
+class Node:
+    """An announcer with everything that it is told."""
+
+    def __init__(self, run: MadeRun, peer: MemoryPeer) -> None:
+        self.peer = peer
+        self.newest: tuple[Commit, float] | None = None
+        self.failures: list[BaseException] = []
+        self.speed = 10.0
+        self.announcer = Announcer(
+            run.info, peer.transport, peer.directory, self.describe, lambda: self.newest, self.failures.append,
+            wall_clock=lambda: WALL + asyncio.get_running_loop().time(),
+        )  # fmt: skip
+        self._info: RunInfo = run.info
+
+    def describe(self) -> PeerRecord:
+        addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer.peer_id}",)
+        return PeerRecord(
+            self._info.run_id, self.peer.peer_id, addresses, "0.1.0", 0, 0, 0, self.speed, (), "peer", False, 1
+        )  # fmt: skip
+
+
+def story(play: Callable[[MadeRun, MemoryNetwork, Node, Node], Awaitable[None]]) -> None:
+    async def main() -> None:
+        run, network = MadeRun(), MemoryNetwork()
+        nodes = [Node(run, network.peer(name)) for name in (A, B)]
+        for node in nodes:
+            await node.announcer.start()
+        await play(run, network, *nodes)
+        for node in nodes:
+            await node.announcer.stop()
+
+    run_virtual(main())
+
+
+async def heads(node: Node, run_id: str) -> dict[PeerId, HeadRecord]:
+    published = await node.peer.directory.read(heads_key(run_id))
+    return {peer: parse_head(peer, data) for peer, data in published.items()}
+
+
+def test_run_and_peer_are_published_at_once_and_kept_fresh() -> None:
+    async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
+        await asyncio.sleep(4 * TTL_SECONDS)
+        runs = await other.peer.directory.read(RUNS_KEY)
+        assert {parse_run(peer, data).fingerprint for peer, data in runs.items()} == {run.info.fingerprint}
+        peers = await other.peer.directory.read(peers_key(run.info.run_id))
+        written = parse_peer(A, peers[A]).written_at_seconds
+        assert WALL + asyncio.get_running_loop().time() - written < 2 * EVERY_SECONDS
+        assert await other.announcer.sources() == [A]
+
+    story(play)
+
+
+def test_a_peer_that_is_gone_is_forgotten() -> None:
+    async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
+        await one.announcer.stop()
+        await asyncio.sleep(2 * TTL_SECONDS)
+        assert list(await other.announcer.sources()) == []
+
+    story(play)
+
+
+def test_the_newest_certificate_is_published_with_the_time_when_it_came() -> None:
+    async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
+        assert await heads(other, run.info.run_id) == {}
+        for commit in run.chain(2):
+            one.newest = commit, WALL - 100.5
+            await asyncio.sleep(2 * EVERY_SECONDS)
+            head = (await heads(other, run.info.run_id))[A]
+            assert (head.manifest_hash, head.seen_at_seconds) == (manifest_hash(commit.manifest), int(WALL - 101))
+
+    story(play)
+
+
+def test_a_partition_is_waited_out() -> None:
+    async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
+        network.partition([A], [B])
+        await asyncio.sleep(2 * TTL_SECONDS)
+        assert list(await other.announcer.sources()) == []
+        network.heal()
+        await asyncio.sleep(2 * EVERY_SECONDS)
+        assert await other.announcer.sources() == [A]
+        assert (one.failures, other.failures) == ([], [])
+
+    story(play)
+
+
+def test_what_is_no_matter_of_the_network_is_reported_and_not_hidden() -> None:
+    async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
+        one.speed = float("nan")  # a record that nobody would take
+        await asyncio.sleep(2 * EVERY_SECONDS)
+        assert [type(error) for error in one.failures] == [ValueError]
+
+    story(play)

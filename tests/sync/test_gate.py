@@ -1,0 +1,126 @@
+"""The meeting place of the network's thread and the training thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spes_p2p.ids import Hash
+from spes_p2p.sync.gate import Gate
+from spes_p2p.sync.messages import Work
+
+HEAD, OTHER = Hash(b"h" * 32), Hash(b"o" * 32)
+
+
+def applied(round: int) -> Any:
+    """A commit, as far as a gate looks into it."""
+    return SimpleNamespace(commit=SimpleNamespace(manifest=SimpleNamespace(round=round)))
+
+
+EVENT = applied(1)
+
+
+class Recorder:
+    """In the place of a driver: notes what reaches it, on a loop that a test turns by hand."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.core = SimpleNamespace(head=HEAD, tip=SimpleNamespace(round=7))
+        self.heard: list[tuple[str, Any]] = []
+        self._waiting: list[Callable[[], None]] = []
+        loop: Any = SimpleNamespace(call_soon_threadsafe=self._waiting.append)
+        gate.attach(self, loop)  # type: ignore[arg-type]
+
+    def training(self, work: Work) -> None:
+        self.heard.append(("training", work))
+
+    def ready(self, work: Work) -> None:
+        self.heard.append(("ready", work))
+
+    def wish(self, intent: Any) -> None:
+        raise ValueError("a bug")
+
+    def turn(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0)()
+
+
+def test_commits_come_in_order_and_once() -> None:
+    gate = Gate()
+    gate.applied(EVENT)
+    gate.applied(EVENT)
+    assert len(gate.wait().applied) == 2
+    assert gate.wait(until=0.0).applied == ()
+
+
+def test_states_that_training_still_reads_are_in_use() -> None:
+    gate = Gate()
+    Recorder(gate)
+    assert gate.rounds_in_use() == {7}
+    for round in (8, 9, 10):
+        gate.applied(applied(round))
+    assert gate.rounds_in_use() == {7, 8}
+    gate.wait()
+    assert gate.rounds_in_use() == {7, 8, 10}
+    gate.use(10)
+    assert gate.rounds_in_use() == {10}
+
+
+def test_a_waiting_thread_is_woken_by_a_commit_and_by_the_wish_to_stop() -> None:
+    for wake in (lambda gate: gate.applied(EVENT), lambda gate: gate.stop()):
+        gate = Gate()
+        threading.Timer(0.01, wake, (gate,)).start()
+        assert len(gate.wait().applied) == (0 if gate.stopping else 1)
+
+
+def test_training_ends_when_the_round_closes_and_goes_on_after_the_commit() -> None:
+    gate = Gate()
+    assert not gate.should_stop()
+    gate.close_training()
+    assert gate.should_stop()
+    gate.applied(EVENT)
+    assert gate.should_stop()
+    gate.wait()
+    assert not gate.should_stop()
+
+
+def test_a_leaver_still_hears_of_commits() -> None:
+    gate = Gate()
+    gate.stop()
+    assert gate.wait().applied == ()
+    gate.applied(EVENT)
+    assert len(gate.wait(heed_stop=False).applied) == 1
+
+
+def test_what_breaks_on_the_network_reaches_the_training_thread() -> None:
+    gate = Gate()
+    recorder = Recorder(gate)
+    gate.wish(None)  # type: ignore[arg-type]
+    recorder.turn()
+    with pytest.raises(ValueError, match="a bug"):
+        gate.wait()
+
+
+def test_ready_for_a_round_that_was_decided_meanwhile_is_dropped() -> None:
+    gate = Gate()
+    recorder, early, late = Recorder(gate), Work(ready=True, tokens=1), Work(ready=True, tokens=2)
+    gate.ready(early, HEAD)
+    recorder.turn()
+    gate.report(late, HEAD)
+    gate.ready(late, HEAD)
+    recorder.core.head = OTHER  # the commit comes before the network's thread gets to them
+    recorder.turn()
+    assert recorder.heard == [("ready", early)]
+
+
+def test_the_wish_to_stop_is_passed_on_at_once_also_when_it_came_before() -> None:
+    gate, calls = Gate(), []
+    with gate.on_stop(lambda: calls.append("first")):
+        gate.stop()
+    with gate.on_stop(lambda: calls.append("late")):
+        pass
+    gate.stop()
+    assert calls == ["first", "late"]

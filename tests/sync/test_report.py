@@ -1,0 +1,155 @@
+"""What status tells of a run, read by somebody who takes no part in it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import NetworkError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
+from spes_p2p.sync.announce import head_record
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.messages import WIRE_VERSION, Commit
+from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
+from spes_p2p.sync.requests import Request, Serving
+from spes_p2p.testing.virtual_time import run_virtual
+from spes_p2p.wire import pack, unpack
+from tests.sync.chains import ORGANISER, A, B, MadeRun, with_tokens
+
+NOW = 1_700_000_000.0
+NEWCOMER = PeerId("newcomer")
+
+
+class Scene:
+    """A directory with what a test puts there, and peer a, which serves its chain."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = MadeRun()
+        self.network = MemoryNetwork()
+        self.peer = self.network.peer(A)
+        self.chain = Chain(folder)
+
+    async def publish(self, peer: MemoryPeer, key: str, record: object) -> None:
+        await peer.directory.publish(key, pack(record), 60.0)
+
+    async def announce_run(self) -> None:
+        info = self.run.info
+        await self.publish(
+            self.peer, RUNS_KEY, RunRecord(info.run_id, info.fingerprint, ORGANISER, WIRE_VERSION, 0, b"", ())
+        )
+
+    async def announce_peer(self, name: PeerId, age_seconds: float = 1.0, role: str = "peer") -> None:
+        info, written = self.run.info, int(NOW - age_seconds)
+        record = PeerRecord(info.run_id, name, (), "0.1.0", 2, 20, 300, 40.0, (0,), role, False, 1, written)
+        await self.publish(self.network.peer(name), peers_key(info.run_id), record)
+
+    async def announce_head(self, commit: Commit, seen_seconds_ago: int = 9) -> None:
+        record = head_record(commit, int(NOW) - seen_seconds_ago)
+        await self.publish(self.peer, heads_key(self.run.info.run_id), record)
+
+    async def serve(self, commits: list[Commit]) -> None:
+        for commit in commits:
+            self.chain.append(commit)
+        serving = Serving(self.run.info, self.chain, None, lambda parent, first, count: None)
+        answer = serving.answer
+
+        class Handler:
+            async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+                return b""
+
+            async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+                return answer(unpack(Request, request))
+
+        await self.peer.transport.serve(Handler())
+
+    async def report(self) -> RunReport:
+        reader = self.network.peer("reader")
+        return await read_report(reader.directory, reader.transport, reader.verifier, None, NOW)
+
+
+def test_before_genesis_there_are_only_waiting_peers(tmp_path: Path) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        await scene.announce_run()
+        await scene.announce_peer(ORGANISER, role="bootstrap")
+        await scene.announce_peer(A)
+        return await scene.report()
+
+    report = run_virtual(main())
+    assert (report.certificate, report.round, report.columns, report.head_age_seconds) == ("", 0, (), None)
+    assert [(peer.peer, peer.state) for peer in report.peers] == [(ORGANISER, "bootstrap"), (A, "waiting")]
+
+
+def test_a_run_in_progress_with_its_signatures_checked(tmp_path: Path) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        commits = scene.run.chain(3)
+        await scene.announce_run()
+        await scene.announce_peer(A)
+        await scene.announce_peer(B, age_seconds=FRESH_SECONDS + 5)
+        await scene.announce_peer(NEWCOMER)
+        await scene.announce_head(commits[-1])
+        await scene.serve(commits)
+        return await scene.report()
+
+    report = run_virtual(main())
+    assert (report.certificate, report.checked, report.degraded) == ("majority", True, False)
+    assert (report.round, report.seals, report.electors, report.head_age_seconds) == (2, 1, 1, 9.0)
+    assert {peer.peer: peer.state for peer in report.peers} == {A: "member", NEWCOMER: "joining", B: "left"}
+    assert report.uncovered == ()
+    assert [(column.owners, column.stale_rounds) for column in report.columns] == [((A,), 0)] * 4
+    plain = report.to_json()
+    assert (plain["round"], plain["live_peers"], plain["peers"][0]["peer"]) == (2, 1, A)
+
+
+def test_a_member_that_says_nothing_is_silent(tmp_path: Path) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        await scene.announce_run()
+        await scene.announce_head(scene.run.genesis(b"s" * 32))
+        return await scene.report()
+
+    report = run_virtual(main())
+    assert (report.certificate, report.checked) == ("genesis", False)
+    assert [(peer.peer, peer.state, peer.owned, peer.seen_at) for peer in report.peers] == [
+        (A, "silent", (0, 1, 2, 3), 0.0)
+    ]
+
+
+def test_certificates_that_nobody_can_prove_are_not_called_checked(tmp_path: Path) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        commits = scene.run.chain(3)
+        await scene.announce_run()
+        await scene.announce_head(with_tokens(commits[-1], 10**9))  # its manifest is not what was signed
+        await scene.serve(commits[:2])
+        return await scene.report()
+
+    assert run_virtual(main()).checked is False
+
+
+def test_a_degraded_certificate_is_said_to_be_one(tmp_path: Path) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        commit = scene.run.chain(2)[-1]
+        await scene.announce_run()
+        await scene.announce_head(replace(commit, certificate=replace(commit.certificate, kind="degraded")))
+        return await scene.report()
+
+    report = run_virtual(main())
+    assert (report.certificate, report.degraded, report.checked) == ("degraded", True, False)
+
+
+def test_nobody_in_the_directory_is_a_clear_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        await asyncio.sleep(0)
+        await Scene(tmp_path).report()
+
+    with pytest.raises(NetworkError, match="announces no run"):
+        run_virtual(main())
