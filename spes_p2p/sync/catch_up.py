@@ -92,7 +92,7 @@ class CatchUp:
             await self._in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
 
         try:
-            await self._transfers.tiles(missing, holders, take)
+            await self._transfers.tiles(missing, holders, take, spread=True)
         except StorageFull:
             self._under_way = None
             raise

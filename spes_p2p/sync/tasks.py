@@ -32,11 +32,15 @@ class Tasks:
         task.add_done_callback(self._ended)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. It runs to its end even when the caller is cancelled, and `stop` waits."""
+        """What `work` returns or raises. A caller that is cancelled goes on when the thread has ended, not before."""
         running = asyncio.get_running_loop().run_in_executor(None, work)
         self._threads[running] = None
         running.add_done_callback(lambda done: self._threads.pop(done, None))
-        return await asyncio.shield(running)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
 
     async def stop(self) -> None:
         """Cancels all tasks and returns when they and all threads have ended."""

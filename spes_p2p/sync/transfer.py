@@ -60,28 +60,38 @@ class Transfers:
             raise RemoteProtocolError(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
         return np.frombuffer(data, np.dtype("<f4"))
 
-    async def tiles(self, wanted: Mapping[int, Hash], holders: Sequence[PeerId], take: TakeTiles) -> None:
-        """Fetches tiles by id and hash, a few at a time from the first holder that has them, and hands them to `take`.
+    async def tiles(
+        self, wanted: Mapping[int, Hash], holders: Sequence[PeerId], take: TakeTiles, spread: bool = False
+    ) -> None:
+        """Fetches tiles by id and hash, a few at a time, and hands them to `take`.
 
-        Raises NetworkError when nobody has some of them, and what `take` raises.
+        The first holder is asked before the others; with `spread` each of them is asked for a share. Who failed once
+        is asked last from then on. Raises NetworkError when nobody has some of them, and what `take` raises.
         """
-        ids = list(wanted)
+        ids, poor = list(wanted), set[PeerId]()
 
-        async def some(part: Sequence[int]) -> None:
-            data = await self._some_tiles(part, [wanted[tile_id] for tile_id in part], holders)
+        async def some(number: int, part: Sequence[int]) -> None:
+            turn = number % len(holders) if spread and holders else 0
+            in_turn = [*holders[turn:], *holders[:turn]]
+            data = await self._some_tiles(part, [wanted[tile_id] for tile_id in part], in_turn, poor)
             await take([(tile_id, tile, wanted[tile_id]) for tile_id, tile in zip(part, data, strict=True)])
 
-        await all_of(some(ids[at : at + TILES_A_FETCH]) for at in range(0, len(ids), TILES_A_FETCH))
+        parts = [ids[at : at + TILES_A_FETCH] for at in range(0, len(ids), TILES_A_FETCH)]
+        await all_of(some(number, part) for number, part in enumerate(parts))
 
-    async def _some_tiles(self, ids: Sequence[int], hashes: Sequence[Hash], holders: Sequence[PeerId]) -> list[bytes]:
+    async def _some_tiles(
+        self, ids: Sequence[int], hashes: Sequence[Hash], holders: Sequence[PeerId], poor: set[PeerId]
+    ) -> list[bytes]:
         sizes = [self._layout.tiles[tile_id].size * VALUE_BYTES for tile_id in ids]
         request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
-        for holder in holders:
-            try:
-                return self._checked(holder, await self._ask(holder, request, sum(sizes)), sizes, hashes)
-            except (NetworkError, RemoteProtocolError) as error:
-                reasons.append(f"{short(holder)}: {error}")
+        async with self._slots:  # whom to ask is decided when our turn comes
+            for holder in sorted(holders, key=poor.__contains__):
+                try:
+                    return self._checked(holder, await self._fetch(holder, request, sum(sizes)), sizes, hashes)
+                except (NetworkError, RemoteProtocolError) as error:
+                    poor.add(holder)
+                    reasons.append(f"{short(holder)}: {error}")
         raise NetworkError(f"nobody gave {len(ids)} tiles from {ids[0]} on ({'; '.join(reasons) or 'no holder'})")
 
     async def chain(self, holder: PeerId, first: int) -> tuple[Commit, ...]:
@@ -115,11 +125,14 @@ class Transfers:
 
     async def _ask(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
         async with self._slots:
-            try:
-                _, data = await self._transport.fetch(peer, pack(request), self._stall_seconds(), max_bytes)
-            except PeerRefused:
-                self._on_refused(peer)
-                raise
+            return await self._fetch(peer, request, max_bytes)
+
+    async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
+        try:
+            _, data = await self._transport.fetch(peer, pack(request), self._stall_seconds(), max_bytes)
+        except PeerRefused:
+            self._on_refused(peer)
+            raise
         self._on_bytes()
         return data
 

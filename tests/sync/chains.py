@@ -1,0 +1,89 @@
+"""A short valid chain of one peer's run, made without any network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from spes_p2p.config.schema import Config
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.genesis import describe_run, sign_genesis
+from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.messages import (
+    MAJORITY,
+    Acceptance,
+    Certificate,
+    Commit,
+    Contribution,
+    Manifest,
+    Seal,
+    Slice,
+    manifest_hash,
+)
+from spes_p2p.sync.plan import plan_slices
+from spes_p2p.sync.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.sync.sealing import KeySealer
+from tests.sync.swarm_cases import small_config
+
+ORGANISER, A, B = PeerId("organiser"), PeerId("a"), PeerId("b")
+
+
+class MadeRun:
+    """A run of peer a (and its organiser), with everything to make commits by hand."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or small_config(peers=1)
+        self.keys = FakeKeys()
+        self.layout = Layout(state_tensors(self.config.model), self.config.sync.tile_values)
+        self.info = describe_run(self.config, sha256(b"data"), ORGANISER)
+        self.rules = rules_of(self.config, self.info, self.layout)
+        self.initial = InitialState(self.layout, self.config.run.seed, self.config.model.init_std)
+
+    def sealer(self, peer: PeerId) -> KeySealer:
+        return KeySealer(self.keys.signer(peer))
+
+    def store(self, folder: Path) -> StateStore:
+        """A store with the initial state."""
+        store = StateStore(folder, self.layout)
+        store.create_initial(self.initial)
+        return store
+
+    def genesis(self, root: bytes, signer: PeerId = ORGANISER) -> Commit:
+        members = [Member(A, 1, True, 0)]
+        manifest = genesis_manifest(self.rules, root, members, {A: Wish(self.layout.num_columns)})  # type: ignore[arg-type]
+        return sign_genesis(manifest, signer, self.sealer(signer))
+
+    def slices(self, parent: Manifest) -> tuple[Slice, ...]:
+        return plan_slices([A], parent.ownership, {}, self.rules.block_tiles, self.rules.slice_tiles)
+
+    def child(self, parent: Manifest, root: bytes, wire_root: bytes) -> Manifest:
+        """What one round of peer a leads to."""
+        roster = (Contribution(A, 8 * self.config.data.sequence_length, 1, 8),)
+        outcome = Outcome(roster, self.slices(parent), wire_root, root, None)  # type: ignore[arg-type]
+        return child_manifest(self.rules, parent, outcome, parent.members, {A: Wish(self.layout.num_columns)})
+
+    def certified(self, manifest: Manifest, signer: PeerId = A) -> Commit:
+        name = manifest_hash(manifest)
+        signed = self.sealer(signer).seal(Acceptance(self.info.fingerprint, manifest.parent, 0, name))
+        seal = Seal(signed.author, signed.public_key, signed.signature)
+        return Commit(Certificate(manifest.parent, MAJORITY, 0, name, (), (seal,)), manifest)
+
+    def chain(self, length: int) -> list[Commit]:
+        """Commits with roots that stand for no state; no merge falls due."""
+        commits = [self.genesis(sha256(b"state 0"))]
+        for round in range(1, length):
+            manifest = self.child(commits[-1].manifest, sha256(b"state %d" % round), sha256(b"wire"))
+            commits.append(self.certified(manifest))
+        return commits
+
+
+def with_tokens(commit: Commit, tokens: int) -> Commit:
+    """The same commit with another number in it: its certificate does not fit any more."""
+    return replace(commit, manifest=replace(commit.manifest, tokens=tokens))

@@ -1,0 +1,175 @@
+"""Commits on disk, and the voting record that must survive."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
+from spes_p2p.ids import NO_HASH, sha256
+from spes_p2p.sync.chain import Chain, VoteBook, check_links
+from spes_p2p.sync.messages import Commit, manifest_hash
+from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.wire import pack, unpack
+from tests.state.small import file_size_limit
+from tests.sync.chains import B, MadeRun, with_tokens
+
+RUN = MadeRun()
+COMMITS = RUN.chain(5)
+
+
+def filled(folder: Path, count: int = 4) -> Chain:
+    chain = Chain(folder)
+    for commit in COMMITS[:count]:
+        chain.append(commit)
+    return chain
+
+
+def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
+    filled(tmp_path)
+    again = Chain(tmp_path)
+    assert again.length == 4
+    assert again.newest == COMMITS[3]
+    assert [again.commit(round) for round in range(4)] == COMMITS[:4]
+
+
+def test_an_empty_chain_has_nothing(tmp_path: Path) -> None:
+    chain = Chain(tmp_path / "chain")
+    assert (chain.length, chain.newest, chain.part(0, 9, 10**6)) == (0, None, ())
+
+
+def test_a_commit_that_is_here_is_not_written_again(tmp_path: Path) -> None:
+    chain = filled(tmp_path)
+    chain.append(COMMITS[1])
+    assert (chain.length, chain.newest) == (4, COMMITS[3])
+
+
+def test_another_commit_ends_the_branch_in_its_place(tmp_path: Path) -> None:
+    chain = filled(tmp_path)
+    other = with_tokens(COMMITS[2], 99)
+    chain.append(other)
+    for seen in (chain, Chain(tmp_path)):
+        assert (seen.length, seen.newest) == (3, other)
+
+
+def test_a_gap_is_never_made(tmp_path: Path) -> None:
+    chain = filled(tmp_path, 2)
+    with pytest.raises(LocalProtocolError, match="round 3 does not follow 2"):
+        chain.append(COMMITS[3])
+
+
+def test_parts_are_bounded_by_number_and_bytes(tmp_path: Path) -> None:
+    chain = filled(tmp_path)
+    assert [unpack(Commit, data) for data in chain.part(1, 2, 10**6)] == COMMITS[1:3]
+    assert len(chain.part(1, 99, len(pack(COMMITS[1])))) == 1
+    assert len(chain.part(1, 99, 0)) == 1  # the first one goes out whatever its size
+    assert chain.part(4, 9, 10**6) == ()
+
+
+@pytest.mark.parametrize("length", [0, 1, 100])
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path, length: int) -> None:
+    filled(tmp_path)
+    path = tmp_path / "00000003.commit"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(StateError, match=r"00000003\.commit is damaged") as caught:
+        Chain(tmp_path)
+    assert "join again" in caught.value.fix
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    filled(tmp_path)
+    (tmp_path / "00000001.commit").unlink()
+    with pytest.raises(StateError, match="lacks the commit of round 1"):
+        Chain(tmp_path)
+
+
+def test_files_of_others_do_not_matter(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for name in ("00000009.commit.tmp", "notes.txt", "9.commit"):
+        (tmp_path / name).write_bytes(b"")
+    assert Chain(tmp_path).length == 4
+
+
+def test_a_full_disk_leaves_the_chain_as_it_was(tmp_path: Path) -> None:
+    chain = filled(tmp_path, 2)
+    with file_size_limit(10), pytest.raises(StorageFull):
+        chain.append(COMMITS[2])
+    for seen in (chain, Chain(tmp_path)):
+        assert (seen.length, seen.newest) == (2, COMMITS[1])
+
+
+def test_known_heads(tmp_path: Path) -> None:
+    chain = filled(tmp_path)
+    heads = [manifest_hash(commit.manifest) for commit in COMMITS]
+    assert all(chain.knows(head, 3) for head in heads[:4])
+    assert not chain.knows(heads[3], 2)
+    assert not chain.knows(heads[4], 3)
+    assert not chain.knows(sha256(b"?"), 3)
+
+
+def links(*commits: Commit, before: Commit | None = None) -> None:
+    check_links(commits, before, RUN.info, RUN.rules, RUN.keys.verify)
+
+
+def test_links_that_fit() -> None:
+    links(*COMMITS)
+    links(*COMMITS[2:], before=COMMITS[1])
+
+
+@pytest.mark.parametrize(
+    ("chain", "before", "complaint"),
+    [
+        ([COMMITS[1]], None, "not the genesis"),
+        ([COMMITS[0]], COMMITS[0], "does not follow"),
+        ([COMMITS[3]], COMMITS[1], "does not follow"),
+        ([with_tokens(COMMITS[2], 5)], COMMITS[1], "tokens does not follow"),
+        ([RUN.genesis(sha256(b"state 0"), signer=B)], None, "not signed by the organiser"),
+        ([RUN.certified(COMMITS[1].manifest, signer=B)], COMMITS[0], "0 good seals of 1"),
+    ],
+)
+def test_links_that_do_not_fit(chain: list[Commit], before: Commit | None, complaint: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=complaint):
+        links(*chain, before=before)
+
+
+# ---- votes ----
+
+
+def book(folder: Path, start: int) -> VoteBook:
+    return VoteBook(folder, itertools.count(start).__next__)
+
+
+def test_votes_and_incarnation_survive(tmp_path: Path) -> None:
+    first = book(tmp_path, 7)
+    first.write(VoteRecord(sha256(b"head"), promised=3))
+    again = book(tmp_path, 8)
+    assert (again.record, again.incarnation) == (VoteRecord(sha256(b"head"), promised=3), 7)
+
+
+@pytest.mark.parametrize("damage", ["votes lost", "votes cut", "incarnation lost", "incarnation cut"])
+def test_without_a_whole_record_it_is_a_newcomer(tmp_path: Path, damage: str) -> None:
+    book(tmp_path, 7).write(VoteRecord(sha256(b"head"), promised=3))
+    what, how = damage.split()
+    path = tmp_path / what
+    path.unlink() if how == "lost" else path.write_bytes(path.read_bytes()[:0])
+    again = book(tmp_path, 8)
+    assert (again.record, again.incarnation) == (VoteRecord(NO_HASH), 8)
+    assert book(tmp_path, 9).incarnation == 8
+
+
+def test_to_forget_is_to_begin_anew(tmp_path: Path) -> None:
+    first = book(tmp_path, 7)
+    first.write(VoteRecord(sha256(b"head"), promised=3))
+    first.forget()
+    assert (first.record, first.incarnation) == (VoteRecord(NO_HASH), 8)
+    assert book(tmp_path, 9).incarnation == 8
+
+
+def test_a_vote_on_a_full_disk_is_not_noted(tmp_path: Path) -> None:
+    first = book(tmp_path, 7)
+    with file_size_limit(1), pytest.raises(StorageFull):
+        first.write(VoteRecord(sha256(b"head"), promised=3))
+    assert first.record == VoteRecord(NO_HASH)
+    assert book(tmp_path, 9).record == VoteRecord(NO_HASH)

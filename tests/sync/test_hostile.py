@@ -1,0 +1,233 @@
+"""What others send is never trusted: bytes of any kind, forged words, and signed nonsense from a member."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.sync.messages import Envelope, Signed
+from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, Request
+from spes_p2p.sync.sealing import KeySealer
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from spes_p2p.wire import pack, unpack
+from tests.sync.swarm_cases import check_agreement, in_swarm, small_config
+
+Path_ = tuple[str | int, ...]
+
+
+def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
+    return swarm.peers[PeerId(name)]
+
+
+async def refused(coroutine: Any) -> bool:
+    """Whether it ended well or was refused; anything else is raised."""
+    try:
+        await coroutine
+    except RemoteProtocolError:
+        return True
+    return False
+
+
+def heard_calls(life: PretendPeer) -> list[tuple[PeerId, bytes]]:
+    """Records what others call from now on."""
+    calls: list[tuple[PeerId, bytes]] = []
+    real = life.driver.on_call
+
+    async def on_call(caller: PeerId, request: bytes) -> bytes:
+        calls.append((caller, request))
+        return await real(caller, request)
+
+    life.driver.on_call = on_call  # type: ignore[method-assign]
+    return calls
+
+
+def test_bytes_of_any_kind_are_answered_or_refused(folder: Path) -> None:
+    rng = random.Random(1)
+
+    def spoilt(data: bytes) -> bytes:
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        return bytes(changed[: rng.randint(1, len(changed))] if rng.random() < 0.3 else changed)
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        life = peer(swarm, "a")
+        calls = heard_calls(life)
+        await swarm.until_round(2)
+        real = calls[:: max(1, len(calls) // 40)]
+        refusals = [await refused(life.driver.on_call(who, spoilt(data))) for who, data in real for _ in range(5)]
+        assert sum(refusals) > len(refusals) // 2
+        head = life.driver.core.head
+        requests = [Request(RUN), Request(CHAIN, first=1, count=9), Request(VALUES, head, 0, 2), Request(HASHES, head)]
+        for request in [*requests, Request(TILES, hashes=b"x" * 64)]:
+            for _ in range(40):
+                await refused(life.driver.on_fetch(PeerId("b"), spoilt(pack(request))))
+        for _ in range(100):
+            junk = rng.randbytes(rng.randrange(200))
+            assert await refused(life.driver.on_call(PeerId("b"), junk))
+            assert await refused(life.driver.on_fetch(PeerId("b"), junk))
+        await swarm.until_round(4)
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_extreme_requests_are_refused(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        driver, head = peer(swarm, "a").driver, peer(swarm, "a").driver.core.head
+        for first, count in ((-1, 1), (0, 0), (0, -5), (2**62, 1), (0, 2**62), (-(2**62), 2**62), (9, 2)):
+            assert await refused(driver.on_fetch(PeerId("b"), pack(Request(VALUES, head, first, count))))
+            assert await refused(driver.on_fetch(PeerId("b"), pack(Request(HASHES, head, first))))
+            assert not await refused(driver.on_fetch(PeerId("b"), pack(Request(CHAIN, first=first, count=count))))
+        for hashes in (b"", b"x", b"x" * 33, bytes(32) * 65, bytes(32)):
+            assert await refused(driver.on_fetch(PeerId("b"), pack(Request(TILES, hashes=hashes))))
+
+    in_swarm(folder, play)
+
+
+def test_forged_and_tampered_words_are_refused(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        life, victim = peer(swarm, "a"), peer(swarm, "b")
+        calls = heard_calls(life)
+        await swarm.until_round(2)
+        who, data = next((who, data) for who, data in reversed(calls) if who == "b")
+        envelope = unpack(Envelope, data)
+        (status, *_) = envelope.statuses
+        assert not await refused(life.driver.on_call(who, data))
+        changed = dataclasses.replace(status.value, sequence=status.value.sequence + 10**6)
+        for forged in (
+            dataclasses.replace(status, value=changed),
+            dataclasses.replace(status, author=PeerId("c")),
+            dataclasses.replace(KeySealer(peer(swarm, "c").net.signer).seal(changed), author=PeerId("b")),
+            dataclasses.replace(status, public_key=peer(swarm, "c").net.signer.public_key),
+        ):
+            assert await refused(life.driver.on_call(who, pack(Envelope(who, (forged,)))))
+        assert await refused(life.driver.on_call(PeerId("c"), data))  # an envelope of another sender
+        own_words_of_c = KeySealer(peer(swarm, "c").net.signer).seal(changed)  # signed by c about b: no harm
+        await refused(life.driver.on_call(PeerId("c"), pack(Envelope(PeerId("c"), (own_words_of_c,)))))
+        assert life.driver.core.contacts[victim.name].status.sequence < 10**6
+
+    in_swarm(folder, play)
+
+
+def test_a_peer_of_another_run_is_told_so(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        calls = heard_calls(peer(swarm, "a"))
+        await swarm.until_round(1)
+        who, data = calls[-1]
+        (status, *_) = unpack(Envelope, data).statuses
+        sealer = KeySealer(swarm.peers[who].net.signer)
+        stranger = sealer.seal(dataclasses.replace(status.value, fingerprint=sha256(b"another run")))
+        for handler in (peer(swarm, "a").driver, swarm.organiser):
+            with pytest.raises(RemoteProtocolError, match=r"this is run tiny with fingerprint .*join again"):
+                await handler.on_call(who, pack(Envelope(who, (stranger,))))
+
+    in_swarm(folder, play)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_member_that_signs_nonsense_breaks_nobody(folder: Path, seed: int) -> None:
+    """Whatever one of four signs, the others neither fail nor stop nor come apart."""
+    rng = random.Random(seed)
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c", "d"])
+        liar = peer(swarm, "c")
+        sealer, call = KeySealer(liar.net.signer), liar.net.transport.call
+
+        async def lie(peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
+            envelope = unpack(Envelope, request)
+            if peer in swarm.peers:
+                for _ in range(3):
+                    wrong = pack(resigned(changed(envelope, rng), sealer))
+                    await refused(swarm.peers[peer].driver.on_call(liar.name, wrong))
+            return await call(peer, request, timeout_seconds)
+
+        liar.net.transport.call = lie  # type: ignore[method-assign]
+        await asyncio.sleep(8)
+        reached = min(life.round for life in swarm.up)
+        await swarm.until_round(reached + 2)
+        assert not any(life.failures for life in swarm.up)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(peers=4), seed)
+
+
+# ---- changing one thing somewhere in a message ----
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """The same message with one other leaf."""
+    paths = [path for path in leaves(value) if not {"signature", "public_key", "sender"} & set(path)]
+    for path in rng.sample(paths, min(5, len(paths))):
+        try:
+            return put(value, path, another(get(value, path), rng))
+        except ValueError:  # a record that refuses it by itself
+            continue
+    return value
+
+
+def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    if dataclasses.is_dataclass(value):
+        for item in dataclasses.fields(value):
+            yield from leaves(getattr(value, item.name), (*path, item.name))
+    elif value is not None:
+        yield path
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+
+
+def get(value: Any, path: Path_) -> Any:
+    for step in path:
+        value = getattr(value, step) if isinstance(step, str) else value[step]
+    return value
+
+
+def put(value: Any, path: Path_, new: Any) -> Any:
+    if not path:
+        return new
+    step, *rest = path
+    inner = put(get(value, (step,)), tuple(rest), new)
+    if isinstance(step, str):
+        return dataclasses.replace(value, **{step: inner})
+    return (*value[:step], inner, *value[step + 1 :])
+
+
+def another(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return rng.choice([0, -1, 1, 2**62, -(2**62), value + 1, value - 1, rng.randrange(100)])
+    if isinstance(value, float):
+        return rng.choice([0.0, -1.0, 1e300, 2 * value])
+    if isinstance(value, str):
+        return rng.choice(["", "a", "b", "zzz", "degraded"])
+    if isinstance(value, bytes):
+        return rng.choice([b"", b"x", bytes(32), value[:-1], value + b"1", value[::-1], 2 * value])
+    return rng.choice([(), value[:1], value[1:], value + value[:1], value[::-1]])
+
+
+def resigned(value: Any, sealer: KeySealer) -> Any:
+    """Everything that the sealer's peer may sign is signed anew."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = {item.name: resigned(getattr(value, item.name), sealer) for item in dataclasses.fields(value)}
+        value = dataclasses.replace(value, **inner)
+        if isinstance(value, Signed):
+            own = sealer.seal(value.value)
+            return own if own.author == value.author else value
+        return value
+    return tuple(resigned(item, sealer) for item in value) if isinstance(value, tuple) else value

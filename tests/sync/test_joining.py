@@ -1,0 +1,197 @@
+"""From an address to a place in the run, whatever this machine's disk and the others are like."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Tile, Values
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.records import RunGroup, RunRecord
+from spes_p2p.sync import joining
+from spes_p2p.sync.genesis import describe_run
+from spes_p2p.sync.joining import load_run, rules_of
+from spes_p2p.sync.messages import WIRE_VERSION
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from tests.sync.chains import MadeRun
+from tests.sync.swarm_cases import Recorder, check_agreement, commits, counts, in_swarm, small_config, until
+
+
+class OtherArithmetic(InitialState):
+    """A machine whose initial values differ in some tiles."""
+
+    def __call__(self, tile: Tile) -> Values:
+        values = super().__call__(tile)
+        return np.nextafter(values, np.float32(1)) if tile.id % 3 == 0 else values
+
+
+def test_an_initial_state_that_comes_out_differently_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        monkeypatch.setattr(joining, "InitialState", OtherArithmetic)
+        first = await asyncio.gather(*(swarm.add(name) for name in "abc"))
+        root = swarm.organiser.chain.commit(0).manifest.state_root
+        for peer in first:
+            assert peer.chain.commit(0).manifest.state_root == root
+            assert any("came out differently" in text for text in peer.said)
+        await swarm.until_round(2)
+        check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_a_newcomer_with_other_arithmetic_gets_a_newer_state_when_the_organiser_is_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await swarm.kill_organiser()
+        monkeypatch.setattr(joining, "InitialState", OtherArithmetic)
+        late = await swarm.add("late")
+        assert late.round >= 3
+        await until(counts(swarm, "late"))
+        recorder.check(commits(swarm))
+        check_agreement(swarm)
+        await swarm.start_organiser()
+
+    in_swarm(folder, play)
+
+
+def test_nobody_has_the_initial_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        a, b = (asyncio.create_task(swarm.add(name)) for name in "ab")
+        monkeypatch.setattr(joining, "InitialState", OtherArithmetic)
+        c = asyncio.create_task(swarm.add("c"))
+        await until(lambda: swarm.organiser.chain.length > 0)
+        for name in (ORGANISER, "a", "b"):
+            swarm.network.kill(name)
+        with pytest.raises(NetworkError, match="could not be fetched") as caught:
+            await c
+        assert "bootstrap node" in caught.value.fix
+        for task in (a, b):
+            task.cancel()
+        await asyncio.wait([a, b])
+        StateStore(folder / "c" / "state", swarm.layout).close()  # the lock was given back
+        for peer in list(swarm.peers.values()):
+            peer.is_up = False
+
+    in_swarm(folder, play)
+
+
+def test_genesis_signed_by_a_stranger_is_refused(folder: Path) -> None:
+    """A node under the organiser's address, with another key."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        real = swarm.info
+        swarm.info = describe_run(swarm.config, real.dataset, PeerId("the real organiser"))
+        swarm.rules = rules_of(swarm.config, swarm.info, swarm.layout)
+        await swarm.start_organiser()
+        joins = [asyncio.create_task(swarm.add(name)) for name in "abc"]
+        await asyncio.sleep(30)
+        assert not any(join.done() for join in joins)
+        for peer in swarm.peers.values():
+            assert any("not signed by the organiser" in text for text in peer.said)
+            assert len(peer.said) == len(set(peer.said))  # said once, not with every heartbeat
+        for join in joins:
+            join.cancel()
+        await asyncio.wait(joins)
+
+    in_swarm(folder, play)
+
+
+def test_dead_addresses_do_not_keep_a_run_from_beginning(folder: Path) -> None:
+    """Each newcomer asks all at once: one that answers nothing holds up nobody."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        for name in ("x", "y", "z"):
+            swarm.network.kill(name, silent=True)
+            ghost = type("Ghost", (), {"is_up": True, "joined": False, "name": PeerId(name)})()
+            swarm.peers[PeerId(name)] = ghost
+        joins = [asyncio.create_task(swarm.add(name)) for name in "abc"]
+        async with asyncio.timeout(30):
+            await asyncio.gather(*joins)
+        for name in ("x", "y", "z"):
+            del swarm.peers[PeerId(name)]
+        await swarm.until_round(1)
+
+    in_swarm(folder, play)
+
+
+def test_a_folder_of_another_state_is_refused(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        peer = swarm.peers[PeerId("b")]
+        await peer.kill()
+        store = StateStore(folder / "b" / "state", swarm.layout)
+        newest = store.rounds()[-1]
+        store.drop(newest)
+        store.stage(newest, newest - 1).finish()
+        staged = store.staged(newest)
+        assert staged is not None
+        staged.publish()
+        store.close()
+        with pytest.raises(StateError, match="is not the one that was committed") as caught:
+            await swarm.add("b")
+        assert "join again" in caught.value.fix
+        swarm.peers[PeerId("b")].is_up = False
+        swarm.lose_disk("b")
+        await swarm.add("b")
+        await until(counts(swarm, "b"))
+
+    in_swarm(folder, play)
+
+
+# ---- finding out what the run is ----
+
+
+def group(swarm: MemorySwarm, fingerprint: Hash | None = None) -> RunGroup:
+    info, addresses = swarm.info, swarm.network.peer(ORGANISER).transport.addresses
+    record = RunRecord(info.run_id, fingerprint or info.fingerprint, ORGANISER, WIRE_VERSION, 0, b"", addresses)
+    return RunGroup(info.run_id, fingerprint or info.fingerprint, {ORGANISER: record})
+
+
+def test_the_config_comes_from_the_swarm(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        transport = swarm.network.peer("a").transport
+        info, config = await load_run(transport, group(swarm), 5.0)
+        assert info == swarm.info
+        assert config.model == swarm.config.model
+
+    in_swarm(folder, play)
+
+
+def test_a_wrong_fingerprint_is_refused_with_the_fix(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        transport = swarm.network.peer("a").transport
+        with pytest.raises(RemoteProtocolError, match="the served run has fingerprint") as caught:
+            await load_run(transport, group(swarm, sha256(b"another")), 5.0)
+        assert "organiser" in caught.value.fix
+        swarm.network.kill(ORGANISER)
+        with pytest.raises(NetworkError, match="nobody serves the config") as gone:
+            await load_run(transport, group(swarm), 5.0)
+        assert "still alive" in gone.value.fix
+
+    in_swarm(folder, play)
+
+
+def test_the_rules_follow_from_the_config() -> None:
+    made = MadeRun(small_config("sync.merge_interval=7", "sync.merge_alpha=0.5", "sync.merge_decay_steps=100"))
+    assert sum(made.rules.block_tiles) == len(made.layout.tiles)
+    assert made.rules.merge_alpha(0) == 0.5
+    assert made.rules.merge_alpha(50) == 0.25
+    assert made.rules.merge_alpha(100) == 0.0
+    assert made.rules.leased
+    assert made.rules.sequence_tokens == made.config.data.sequence_length

@@ -1,0 +1,91 @@
+"""The arithmetic of one slice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import Values
+from spes_p2p.sync.reduce import NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
+
+BASE = np.zeros(8, np.float32)
+
+
+def changes(*sizes: float) -> dict[PeerId, Values]:
+    return {PeerId(f"p{at}"): np.full(8, size, np.float32) for at, size in enumerate(sizes)}
+
+
+def refused(values: dict[PeerId, Values], steps: dict[str, int] | None = None) -> dict[PeerId, str]:
+    return screen(values, BASE, {peer: (steps or {}).get(peer, 10) for peer in values})
+
+
+def test_one_contributor_gives_exactly_its_values() -> None:
+    values = np.array([1e-40, -0.0, 3.3e38, 0.1], np.float32)
+    assert weighted_mean([values], [7]).tobytes() == values.tobytes()
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=5, max_size=5), min_size=n, max_size=n),
+            st.lists(st.integers(1, 10**9), min_size=n, max_size=n),
+        )
+    )
+)
+def test_the_mean_is_the_weighted_mean(case: tuple[list[list[float]], list[int]]) -> None:
+    values, weights = case
+    arrays = [np.array(array, np.float32) for array in values]
+    expected = np.average(np.array(arrays, np.float64), axis=0, weights=weights)
+    limit = 1e-6 * max(1.0, float(np.max(np.abs(arrays))))
+    assert np.allclose(weighted_mean(arrays, weights), expected, rtol=0, atol=limit)
+
+
+def test_the_mean_is_computed_in_the_given_order_and_leaves_the_inputs() -> None:
+    arrays = [np.array([x], np.float32) for x in (0.1, 0.2, 0.3)]
+    copies = [array.copy() for array in arrays]
+    first = weighted_mean(arrays, [1, 2, 3])
+    expected = np.float32(0)
+    for at, (array, weight) in enumerate(zip(copies, (1, 2, 3), strict=True)):
+        part = array[0] * np.float32(weight / 6)
+        expected = part if at == 0 else np.float32(expected + part)
+    assert first[0] == expected
+    assert all(np.array_equal(array, copy) for array, copy in zip(arrays, copies, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_from_anybody(wrong: float) -> None:
+    values = changes(1.0)
+    values[PeerId("p0")][3] = wrong
+    assert refused(values) == {"p0": NON_FINITE}
+
+
+def test_a_change_far_beyond_the_median_is_refused() -> None:
+    assert refused(changes(1.0, 1.1, 0.9, 1.2 * NORM_LIMIT)) == {"p3": TOO_LARGE}
+    assert refused(changes(1.0, 1.0, 0.95 * NORM_LIMIT)) == {}
+
+
+def test_two_cannot_judge_each_other() -> None:
+    assert refused(changes(1.0, 1e6)) == {}
+
+
+def test_a_fast_peer_may_move_further() -> None:
+    """A hundred steps go further than one: changes are compared a step."""
+    assert refused(changes(1.0, 1.0, 100.0), {"p0": 1, "p1": 1, "p2": 100}) == {}
+    assert refused(changes(1.0, 1.0, 100.0), {"p0": 1, "p1": 1, "p2": 1}) == {"p2": TOO_LARGE}
+
+
+def test_an_infinite_norm_of_finite_values_is_refused() -> None:
+    assert refused(changes(1.0, 1.0, 3e38)) == {"p2": TOO_LARGE}
+
+
+def test_a_round_in_which_most_changed_nothing_refuses_nobody() -> None:
+    assert refused(changes(0.0, 0.0, 1.0)) == {}
+
+
+def test_what_is_not_finite_does_not_count_for_the_median() -> None:
+    values = changes(1.0, 1.0, 1e6)
+    values[PeerId("p1")][0] = np.nan
+    assert refused(values) == {"p1": NON_FINITE}

@@ -1,0 +1,137 @@
+"""What a peer gives to whoever asks, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, sha256
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.messages import Commit
+from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, ChainPart, Request, Serving
+from spes_p2p.wire import pack, unpack
+from tests.sync.chains import MadeRun
+
+MADE = MadeRun()
+COMMITS = MADE.chain(4)
+PARENT = sha256(b"parent")
+
+
+class Served:
+    """A store with the initial state, four commits, and values on top of one manifest."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store: StateStore = MADE.store(folder / "state")
+        self.chain = Chain(folder / "chain")
+        for commit in COMMITS:
+            self.chain.append(commit)
+        self.serving = Serving(MADE.info, self.chain, self.store, self._inputs)
+
+    def _inputs(self, parent: Hash, first: int, count: int) -> bytes | None:
+        return b"values" if (parent, first, count) == (PARENT, 3, 2) else None
+
+    def data(self, request: Request) -> bytes:
+        return bytes(self.serving.answer(request).data)
+
+
+def test_the_run(tmp_path: Path) -> None:
+    assert unpack(RunInfo, Served(tmp_path).data(Request(RUN))) == MADE.info
+
+
+def test_commits(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    part = unpack(ChainPart, served.data(Request(CHAIN, first=1, count=2))).commits
+    assert [unpack(Commit, data) for data in part] == COMMITS[1:3]
+    assert unpack(ChainPart, served.data(Request(CHAIN, first=9, count=2))).commits == ()
+
+
+def test_a_damaged_commit_is_refused_and_not_sent(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    (tmp_path / "chain" / "00000001.commit").unlink()
+    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+        served.data(Request(CHAIN, first=0, count=4))
+
+
+def test_values(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    assert served.data(Request(VALUES, PARENT, 3, 2)) == b"values"
+    with pytest.raises(RemoteProtocolError, match="no values of our own"):
+        served.data(Request(VALUES, NO_HASH, 3, 2))
+
+
+def test_tiles_by_hash(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    version = served.store.version(0)
+    chosen = [3, 0, 7]
+    joined = b"".join(version.tile_hashes[at] for at in chosen)
+    assert served.data(Request(TILES, hashes=joined)) == b"".join(bytes(version.tile(at)) for at in chosen)
+
+
+@pytest.mark.parametrize("hashes", [b"", b"x" * 31, b"x" * 33, bytes(32 * 65)])
+def test_lists_of_tiles_that_are_none(tmp_path: Path, hashes: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="bytes of tile hashes"):
+        Served(tmp_path).data(Request(TILES, hashes=hashes))
+
+
+def test_a_tile_that_is_not_here(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    with pytest.raises(RemoteProtocolError, match="is not here"):
+        served.data(Request(TILES, hashes=served.store.version(0).tile_hashes[0] + sha256(b"?")))
+
+
+def test_hash_lists_of_committed_and_of_staged_states(tmp_path: Path) -> None:
+    """What was proposed is served before it is committed: others may have to repair their arithmetic by it."""
+    served = Served(tmp_path)
+    version = served.store.version(0)
+    assert served.data(Request(HASHES, version.root, 0)) == b"".join(version.tile_hashes)
+    staging = served.store.stage(1, 0)
+    staging.write_tile(0, bytes(4 * MADE.layout.tiles[0].size))
+    with pytest.raises(RemoteProtocolError, match="no state"):
+        served.data(Request(HASHES, version.root, 1))
+    hashes = staging.finish()
+    assert served.data(Request(HASHES, MADE.layout.root_of(hashes), 1)) == b"".join(hashes)
+    with pytest.raises(RemoteProtocolError, match="no state"):
+        served.data(Request(HASHES, MADE.layout.root_of(hashes), 0))
+
+
+def test_a_node_without_a_state_gives_the_chain_alone(tmp_path: Path) -> None:
+    chain = Served(tmp_path).chain
+    serving = Serving(MADE.info, chain, None, lambda parent, first, count: None)
+    assert unpack(ChainPart, bytes(serving.answer(Request(CHAIN, count=1)).data)).commits
+    for request in (Request(HASHES), Request(TILES, hashes=bytes(32)), Request(VALUES)):
+        with pytest.raises(RemoteProtocolError):
+            serving.answer(request)
+
+
+@given(
+    kind=st.sampled_from([RUN, CHAIN, VALUES, TILES, HASHES, "other", ""]),
+    name=st.binary(max_size=40),
+    first=st.integers(-(2**63), 2**63 - 1),
+    count=st.integers(-(2**63), 2**63 - 1),
+    hashes=st.binary(max_size=100),
+)
+def test_any_request_is_answered_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, name: bytes, first: int, count: int, hashes: bytes
+) -> None:
+    served = _shared(tmp_path_factory)
+    request = unpack(Request, pack(Request(kind, Hash(name), first, count, hashes)))
+    try:
+        served.data(request)
+    except RemoteProtocolError:
+        return
+    assert kind in (RUN, CHAIN)
+
+
+_SERVED: list[Served] = []
+
+
+def _shared(factory: pytest.TempPathFactory) -> Served:
+    if not _SERVED:
+        _SERVED.append(Served(factory.mktemp("served")))
+    return _SERVED[0]

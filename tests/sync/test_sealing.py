@@ -1,0 +1,111 @@
+"""Signatures at the border between bytes and the state machine."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.swarm.fake_keys import FakeKeys
+from spes_p2p.sync.messages import Acceptance, Ballots, Envelope, Intent, Signed, Status, Work, signing_bytes
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.wire import pack
+
+KEYS = FakeKeys()
+A, B = PeerId("a"), PeerId("b")
+SEALER = KeySealer(KEYS.signer(A))
+VOTE = SEALER.seal(Acceptance(NO_HASH, NO_HASH, 0, NO_HASH))
+
+
+class CountingKeys:
+    """A verifier that counts what it really verifies."""
+
+    def __init__(self) -> None:
+        self.verified = 0
+
+    def verify(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
+        self.verified += 1
+        return KEYS.verify(peer, public_key, data, signature)
+
+
+def status(sequence: int) -> Signed[Status]:
+    return SEALER.seal(Status(NO_HASH, A, 1, sequence, 0, NO_HASH, Work(), Intent(), Ballots()))
+
+
+def test_an_envelope_with_good_signatures_comes_out_as_it_was() -> None:
+    envelope = Envelope(A, (status(1), status(2)), votes=(VOTE,))
+    assert EnvelopeChecker(KEYS).open(A, pack(envelope)) == envelope
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(VOTE, signature=b""),
+        replace(VOTE, author=B),
+        replace(VOTE, public_key=KEYS.signer(B).public_key),
+        replace(VOTE, value=replace(VOTE.value, ballot=1)),
+    ],
+)
+def test_one_bad_signature_refuses_the_whole_envelope(wrong: Signed[Acceptance]) -> None:
+    with pytest.raises(RemoteProtocolError, match="a Acceptance without a good signature"):
+        EnvelopeChecker(KEYS).open(A, pack(Envelope(A, (status(1),), votes=(wrong,))))
+
+
+def test_an_envelope_of_another_sender_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="an envelope of a"):
+        EnvelopeChecker(KEYS).open(B, pack(Envelope(A)))
+
+
+def test_a_signature_for_one_kind_of_message_is_none_for_another() -> None:
+    """The fields alone may look alike; the name of the type is signed with them."""
+    assert not KEYS.verify(A, VOTE.public_key, pack(VOTE.value), VOTE.signature)
+    assert KEYS.verify(A, VOTE.public_key, pack(("Acceptance", VOTE.value)), VOTE.signature)
+
+
+def test_a_good_signature_is_verified_once_a_bad_one_each_time() -> None:
+    keys = CountingKeys()
+    checker = EnvelopeChecker(keys)
+    data = pack(Envelope(A, (status(1),)))
+    checker.open(A, data)
+    checker.open(A, data)
+    assert keys.verified == 1
+    for _ in range(2):
+        assert not checker.check(A, VOTE.public_key, b"something", VOTE.signature)
+    assert keys.verified == 3
+
+
+def test_what_is_remembered_is_exactly_what_was_verified() -> None:
+    """The same bytes split elsewhere are another claim."""
+    checker = EnvelopeChecker(KEYS)
+    key, data, signature = VOTE.public_key, signing_bytes(VOTE.value), VOTE.signature
+    assert checker.check(A, key, data, signature)
+    assert not checker.check(A, key, data[3:], signature + data[:3])
+    assert not checker.check(A, key + signature[:1], data, signature[1:])
+    assert checker.check(A, key, data, signature)
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.sync.sealing._REMEMBERED", 10)
+    keys = CountingKeys()
+    checker = EnvelopeChecker(keys)
+    for sequence in range(25):
+        checker.open(A, pack(Envelope(A, (status(sequence),))))
+    assert len(checker._good) == 10
+    checker.open(A, pack(Envelope(A, (status(0),))))
+    assert keys.verified == 26
+
+
+def test_checks_from_several_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.sync.sealing._REMEMBERED", 3)
+    checker = EnvelopeChecker(KEYS)
+    votes = [SEALER.seal(Acceptance(NO_HASH, NO_HASH, ballot, NO_HASH)) for ballot in range(8)]
+
+    def check(at: int) -> bool:
+        vote = votes[at % 8]
+        return checker.check(A, vote.public_key, signing_bytes(vote.value), vote.signature)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(check, range(2000)))

@@ -1,0 +1,286 @@
+"""Fetching from others: who lies or breaks off is passed over, and what arrives is what was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.messages import Slice
+from spes_p2p.sync.requests import ChainPart, Request
+from spes_p2p.sync.transfer import TILES_A_FETCH, Transfers, all_of, fetch_run
+from spes_p2p.testing.virtual_time import run_virtual
+from spes_p2p.wire import pack, unpack
+from tests.sync.chains import A, B, MadeRun
+
+MADE = MadeRun()
+LAYOUT = MADE.layout
+COMMITS = MADE.chain(3)
+C = PeerId("c")
+PIECE = Slice(0, 0, 2, A, (A,))
+
+
+class Holder:
+    """Answers fetches as it is told to."""
+
+    def __init__(self, answer: Callable[[Request], bytes]) -> None:
+        self._answer = answer
+        self.asked: list[Request] = []
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        return b""
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        self.asked.append(unpack(Request, request))
+        return Blob(self._answer(self.asked[-1]))
+
+
+class Site:
+    """Peer a asks; holders b and c answer."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork(1)
+        self.moved = 0
+        self.refused: list[PeerId] = []
+        self.transfers = Transfers(
+            self.network.peer(A).transport, LAYOUT, lambda: 5.0, self._on_bytes, self.refused.append
+        )
+
+    def _on_bytes(self) -> None:
+        self.moved += 1
+
+    async def holder(self, name: PeerId, answer: Callable[[Request], bytes]) -> Holder:
+        holder = Holder(answer)
+        await self.network.peer(name).transport.serve(holder)
+        return holder
+
+
+def play(story: Callable[[Site], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await story(Site())
+
+    run_virtual(main())
+
+
+def tile(tile_id: int) -> bytes:
+    return bytes([tile_id]) * (4 * LAYOUT.tiles[tile_id].size)
+
+
+WANTED = {tile_id: sha256(tile(tile_id)) for tile_id in range(6)}
+BY_HASH = {tile_hash: tile(tile_id) for tile_id, tile_hash in WANTED.items()}
+
+
+def right(request: Request) -> bytes:
+    return b"".join(BY_HASH[Hash(request.hashes[at : at + 32])] for at in range(0, len(request.hashes), 32))
+
+
+def nothing(request: Request) -> bytes:
+    raise RemoteProtocolError("not here")
+
+
+async def fetched(site: Site, *holders: PeerId) -> dict[int, bytes]:
+    got: dict[int, bytes] = {}
+
+    async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        for tile_id, data, tile_hash in tiles:
+            assert WANTED[tile_id] == tile_hash
+            got[tile_id] = data
+
+    await site.transfers.tiles(WANTED, holders, take)
+    return got
+
+
+def test_tiles_come_a_few_at_a_time() -> None:
+    async def story(site: Site) -> None:
+        holder = await site.holder(B, right)
+        assert await fetched(site, B) == {tile_id: tile(tile_id) for tile_id in WANTED}
+        assert {len(request.hashes) // 32 for request in holder.asked} == {TILES_A_FETCH, 6 - TILES_A_FETCH}
+        assert site.moved == 2
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [nothing, lambda request: b"", lambda request: right(request)[:-4], lambda request: right(request)[::-1]],
+    ids=["refuses", "sends nothing", "sends less", "sends other bytes"],
+)
+def test_a_holder_that_is_wrong_is_passed_over(wrong: Callable[[Request], bytes]) -> None:
+    async def story(site: Site) -> None:
+        await site.holder(B, wrong)
+        await site.holder(C, right)
+        assert await fetched(site, B, C) == {tile_id: tile(tile_id) for tile_id in WANTED}
+        with pytest.raises(NetworkError, match=r"nobody gave \d tiles from \d on"):
+            await fetched(site, B)
+
+    play(story)
+
+
+def test_a_holder_that_sends_too_much_is_cut_off_before_it_is_read() -> None:
+    async def story(site: Site) -> None:
+        await site.holder(B, lambda request: bytes(10**7))
+        with pytest.raises(NetworkError, match="nobody gave"):
+            await fetched(site, B)
+        assert site.network.peer(A).transport.bytes_received < 10**6
+
+    play(story)
+
+
+def test_a_process_that_is_gone_is_reported() -> None:
+    async def story(site: Site) -> None:
+        await site.holder(C, right)
+        site.network.kill(B)
+        assert len(await fetched(site, B, C)) == 6
+        assert set(site.refused) == {B}
+
+    play(story)
+
+
+def test_a_silent_holder_is_waited_for_once() -> None:
+    """A whole state is hundreds of fetches: each may not wait for the same silence."""
+
+    async def story(site: Site) -> None:
+        holder = await site.holder(C, right)
+        await site.holder(B, right)
+        site.network.kill(B, silent=True)
+        began = asyncio.get_running_loop().time()
+        for _ in range(3):
+            await fetched(site, B, C)
+        assert asyncio.get_running_loop().time() - began < 3 * 6
+        assert len(holder.asked) == 3 * 2
+
+    play(story)
+
+
+def test_a_state_is_fetched_from_several_holders() -> None:
+    async def story(site: Site) -> None:
+        holders = [await site.holder(B, right), await site.holder(C, right)]
+        got: list[int] = []
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            got.extend(tile_id for tile_id, _, _ in tiles)
+
+        await site.transfers.tiles(WANTED, [B, C], take, spread=True)
+        assert sorted(got) == list(WANTED)
+        assert [len(holder.asked) for holder in holders] == [1, 1]
+
+    play(story)
+
+
+def test_nobody_to_ask() -> None:
+    async def story(site: Site) -> None:
+        with pytest.raises(NetworkError, match="no holder"):
+            await fetched(site)
+
+    play(story)
+
+
+def test_streams_are_few_at_once() -> None:
+    busy, most = [0], [0]
+
+    async def story(site: Site) -> None:
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            busy[0] -= 1
+
+        def answer(request: Request) -> bytes:
+            busy[0] += 1
+            most[0] = max(most[0], busy[0])
+            return right(request)
+
+        site.network.set_link(B, A, LinkShape((0.1, 0.2), bytes_per_second=10_000))
+        await site.holder(B, answer)
+        await all_of(site.transfers.tiles({at: WANTED[at]}, [B], take) for at in (0, 1, 2, 3, 4, 5) * 3)
+        assert most[0] == Transfers.PARALLEL
+
+    play(story)
+
+
+def test_a_contribution() -> None:
+    size = sum(LAYOUT.tiles[at].size for at in range(2))
+    values = np.arange(size, dtype=np.float32)
+
+    async def story(site: Site) -> None:
+        await site.holder(B, lambda request: values.tobytes())
+        assert np.array_equal(await site.transfers.contribution(B, sha256(b"p"), PIECE), values)
+        await site.holder(C, lambda request: values[1:].tobytes())
+        with pytest.raises(RemoteProtocolError, match=r"sent .* bytes for a slice of"):
+            await site.transfers.contribution(C, sha256(b"p"), PIECE)
+
+    play(story)
+
+
+def test_silence_and_refusal_are_told_apart() -> None:
+    async def story(site: Site) -> None:
+        await site.holder(B, right)
+        site.network.kill(B, silent=True)
+        with pytest.raises(PeerSilent):
+            await site.transfers.contribution(B, sha256(b"p"), PIECE)
+        site.network.kill(C)
+        with pytest.raises(PeerRefused):
+            await site.transfers.contribution(C, sha256(b"p"), PIECE)
+
+    play(story)
+
+
+def test_commits() -> None:
+    packed = [pack(commit) for commit in COMMITS]
+
+    async def story(site: Site) -> None:
+        holder = await site.holder(B, lambda request: pack(ChainPart(tuple(packed[request.first :]))))
+        assert list(await site.transfers.chain(B, 1)) == COMMITS[1:]
+        assert await site.transfers.chain(B, 3) == ()
+        assert holder.asked[0].first == 1
+        for wrong in (packed[:1], [packed[1], packed[1]], packed[1:2] * 99, [b"junk"]):
+            await site.holder(C, lambda request, wrong=wrong: pack(ChainPart(tuple(wrong))))  # type: ignore[misc]
+            with pytest.raises(RemoteProtocolError):
+                await site.transfers.chain(C, 1)
+
+    play(story)
+
+
+def test_a_hash_list_hashes_to_its_root() -> None:
+    hashes = tuple(sha256(b"%d" % at) for at in range(len(LAYOUT.tiles)))
+    root = LAYOUT.root_of(hashes)
+
+    async def story(site: Site) -> None:
+        await site.holder(B, lambda request: b"".join(hashes[::-1]))
+        await site.holder(C, lambda request: b"".join(hashes))
+        assert await site.transfers.hash_list([B, C], root, 1) == hashes
+        with pytest.raises(NetworkError, match="does not hash to it"):
+            await site.transfers.hash_list([B], root, 1)
+
+    play(story)
+
+
+def test_the_run_of_a_stranger() -> None:
+    async def story(site: Site) -> None:
+        await site.holder(B, lambda request: pack(MADE.info))
+        assert await fetch_run(site.network.peer(A).transport, B, 5.0) == pack(MADE.info)
+
+    play(story)
+
+
+def test_the_first_error_ends_the_others_and_is_raised_as_it_is() -> None:
+    ended: list[int] = []
+
+    async def wait(number: int) -> None:
+        try:
+            await asyncio.sleep(1 if number else 100)
+            raise NetworkError(f"number {number}")
+        finally:
+            ended.append(number)
+
+    async def main() -> None:
+        with pytest.raises(NetworkError, match="number 1"):
+            await all_of(wait(number) for number in (0, 1))
+        assert sorted(ended) == [0, 1]
+        await all_of([])
+
+    run_virtual(main())
