@@ -123,7 +123,9 @@ def address_of_a_peer(swarm: LocalSwarm) -> str:
 
     def found() -> bool:
         said = json.loads(swarm.ask("status", "--initial-peers", swarm.address, "--json"))
-        addresses.extend(one["addresses"][0] for one in said["peers"] if one["role"] == "peer" and one["addresses"])
+        addresses.extend(
+            one["addresses"][0] for one in said["peers"] if one["state"] != "bootstrap" and one["addresses"]
+        )
         return bool(addresses)
 
     swarm.wait_until(found, "a peer in the status", FIRST, 120.0)
