@@ -82,10 +82,15 @@ class Resumed:
 
     @classmethod
     def load(cls, folder: Path, info: RunInfo, layout: Layout, emit: Callable[[Event], None]) -> Resumed | None:
-        """None where nothing was saved yet. Raises CheckpointError for a checkpoint of another run."""
-        if not folder.exists() or not any(folder.iterdir()):
+        """None, with a warning, where no checkpoint can be used: then the committed state is all there is.
+
+        Raises CheckpointError for a checkpoint of another run.
+        """
+        try:
+            checkpoint, warnings = load_latest(folder)
+        except CheckpointError as error:
+            emit(Warning(f"{error}; training goes on from the committed state, with fresh optimizer moments"))
             return None
-        checkpoint, warnings = load_latest(folder)
         for text in warnings:
             emit(Warning(text))
         found = checkpoint.run.get("fingerprint")
@@ -97,9 +102,17 @@ class Resumed:
             )
         return cls(checkpoint, layout)
 
-    def restore(self, trainer: Trainer, loader: LeasedLoader | LocalLoader) -> None:
-        """Brings trainer and loader to where they were when the checkpoint was saved."""
+    def restore(self, trainer: Trainer, loader: LeasedLoader | LocalLoader) -> bool:
+        """Brings trainer and loader to where they were when the checkpoint was saved.
+
+        False where the data now comes from elsewhere than then (leases, or the peer's own), so that the loader is not
+        touched.
+        """
         owned = tuple(self._private["trainer"]["owned"])
         trainer.adopt(owned, self._version, self._step)
         trainer.load_private_state(self._private["trainer"])
-        loader.load_state_dict(self._private["loader"])
+        place = self._private["loader"]
+        if place.keys() != loader.state_dict().keys():
+            return False
+        loader.load_state_dict(place)
+        return True

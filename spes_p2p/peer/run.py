@@ -16,7 +16,7 @@ from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
 from spes_p2p.peer.connection import Connection
-from spes_p2p.peer.folder import CHECKPOINTS, prepare_folder
+from spes_p2p.peer.folder import CHECKPOINTS, holds_run, prepare_folder
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
@@ -99,7 +99,8 @@ def _train(
     show: Callable[[PeerId, StepsPerRound], None],
 ) -> None:
     checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
-    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit) if options.resume else None
+    again = options.resume and holds_run(options.output)
+    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit) if again else None
     tip = connection.enter()
     say(f"peer {me} is in, round {tip.manifest.round}")
     show(me, lambda step: steps_per_round_at(config, step))
@@ -140,9 +141,8 @@ def _restore(
     """Puts saved training state back; whether it is exactly that of the tip."""
     if resumed is None:
         return False
-    resumed.restore(trainer, loader)
-    if resumed.manifest != tip.certificate.manifest:
-        return False  # the moments are kept, the values are those of the newer commit
+    if not resumed.restore(trainer, loader) or resumed.manifest != tip.certificate.manifest:
+        return False  # the moments are kept, the values are those of the newest commit
     loop.uncounted = resumed.uncounted
     return True
 

@@ -1,0 +1,169 @@
+"""A peer's own training state on its way to disk and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
+from spes_p2p.errors import CheckpointError, StorageFull
+from spes_p2p.ids import PeerId
+from spes_p2p.observe.events import Event, Warning
+from spes_p2p.peer import resume
+from spes_p2p.peer.resume import Resumed, Saver
+from spes_p2p.peer.training import Uncounted
+from spes_p2p.train.trainer import Trainer
+from tests.sync.chains import MadeRun
+from tests.sync.swarm_cases import small_config
+
+torch.set_num_threads(1)
+OWNED = (0, 2)
+
+
+def config_with_data(folder: Path, *overrides: str) -> Config:
+    tokens = np.arange(4000, dtype=np.uint16) * 7 % 32
+    (folder / "tokens.bin").write_bytes(tokens.tobytes())
+    (folder / "paths.txt").write_text("tokens.bin\n")
+    data = f"data.path={folder / 'paths.txt'}"
+    return small_config(data, "data.sequence_length=16", "optimizer.batch_sequences=4", *overrides, peers=1)
+
+
+class Life:
+    """One life of a peer's trainer, loader and saver over the same folder."""
+
+    def __init__(self, folder: Path, *overrides: str, local: bool = False) -> None:
+        self.config = config_with_data(folder, *overrides)
+        self.run = MadeRun(self.config)
+        self.commits = self.run.chain(4)
+        dataset = open_dataset(self.config)
+        self.loader: LeasedLoader | LocalLoader
+        self.loader = LocalLoader(dataset, self.config, PeerId("a")) if local else LeasedLoader(dataset, self.config)
+        self.trainer = Trainer(self.config, self.run.layout, torch.device("cpu"))
+        self.checkpoints = folder / "checkpoints"
+        self.events: list[Event] = []
+        self.store = self.run.store(folder / f"store-{len(list(folder.iterdir()))}")
+        self.saver = Saver(
+            self.checkpoints, self.config, self.run.info, self.trainer, self.loader,
+            lambda round: self.commits[round], self.events.append,
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        self.trainer.adopt(OWNED, self.run.initial, 0)
+        self.loader.load_state_dict({"ranges": [[0, 200]], "offset": 0, "position": 0})
+
+    def train(self, steps: int) -> list[float]:
+        return [self.trainer.train_step(self.loader.next_batch(4)).loss for _ in range(steps)]
+
+    def save(self, round: int, final: bool = False) -> None:
+        self.saver(self.commits[round].manifest, self.store.version(0), Uncounted(64, 1), final)
+
+    def load(self) -> Resumed | None:
+        return Resumed.load(self.checkpoints, self.run.info, self.run.layout, self.events.append)
+
+    def warnings(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Warning)]
+
+
+def test_in_the_middle_of_a_round_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    first = Life(tmp_path)
+    first.begin()
+    first.train(3)
+    first.save(1)
+    second = Life(tmp_path)
+    resumed = second.load()
+    assert resumed is not None
+    assert resumed.restore(second.trainer, second.loader)
+    assert (resumed.manifest, resumed.uncounted) == (first.commits[1].certificate.manifest, Uncounted(64, 1))
+    assert (second.trainer.round_steps, second.trainer.owned) == (3, OWNED)
+    assert second.train(4) == first.train(4)
+
+
+def test_where_the_data_comes_from_elsewhere_only_the_trainer_is_restored(tmp_path: Path) -> None:
+    first = Life(tmp_path)
+    first.begin()
+    first.train(2)
+    first.save(1)
+    second = Life(tmp_path, local=True)
+    resumed = second.load()
+    assert resumed is not None
+    assert not resumed.restore(second.trainer, second.loader)
+    assert second.trainer.round_steps == 2
+    assert second.loader.state_dict() == {"position": 0}
+
+
+def test_saved_as_often_as_the_config_says_and_always_at_the_end(tmp_path: Path) -> None:
+    life = Life(tmp_path, "output.checkpoint_every_rounds=2")
+    life.begin()
+    life.save(1)
+    assert not life.checkpoints.exists()
+    life.save(1, final=True)
+    life.save(2)
+    assert len(list(life.checkpoints.iterdir())) == 2
+
+
+def damage(folder: Path) -> None:
+    tensors = folder / "private.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_both_names(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.begin()
+    life.save(1)
+    life.save(2)
+    older, newest = sorted(life.checkpoints.iterdir())
+    damage(newest)
+    resumed = life.load()
+    assert resumed is not None
+    assert resumed.round == 1
+    (warning,) = life.warnings()
+    assert newest.name in warning
+    assert f"going on from {older.name}" in warning
+
+
+def test_without_any_whole_checkpoint_the_committed_state_has_to_do(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.begin()
+    assert life.load() is None
+    life.save(1)
+    (only,) = life.checkpoints.iterdir()
+    damage(only)
+    assert life.load() is None
+    assert all("with fresh optimizer moments" in warning for warning in life.warnings())
+    assert only.name in life.warnings()[1]
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.begin()
+    life.save(1)
+    other = replace(life.run.info, run_id="other")
+    with pytest.raises(CheckpointError, match=f"not {other.fingerprint.hex()[:16]}") as caught:
+        Resumed.load(life.checkpoints, other, life.run.layout, life.events.append)
+    assert "another --output" in caught.value.fix
+
+
+def test_a_full_disk_pauses_saving_with_one_warning_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path)
+    life.begin()
+    real = resume.save_checkpoint
+
+    def full(*arguments: object, **named: object) -> Path:
+        raise StorageFull("no space left for step-00000001", fix="free some space on that disk")
+
+    monkeypatch.setattr(resume, "save_checkpoint", full)
+    life.save(1)
+    life.save(2)
+    assert len(life.warnings()) == 1
+    assert "saving is paused, training goes on: no space left" in life.warnings()[0]
+    monkeypatch.setattr(resume, "save_checkpoint", real)
+    life.save(3)
+    assert life.warnings()[1:] == ["there is room again: checkpoints are saved"]
+    assert [folder.name for folder in life.checkpoints.iterdir()] == ["step-00000003"]
