@@ -54,12 +54,20 @@ class BootstrapOptions:
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
     """Runs until SIGINT or SIGTERM. `ready` is called with the join command once peers can come."""
-    make_folder(options.folder)
-    run = _read_run(options) if options.config_path is not None else None
     with NetworkThread() as thread:
         stop = asyncio.Event()
-        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), say), contextlib.suppress(Stopped):
-            thread.run(until_stopped(stop, _serve(options, run, say, ready)))
+        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), say):
+            thread.run(serve_until(stop, options, say, ready))
+
+
+async def serve_until(
+    stop: asyncio.Event, options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None
+) -> None:
+    """The same on the running loop, until `stop` is set."""
+    make_folder(options.folder)
+    run = _read_run(options) if options.config_path is not None else None
+    with contextlib.suppress(Stopped):
+        await until_stopped(stop, _serve(options, run, say, ready))
 
 
 def _read_run(options: BootstrapOptions) -> tuple[Config, Hash]:

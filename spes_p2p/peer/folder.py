@@ -45,7 +45,7 @@ def prepare_folder(output: Path, resume: bool) -> bool:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the output folder {output} cannot be made: {error.strerror}", fix="choose another"
+            f"the output folder {output} cannot be made: {error.strerror}", fix="give another with --output"
         ) from error
     if holds_run(output) and not resume:
         raise ConfigError(

@@ -76,7 +76,7 @@ def _run_connected(
         dataset = open_dataset(config)
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with (
-            _ranks(options, device, outer) as ranks,
+            _ranks(options, device, outer, config.optimizer.batch_sequences) as ranks,
             closing(
                 Trainer(config, connection.layout, device, ranks)  # memory runs out here, before others count on us
             ) as trainer,
@@ -126,12 +126,18 @@ def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: Pee
 
 
 @contextlib.contextmanager
-def _ranks(options: PeerOptions, device: torch.device, outer: Ranks | None) -> Iterator[Ranks]:
+def _ranks(options: PeerOptions, device: torch.device, outer: Ranks | None, batch_sequences: int) -> Iterator[Ranks]:
     """Those of an outer torchrun, else processes of our own."""
     if outer is not None:
         yield outer
         return
-    with LocalRanks(_rank_count(options, device), device) as local:
+    count = _rank_count(options, device)
+    if batch_sequences % count:  # the trainer would say so too, but only when all ranks are up
+        raise ConfigError(
+            f"a batch of {batch_sequences} sequences cannot be split over {count} ranks",
+            fix="use --local-ranks with a number that divides optimizer.batch_sequences",
+        )
+    with LocalRanks(count, device) as local:
         yield local.ranks
 
 

@@ -33,6 +33,8 @@ from spes_p2p.sync.messages import WIRE_VERSION, Commit, manifest_hash
 from spes_p2p.wire import pack
 
 EVERY_SECONDS = 5.0
+LOOK_SECONDS = 1.0
+"""How soon a new certificate is published."""
 TTL_SECONDS = 45.0
 MOST_REMEMBERED = 64
 """Peers with which the DHT is mended where it fell apart."""
@@ -112,15 +114,24 @@ class Announcer:
         others = [peer for peer in self.known if peer != self._transport.peer_id]
         return sorted(others, key=lambda peer: (peer != self._info.organiser, peer))
 
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     async def _for_ever(self) -> None:
         try:
+            told, next_turn = self._newest(), self._now() + EVERY_SECONDS
             while True:
-                await asyncio.sleep(EVERY_SECONDS)
-                await self._directory.acquaint({self._info.organiser, *self._met, *self._acquaintances()})
-                with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
-                    await self.announce()
-                with contextlib.suppress(NetworkError):
-                    await self.learn()
+                await asyncio.sleep(LOOK_SECONDS)
+                newest, turn = self._newest(), self._now() >= next_turn
+                if turn or newest != told:
+                    with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
+                        await self.announce()
+                    told = newest
+                if turn:
+                    next_turn = self._now() + EVERY_SECONDS
+                    await self._directory.acquaint({self._info.organiser, *self._met, *self._acquaintances()})
+                    with contextlib.suppress(NetworkError):
+                        await self.learn()
         except Exception as error:  # noqa: BLE001 (a node that nobody finds any more must not go on in silence)
             self._failed(error)
 

@@ -33,12 +33,12 @@ ALONE = (*SMALL, "swarm.min_peers=1", "swarm.experts_per_peer=8")
 WAIT_SECONDS = 60.0
 
 
-def make_tokens(folder: Path, kilobytes: int = 256, seed: int = 0) -> Path:
-    """Token shards of made-up text in `folder`."""
-    words = [f"word{number * 7919 % 997}" for number in range(seed, seed + 150 * kilobytes)]
+def make_tokens(folder: Path, words: int = 40_000, seed: int = 0) -> Path:
+    """Token shards of made-up text in `folder`, about 8 tokens a word."""
+    made = [f"word{number * 7919 % 997}" for number in range(seed, seed + words)]
     text = folder / "text.txt"
     folder.mkdir(parents=True, exist_ok=True)
-    text.write_text("\n".join(" ".join(words[at : at + 12]) for at in range(0, len(words), 12)))
+    text.write_text("\n".join(" ".join(made[at : at + 12]) for at in range(0, words, 12)))
     tokenize([str(text)], folder / "tokens", TokenizeOptions(tokenizer="byte", processes=1))
     return folder / "tokens"
 

@@ -17,7 +17,7 @@ from spes_p2p.swarm.records import (
     parse_run,
     peers_key,
 )
-from spes_p2p.sync.announce import EVERY_SECONDS, TTL_SECONDS, Announcer
+from spes_p2p.sync.announce import EVERY_SECONDS, LOOK_SECONDS, TTL_SECONDS, Announcer
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.messages import Commit, manifest_hash
 from spes_p2p.testing.virtual_time import run_virtual
@@ -92,7 +92,7 @@ def test_the_newest_certificate_is_published_with_the_time_when_it_came() -> Non
         assert await heads(other, run.info.run_id) == {}
         for commit in run.chain(2):
             one.newest = commit, WALL - 100.5
-            await asyncio.sleep(2 * EVERY_SECONDS)
+            await asyncio.sleep(2 * LOOK_SECONDS)
             head = (await heads(other, run.info.run_id))[A]
             assert (head.manifest_hash, head.seen_at_seconds) == (manifest_hash(commit.manifest), int(WALL - 101))
 

@@ -1,0 +1,165 @@
+"""What people do wrong with join, bootstrap and status: one clear line with the value and the fix, exit code 1."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import LOOPBACK, Answer, Organiser, spes_p2p
+from tests.peer.real import make_tokens
+
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
+
+
+def refused(answer: Answer, *words: str) -> None:
+    """It ended with one error line that has all these words, in this order."""
+    assert answer.exit_code == 1, answer
+    lines = [line for line in answer.errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, answer
+    assert " / fix: " in lines[0]
+    at = 0
+    for word in words:
+        assert word in lines[0][at:], (word, lines[0])
+        at += lines[0][at:].index(word) + len(word)
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port of something that accepts and says nothing."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        yield silent.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (NOBODY, ("no initial peer can be reached", NOBODY, "is refused")),
+        ("nonsense", ("nonsense is not a multiaddress",)),
+        ("/ip4/127.0.0.1/tcp/99", ("lacks the peer id", "/p2p/")),
+    ],
+)
+def test_an_initial_peer_that_is_no_use(tmp_path: Path, address: str, words: tuple[str, ...]) -> None:
+    refused(spes_p2p("join", "--initial-peers", address, "-o", str(tmp_path)), *words)
+    refused(spes_p2p("status", "--initial-peers", address), *words)
+
+
+def test_each_of_several_initial_peers_has_its_reason(tmp_path: Path, listener: int) -> None:
+    silent = f"/ip4/127.0.0.1/tcp/{listener}/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
+    answer = spes_p2p("join", "--initial-peers", NOBODY, silent, "-o", str(tmp_path))
+    refused(answer, NOBODY, "is refused", silent, "is silent: the host accepts, but nobody speaks libp2p there")
+
+
+def test_a_wrong_peer_id_is_told_with_the_right_one(tmp_path: Path, organiser: Organiser) -> None:
+    place, _, peer = organiser.address.partition("/p2p/")
+    wrong = f"{place}/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
+    refused(spes_p2p("join", "--initial-peers", wrong, "-o", str(tmp_path)), "has a wrong peer id", peer)
+
+
+def test_nobody_serves_the_run_that_is_announced(tmp_path: Path, organiser: Organiser) -> None:
+    answer = organiser.join(tmp_path, "--run-id", "big")
+    refused(answer, "no run 'big' is announced here, only tiny (", "--run-id")
+    answer = organiser.join(tmp_path, "--fingerprint", "0000")
+    refused(answer, "no run with fingerprint 0000 is announced here, only tiny (", "--fingerprint")
+    refused(spes_p2p("status", "--initial-peers", organiser.address, "--run-id", "big"), "no run 'big'")
+
+
+def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> None:
+    answer = organiser.join(tmp_path, "--config", "tiny")
+    refused(answer, "--config has another fingerprint than run tiny", "model.d_model is 128 here and 32 there")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("model.num_experts=4",), ("model.num_experts=4 cannot be chosen by one peer", "agreed on 8", "output.")),
+        (("output.tensorbord=true",), ("unknown key output.tensorbord", "did you mean output.tensorboard?")),
+        (("--owned-experts", "3,99"), ("--owned-experts names column 99, the run has 8 (0 to 7)",)),
+        (("--owned-experts", "two"), ("--owned-experts 'two' is not a list of columns", "0,3-5")),
+        (("--device", "tpu"), ("--device 'tpu' is no device", "auto, cpu or cuda")),
+        (("--data", "nowhere"), ("there is no dataset at nowhere", "spes-p2p tokenize")),
+        ((), ("data.path is empty", "--data DIR")),
+        (("--config", "tinny"), ("no config named tinny", "small")),
+        (("--host-maddrs", "rubbish"), ("rubbish", "--host-maddrs")),
+    ],
+)
+def test_flags_that_cannot_be(
+    tmp_path: Path, organiser: Organiser, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    refused(organiser.join(tmp_path, *arguments), *words)
+
+
+def test_no_cuda(tmp_path: Path, organiser: Organiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(organiser.join(tmp_path, "--device", "cuda"), "--device cuda: torch sees no GPU here", "--device cpu")
+
+
+def test_ranks_that_do_not_divide_the_batch(tmp_path: Path, organiser: Organiser) -> None:
+    answer = organiser.join(tmp_path, "--data", str(organiser.data), "--local-ranks", "3")
+    refused(answer, "a batch of 8 sequences cannot be split over 3 ranks")
+
+
+def test_a_truncated_shard(tmp_path: Path, organiser: Organiser) -> None:
+    copy = Path(shutil.copytree(organiser.data, tmp_path / "tokens"))
+    shard = next(copy.glob("*.npy"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    refused(organiser.join(tmp_path / "peer", "--data", str(copy)), f"shard {shard} is truncated", "copy")
+
+
+def test_another_dataset_than_the_runs(tmp_path: Path, organiser: Organiser) -> None:
+    other = make_tokens(tmp_path / "other", words=2000, seed=1)
+    refused(organiser.join(tmp_path / "peer", "--data", str(other)), "has hash", "the run trains on", "source=local")
+
+
+def test_less_data_than_a_batch(tmp_path: Path, organiser: Organiser) -> None:
+    few = make_tokens(tmp_path / "few", words=20)
+    answer = organiser.join(tmp_path / "peer", "--data", str(few), "data.source=local")
+    refused(answer, "training sequences of 64 tokens, fewer than one batch (8)", "use more data")
+
+
+def test_a_tokenizer_that_is_larger_than_the_vocabulary_or_the_dtype(tmp_path: Path, tokens: Path) -> None:
+    answer = spes_p2p(
+        "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "model.vocab_size=99"
+    )
+    refused(answer, "tokenizer 'byte' of 257 ids, model.vocab_size is 99", "set model.vocab_size to 257")
+
+
+def test_two_peers_with_one_identity(tmp_path: Path, organiser: Organiser) -> None:
+    identity = organiser.folder / "identity.key"
+    answer = organiser.join(tmp_path, "--identity-path", str(identity))
+    refused(answer, "another process on this machine runs with the identity", "--identity-path")
+    shutil.copy(identity, tmp_path / "copy.key")
+    answer = organiser.join(tmp_path, "--identity-path", str(tmp_path / "copy.key"))
+    refused(answer, "another process in this swarm runs with the identity", "--identity-path")
+
+
+def test_an_output_folder_that_is_taken_or_cannot_be(tmp_path: Path, organiser: Organiser) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    refused(organiser.join(tmp_path), f"{tmp_path} already holds a run", "--resume", "--output")
+    (tmp_path / "file").write_text("")
+    refused(organiser.join(tmp_path / "file" / "peer"), "cannot be made: Not a directory", "--output")
+
+
+def test_a_port_in_use(tmp_path: Path, tokens: Path, listener: int) -> None:
+    place = f"/ip4/127.0.0.1/tcp/{listener}"
+    answer = spes_p2p(
+        "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", place
+    )
+    refused(answer, f"the port to listen on is taken: {place}", "--host-maddrs")
+
+
+def test_bootstrap_without_data(tmp_path: Path) -> None:
+    answer = spes_p2p("bootstrap", "--config", "tiny", "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
+    refused(answer, "the run leases data, but no dataset is given", "--data", "data.source=local")
+
+
+def test_tokenizing_with_a_dtype_that_is_too_small(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    answer = spes_p2p("tokenize", str(tmp_path / "a.txt"), "-o", str(tmp_path / "out"), "--dtype", "uint8")
+    refused(answer, "dtype is 'uint8'", "uint16 or uint32")
