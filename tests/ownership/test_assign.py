@@ -1,0 +1,100 @@
+"""Who owns what next: budgets, claims, replicas, balance; whatever the members wish."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.assign import Wish, assign
+from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody, orphans, restricted
+
+ANNA, BEA, CARL, DORA = (PeerId(name) for name in ("anna", "bea", "carl", "dora"))
+
+wishes = st.builds(
+    Wish,
+    max_columns=st.integers(0, 6),
+    claims=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    releases=st.lists(st.integers(0, 9), max_size=2).map(tuple),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Ownership, dict[PeerId, Wish], int]:
+    names = st.sampled_from([ANNA, BEA, CARL, DORA])
+    present = draw(st.lists(st.sets(names).map(lambda owners: tuple(sorted(owners))), min_size=1, max_size=8))
+    return tuple(present), draw(st.dictionaries(names, wishes, min_size=1)), draw(st.integers(1, 3))
+
+
+@given(cases())
+def test_only_members_own_and_nobody_gets_more_than_fits(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
+    before, wanted, replicas = case
+    after = assign(before, wanted, replicas)
+    assert len(after) == len(before)
+    for peer, wish in wanted.items():
+        had = [column for column in columns_of(before, peer) if column not in wish.releases]
+        assert len(columns_of(after, peer)) <= max(wish.max_columns, len(had))
+        assert not set(columns_of(after, peer)) & set(wish.releases)
+    assert all(owner in wanted for owners in after for owner in owners)
+    assert all(list(owners) == sorted(set(owners)) for owners in after)
+
+
+@given(cases())
+def test_a_column_stays_without_owner_only_when_nobody_could_take_it(
+    case: tuple[Ownership, dict[PeerId, Wish], int],
+) -> None:
+    before, wanted, replicas = case
+    after = assign(before, wanted, replicas)
+    for column in orphans(after):
+        for peer, wish in wanted.items():
+            assert len(columns_of(after, peer)) >= wish.max_columns or column in wish.releases
+
+
+@given(cases())
+def test_the_order_in_which_wishes_came_does_not_matter(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
+    before, wanted, replicas = case
+    backwards = dict(reversed(list(wanted.items())))
+    assert assign(before, wanted, replicas) == assign(before, backwards, replicas)
+
+
+@given(cases())
+def test_nothing_moves_when_nothing_changes(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
+    before, wanted, replicas = case
+    settled = assign(before, wanted, replicas)
+    for _ in range(3):
+        settled = assign(settled, wanted, replicas)
+    assert assign(settled, wanted, replicas) == settled
+
+
+def test_the_first_members_share_all_columns_evenly() -> None:
+    after = assign(nobody(8), {peer: Wish(3) for peer in (ANNA, BEA, CARL)}, 1)
+    assert orphans(after) == ()
+    assert sorted(len(columns_of(after, peer)) for peer in (ANNA, BEA, CARL)) == [2, 3, 3]
+
+
+def test_columns_of_a_lost_owner_go_to_those_with_room() -> None:
+    before = assign(nobody(4), {peer: Wish(2) for peer in (ANNA, BEA)}, 1)
+    assert orphans(assign(before, {ANNA: Wish(4)}, 1)) == ()
+    assert len(orphans(assign(before, {ANNA: Wish(2)}, 1))) == 2
+
+
+def test_a_newcomer_takes_its_share_from_who_has_most() -> None:
+    before = assign(nobody(8), {ANNA: Wish(8)}, 1)
+    after = assign(before, {ANNA: Wish(8), BEA: Wish(8)}, 1)
+    assert [len(columns_of(after, peer)) for peer in (ANNA, BEA)] == [4, 4]
+    assert all(len(owners) == 1 for owners in after)
+
+
+def test_replicas_are_of_different_peers() -> None:
+    after = assign(nobody(4), {peer: Wish(4) for peer in (ANNA, BEA, CARL)}, 2)
+    assert all(len(owners) == 2 for owners in after)
+
+
+def test_a_claim_is_granted_beside_the_present_owner() -> None:
+    before = assign(nobody(4), {ANNA: Wish(4)}, 1)
+    after = assign(before, {ANNA: Wish(4), BEA: Wish(1, claims=(2,))}, 1)
+    assert columns_of(after, BEA) == (2,)
+
+
+def test_restricted_forgets_everybody_else() -> None:
+    assert restricted(((ANNA, BEA), (BEA,)), [ANNA]) == ((ANNA,), ())

@@ -1,0 +1,87 @@
+"""Who takes part and who leads: pure functions over members."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.swarm.membership import (
+    LINK_PRIVATE,
+    LINK_PUBLIC,
+    Member,
+    electors,
+    is_majority,
+    is_weighty_half,
+    leader_order,
+    next_members,
+    rank,
+    with_votes,
+)
+
+PARENT = sha256(b"parent")
+NAMES = [PeerId(name) for name in ("anna", "bea", "carl", "dora", "emil")]
+
+
+def member(name: str, incarnation: int = 1, elector: bool = True, link_class: int = LINK_PUBLIC) -> Member:
+    return Member(PeerId(name), incarnation, elector, link_class)
+
+
+def test_leaders_come_in_an_order_that_each_parent_draws_anew() -> None:
+    everybody = [member(name) for name in NAMES]
+    orders = {leader_order(sha256(bytes([at])), everybody) for at in range(20)}
+    assert all(sorted(order) == sorted(NAMES) for order in orders)
+    assert len({order[0] for order in orders}) == len(NAMES)
+
+
+def test_who_cannot_be_dialled_leads_last_and_who_has_no_vote_never() -> None:
+    everybody = [member("anna", link_class=LINK_PRIVATE), member("bea"), member("carl", elector=False)]
+    assert leader_order(PARENT, everybody) == ("bea", "anna")
+
+
+@pytest.mark.parametrize(("count", "of", "enough"), [(1, 1, True), (1, 2, False), (2, 3, True), (2, 4, False)])
+def test_a_majority_is_strict(count: int, of: int, enough: bool) -> None:
+    assert is_majority(count, of) is enough
+
+
+@given(st.integers(2, 5).flatmap(lambda n: st.tuples(st.just(NAMES[:n]), st.sets(st.sampled_from(NAMES[:n])))))
+def test_of_two_halves_exactly_one_has_weight(case: tuple[list[PeerId], set[PeerId]]) -> None:
+    everybody, half = case
+    rest = set(everybody) - half
+    weights = is_weighty_half(PARENT, half, everybody) + is_weighty_half(PARENT, rest, everybody)
+    assert weights == (2 * len(half) == len(everybody))
+
+
+def test_the_half_with_the_lowest_rank_has_weight() -> None:
+    lowest = min(NAMES[:4], key=lambda peer: rank(PARENT, peer))
+    other = next(peer for peer in NAMES[:4] if peer != lowest)
+    assert is_weighty_half(PARENT, {lowest, other}, NAMES[:4])
+
+
+def test_members_vote_from_the_second_manifest_that_names_them_on() -> None:
+    first = (member("anna"), member("bea"))
+    second = next_members(first, first, [member("carl")], [])
+    assert [(m.peer, m.elector) for m in second] == [("anna", True), ("bea", True), ("carl", False)]
+    third = next_members(second, second, [], [])
+    assert all(m.elector for m in third)
+
+
+def test_who_came_back_without_its_record_is_a_newcomer() -> None:
+    first = (member("anna"), member("bea", incarnation=1))
+    second = next_members(first, [member("anna")], [member("bea", incarnation=2)], [])
+    assert [m.peer for m in electors(second)] == ["anna"]
+
+
+def test_leavers_are_out_and_if_no_elector_is_left_all_vote() -> None:
+    first = (member("anna"), member("bea", elector=False))
+    assert [m.peer for m in next_members(first, first, [], [PeerId("bea")])] == ["anna"]
+    heirs = next_members(first, first, [member("carl")], [PeerId("anna")])
+    assert [(m.peer, m.elector) for m in heirs] == [("bea", True), ("carl", False)]
+    strangers = next_members(first, [], [member("carl"), member("dora")], [PeerId("anna"), PeerId("bea")])
+    assert [(m.peer, m.elector) for m in strangers] == [("carl", True), ("dora", True)]
+
+
+def test_votes_follow_from_the_members_alone() -> None:
+    claimed = (member("anna"), member("bea"))
+    assert with_votes((member("anna"),), claimed) == (member("anna"), member("bea", elector=False))

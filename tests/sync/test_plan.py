@@ -1,0 +1,81 @@
+"""Plans: every value is reduced exactly once, by somebody who contributes, in proportion to uplinks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.sync.plan import plan_slices, reducer_order
+
+NAMES = [PeerId(f"peer-{index}") for index in range(6)]
+
+
+@st.composite
+def swarms(draw: st.DrawFn) -> tuple[list[PeerId], Ownership, dict[PeerId, int], list[int], int]:
+    roster = sorted(draw(st.sets(st.sampled_from(NAMES), min_size=1)))
+    owners = st.sets(st.sampled_from(NAMES)).map(lambda chosen: tuple(sorted(chosen)))
+    ownership = tuple(draw(st.lists(owners, max_size=6)))
+    uplinks = draw(st.dictionaries(st.sampled_from(NAMES), st.integers(1, 10**9)))
+    tiles = draw(st.lists(st.integers(0, 40), min_size=1 + len(ownership), max_size=1 + len(ownership)))
+    return roster, ownership, uplinks, tiles, draw(st.integers(1, 16))
+
+
+@given(swarms())
+def test_every_tile_for_which_somebody_has_values_is_covered_exactly_once(
+    swarm: tuple[list[PeerId], Ownership, dict[PeerId, int], list[int], int],
+) -> None:
+    roster, ownership, uplinks, tiles, slice_tiles = swarm
+    slices = plan_slices(roster, ownership, uplinks, tiles, slice_tiles)
+    covered = Counter(tile for piece in slices for tile in range(piece.first_tile, piece.first_tile + piece.tiles))
+    expected: list[int] = []
+    first = 0
+    for block, count in enumerate(tiles):
+        if block == 0 or set(ownership[block - 1]) & set(roster):
+            expected += range(first, first + count)
+        first += count
+    assert covered == Counter(expected)
+
+
+@given(swarms())
+def test_contributors_are_those_who_have_values_and_one_of_them_reduces(
+    swarm: tuple[list[PeerId], Ownership, dict[PeerId, int], list[int], int],
+) -> None:
+    roster, ownership, uplinks, tiles, slice_tiles = swarm
+    for piece in plan_slices(roster, ownership, uplinks, tiles, slice_tiles):
+        may = roster if piece.block == 0 else [peer for peer in roster if peer in ownership[piece.block - 1]]
+        assert piece.contributors == tuple(may)
+        assert 0 < piece.tiles <= slice_tiles
+        order = reducer_order(piece)
+        assert order[0] == piece.reducer
+        assert sorted(order) == sorted(piece.contributors)
+
+
+@given(swarms())
+def test_the_plan_is_the_same_at_everybody(
+    swarm: tuple[list[PeerId], Ownership, dict[PeerId, int], list[int], int],
+) -> None:
+    roster, ownership, uplinks, tiles, slice_tiles = swarm
+    again = dict(reversed(list(uplinks.items())))
+    one = plan_slices(roster, ownership, uplinks, tiles, slice_tiles)
+    assert one == plan_slices(list(roster), ownership, again, list(tiles), slice_tiles)
+
+
+def test_shared_slices_are_dealt_in_proportion_to_uplinks() -> None:
+    uplinks = {NAMES[0]: 10, NAMES[1]: 30, NAMES[2]: 60}
+    slices = plan_slices(NAMES[:3], (), uplinks, [1000], 1)
+    dealt = Counter(piece.reducer for piece in slices)
+    assert dealt == {NAMES[0]: 100, NAMES[1]: 300, NAMES[2]: 600}
+
+
+def test_small_blocks_are_cut_so_that_everybody_gets_a_part() -> None:
+    slices = plan_slices(NAMES[:4], (), {}, [8], 16)
+    assert len({piece.reducer for piece in slices}) == 4
+
+
+def test_a_column_with_one_owner_is_its_owners_alone() -> None:
+    slices = plan_slices(NAMES[:3], ((NAMES[1],),), {}, [3, 5], 16)
+    assert {(piece.reducer, piece.contributors) for piece in slices if piece.block == 1} == {(NAMES[1], (NAMES[1],))}
