@@ -71,10 +71,10 @@ class Summary:
 
 
 def run_schedule(
-    seed: int, core_class: type[Core] = Core, say: Callable[[str], None] | None = None
+    seed: int, core_class: type[Core] = Core, only: str | None = None, say: Callable[[str], None] | None = None
 ) -> tuple[str, Result]:
     """One run to its end; (kind of schedule, result). `say` is told the story. Raises Violation."""
-    world, kind = plan_run(seed, core_class)
+    world, kind = plan_run(seed, core_class, only)
     world.say = say
     world.at(kind.mended_seconds, end_faults, world, random.Random(seed ^ 0xE4D))
     _run(world, until=lambda: world.now > kind.mended_seconds)
@@ -115,12 +115,12 @@ def _conclude(world: World) -> Result:
     return result
 
 
-def explore(seeds: Iterable[int], core_class: type[Core] = Core, stop_at: int = 1) -> Summary:
+def explore(seeds: Iterable[int], core_class: type[Core] = Core, only: str | None = None, stop_at: int = 1) -> Summary:
     """Runs schedules one after the other, until `stop_at` of them have broken a rule."""
     summary = Summary()
     for seed in seeds:
         try:
-            kind, result = run_schedule(seed, core_class)
+            kind, result = run_schedule(seed, core_class, only)
             summary.add(kind, result)
         except Exception as error:  # noqa: BLE001 - whatever a schedule brings to light is a finding
             kind = error.kind if isinstance(error, Violation) else "error"

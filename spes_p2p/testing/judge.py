@@ -105,6 +105,8 @@ class Judge:
             raise Violation("acceptance", f"{who} forgot that it accepted at ballot {max(history.accepted)}")
         if record.accepted is None:
             return
+        if record.accepted.value.heard:
+            raise Violation("acceptance", f"{who} takes a degraded vote for an acceptance")
         ballot, name = record.accepted_ballot, record.accepted_hash
         if ballot in history.accepted:
             if history.accepted[ballot] != name:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from spes_p2p.sync import actions as do
 from spes_p2p.sync.round import Core
@@ -37,10 +38,11 @@ class Kind:
     mended_seconds: float = FAULT_SECONDS + 1.0
 
 
-def plan_run(seed: int, core_class: type[Core] = Core) -> tuple[World, Kind]:
-    """The world of a seed, with all faults in its queue."""
+def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) -> tuple[World, Kind]:
+    """The world of a seed, with all faults in its queue; `only` names the kind of schedule, else it is drawn."""
     chance = random.Random(seed ^ 0x5EED)
-    kind = chance.choices(KINDS, [kind.weight for kind in KINDS])[0]
+    kinds = [kind for kind in KINDS if only in (None, kind.name)]
+    kind = chance.choices(kinds, [kind.weight for kind in kinds])[0]
     founders = chance.choice((3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7))
     weather = Weather(
         longest_delay=chance.choice((0.1, 0.3, 1.0)),
@@ -63,7 +65,7 @@ def end_faults(world: World, chance: random.Random) -> None:
     world.weather.loss = min(world.weather.loss, 0.05)
     for peer in world.peers.values():
         peer.crash_after.clear()
-        peer.at_next_vote = None
+        peer.at_next_vote = peer.at_next_proposal = None
         peer.restart_plan = None
         if peer.core is None and not peer.is_gone_for_good and chance.random() < 0.5:
             peer.start()
@@ -216,6 +218,32 @@ def broken_vote(world: World, chance: random.Random) -> None:
     voter.at_next_vote = trap
 
 
+def hidden_commit(world: World, chance: random.Random) -> None:
+    """The next leader's proposal gets through, its own vote and commit do not; a minority hears of neither for a while.
+
+    So it may be the only one to know of the commit, and the others have to go on from what some of them accepted.
+    """
+    if any(peer.at_next_proposal is not None for peer in world.up()):
+        return
+    seconds, blind_seconds = chance.choice((9.0, 14.0, 25.0)), chance.choice((1.0, 4.0, 7.0))
+
+    def spring(leader: SimPeer) -> None:
+        others = [peer.name for peer in world.up() if peer is not leader]
+        for peer in world.up():
+            peer.at_next_proposal = None
+        blind = chance.sample(others, k=min(len(others), chance.randint(1, max(1, len(others) // 2))))
+        names = [*others, leader.name]
+        world.cut_links([(a, b) for a in names for b in blind], blind_seconds)
+        world.cut_links([(leader.name, b) for b in others], seconds)
+        if chance.random() < 0.5:
+            victim = world.peers[chance.choice(names)]
+            victim.restart_plan = lambda: world.after(1.0, _come_back, victim)
+            world.after(chance.uniform(0.1, 3.0), victim.crash)
+
+    for peer in world.up():
+        peer.at_next_proposal = partial(spring, peer)
+
+
 def sleep(world: World, chance: random.Random) -> None:
     peer = _leader(world, chance) if chance.random() < 0.5 else _victim(world, chance)
     if peer is not None:
@@ -244,6 +272,7 @@ KINDS = (
     Kind("calm", (join,), 0, 1),
     Kind("crash", (crash,), 1, 3, weight=3),
     Kind("votes", (quick_restart, quick_restart, isolate, crash, broken_links, broken_vote), 3, 6, weight=4),
+    Kind("hidden", (hidden_commit,), 2, 2, weight=4, mended_seconds=22.0),
     Kind("links", (broken_links, broken_vote, broken_vote), 1, 3, weight=4),
     Kind("amnesia", (crash_with_amnesia,), 1, 2, weight=2),
     Kind("power", (power_cut, quick_restart), 1, 2),

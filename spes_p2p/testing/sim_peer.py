@@ -68,6 +68,7 @@ class SimPeer:
         self.crash_after: dict[type[do.Action], int] = {}
         self.restart_plan: Callable[[], None] | None = None
         self.at_next_vote: Callable[[], None] | None = None
+        self.at_next_proposal: Callable[[], None] | None = None
         self.is_gone_for_good = False
         self._heard: dict[PeerId, tuple[int, int]] = {}
         self._sleeps_since = 0.0
@@ -274,8 +275,11 @@ class SimPeer:
         self.world.send(self.name, action.to, envelope)
 
     def _persist(self, action: do.Persist) -> None:
-        self.disk.record = action.record
+        before, self.disk.record = self.disk.record, action.record
         world = self.world
+        if self.at_next_proposal is not None and len(action.record.proposed) > len(before.proposed if before else ()):
+            trap, self.at_next_proposal = self.at_next_proposal, None
+            world.after(0.001, trap)
         world.judge.saw_record(self.name, action.record, self.disk, lambda heard: world.silences(self, heard))
         if self.at_next_vote is not None and action.record.accepted is not None:
             trap, self.at_next_vote = self.at_next_vote, None
