@@ -162,8 +162,10 @@ class Driver:
         )
         self._actions: deque[do.Action] = deque()
         self._carrying_out = False
+        self._broken = False
         self._times = self._fresh_times()
         self._full_until: float | None = None
+        self._was_full = False
 
     # ---------------------------------------------------------------- life
 
@@ -207,7 +209,7 @@ class Driver:
         return await self._tasks.in_thread(lambda: self._serving.answer(asked))
 
     def _require_life(self) -> None:
-        if self._tasks.stopped:
+        if self._tasks.stopped or self._broken:
             raise RemoteProtocolError("this peer is ending")
 
     # ---------------------------------------------------------------- actions
@@ -215,11 +217,11 @@ class Driver:
     def _run(self, actions: Sequence[do.Action]) -> None:
         """Begins actions in order, after all earlier ones, also where beginning one of them was the next event."""
         self._actions.extend(actions)
-        if self._carrying_out or self._tasks.stopped:
+        if self._carrying_out or self._tasks.stopped or self._broken:
             return
         self._carrying_out = True
         try:
-            while self._actions:
+            while self._actions and not self._broken:
                 self._begin(self._actions.popleft())
         finally:
             self._carrying_out = False
@@ -245,6 +247,9 @@ class Driver:
         except StorageFull as error:
             self._actions.clear()  # whatever follows from a vote that is not on disk
             self._disk_is_full(error)
+        except OSError as error:
+            self._broken = True  # not a word more: the state machine takes the vote for given
+            self._hooks.failed(error)
 
     def _begin_work(self, action: do.Action) -> None:
         """What needs room on the disk."""
@@ -297,9 +302,12 @@ class Driver:
                 self.core.undone(lambda root: self._bench.finished(root) is not None)
                 self._run(self.core.catch_up_failed(self._clock.now()))
                 return
-            self._disk.chain.append(commit)
-            self._bench.publish(root)
-            self._applied(commit, commit.manifest)
+            await self._tasks.in_thread(lambda: self._commit(commit))
+            await self._applied(commit, commit.manifest)
+
+    def _commit(self, commit: Commit) -> None:
+        self._disk.chain.append(commit)
+        self._bench.publish(commit.manifest.state_root)
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
@@ -314,12 +322,12 @@ class Driver:
             return
         async with self._making.lock:
             first = self._disk.chain.commit(tip + 1).manifest
-            staging.publish()  # nothing else moves the tip meanwhile: the state machine waits for us
-            self._applied(newest, first)
+            await self._tasks.in_thread(staging.publish)  # nothing else moves the tip: the state machine waits for us
+            await self._applied(newest, first)
 
-    def _applied(self, commit: Commit, first: Manifest) -> None:
+    async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
-        previous, times, store = self.core.tip, self._times, self._disk.store
+        previous, times = self.core.tip, self._times
         self._bench.enter(commit.manifest.round)
         times.applied = self._clock.now()
         event = Applied(
@@ -336,11 +344,15 @@ class Driver:
             frozenset(peer for peer, contact in self.core.contacts.items() if contact.status.intent.leaving),
         )
         keep = self._hooks.rounds_in_use() | {commit.manifest.round, commit.manifest.round - 1}
-        for round in set(store.rounds()) - keep:
-            store.drop(round)
         self._times = self._fresh_times()
+        self._room_again()
         self._run(self.core.applied(commit, self._clock.now()))
         self._hooks.applied(event)
+        await self._tasks.in_thread(lambda: self._drop_all_but(keep))
+
+    def _drop_all_but(self, keep: frozenset[int]) -> None:
+        for round in set(self._disk.store.rounds()) - keep:
+            self._disk.store.drop(round)
 
     def _uncounted(self, first: Manifest) -> frozenset[int]:
         """Tiles for which we have trained values that did not go in, and that are not poison."""
@@ -374,10 +386,16 @@ class Driver:
 
     def _disk_is_full(self, error: StorageFull) -> None:
         """Nothing can be staged: say so once, train on, look again later."""
-        if self._full_until is None:
+        if not self._was_full:
+            self._was_full = True
             self._hooks.notice(do.Notice("disk", f"{error}; training goes on, but this peer cannot vote until then"))
         self._full_until = self._clock.now() + 10 * self.core.pace.heartbeat_seconds
         self._run(self.core.disk_full(self._disk.votes.record, self._clock.now()))
+
+    def _room_again(self) -> None:
+        if self._was_full and self._full_until is None:
+            self._was_full = False
+            self._hooks.notice(do.Notice("disk", "there is room again: this peer takes part in the votes"))
 
     def _try_disk_again(self) -> None:
         if self._full_until is not None and self._clock.now() > self._full_until and not self._making.lock.locked():
