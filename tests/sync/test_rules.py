@@ -1,0 +1,133 @@
+"""Manifests follow from their parents: what is derived, and that nothing else passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.messages import DEGRADED, Contribution, Manifest, Merge
+from spes_p2p.sync.plan import plan_slices
+from spes_p2p.sync.rules import (
+    Outcome,
+    capped_tokens,
+    check_certificate,
+    check_child,
+    child_manifest,
+    genesis_manifest,
+    next_step,
+)
+from tests.sync.chains import A, B, MadeRun
+
+RUN = MadeRun()
+MEMBERS = (Member(A, 1, True, 0), Member(B, 1, True, 0))
+WISHES = {A: Wish(4), B: Wish(4)}
+PARENT = genesis_manifest(RUN.rules, sha256(b"state 0"), MEMBERS, WISHES)
+LENGTH = RUN.config.data.sequence_length
+
+entries = st.builds(Contribution, st.just(A), st.integers(1, 10**12), st.integers(1, 10**6), st.integers(0, 10**6))
+
+
+def child() -> Manifest:
+    """One round of both, by the rules."""
+    roster = (Contribution(A, 8 * LENGTH, 2, 8), Contribution(B, 16 * LENGTH, 4, 16))
+    slices = plan_slices([A, B], PARENT.ownership, {}, RUN.rules.block_tiles, RUN.rules.slice_tiles)
+    outcome = Outcome(roster, slices, sha256(b"wire"), sha256(b"state 1"), None)
+    return child_manifest(RUN.rules, PARENT, outcome, MEMBERS, WISHES)
+
+
+CHILD = child()
+
+
+@given(st.integers(0, 10**9), st.lists(entries, min_size=1, max_size=8))
+def test_the_step_grows_by_the_weighted_mean_rounded_half_up(step: int, roster: list[Contribution]) -> None:
+    mean = Fraction(sum(e.tokens * e.steps for e in roster), sum(e.tokens for e in roster))
+    assert next_step(step, roster) - step == int(mean + Fraction(1, 2))
+
+
+@given(st.integers(1, 10**6), st.lists(st.integers(1, 10**9), min_size=1, max_size=8))
+def test_at_equal_speeds_the_step_grows_by_exactly_h(steps: int, tokens: list[int]) -> None:
+    assert next_step(7, [Contribution(A, count, steps, 1) for count in tokens]) == 7 + steps
+
+
+def test_nobody_trained_no_step() -> None:
+    assert next_step(5, []) == 5
+
+
+def test_claims_are_capped_by_the_lease() -> None:
+    leased = sum(stop - start for start, stop in PARENT.leases.of(A))
+    claim = capped_tokens(RUN.rules, PARENT, Contribution(A, 10**15, 5, 10**9))
+    assert (claim.sequences, claim.tokens) == (leased, leased * LENGTH)
+    own_data = capped_tokens(RUN.rules, PARENT, Contribution(A, 10**15, 5, 0))
+    assert own_data.tokens == 5 * RUN.rules.batch_sequences * LENGTH
+
+
+def test_what_the_rules_make_passes() -> None:
+    check_child(RUN.rules, PARENT, CHILD)
+    assert (CHILD.step, CHILD.tokens) == (3, 24 * LENGTH)  # (8 * 2 + 16 * 4) / 24 = 3.33
+
+
+TAMPERED: dict[str, Callable[[Manifest], Manifest]] = {
+    "round": lambda m: replace(m, round=m.round + 1),
+    "parent": lambda m: replace(m, parent=sha256(b"another")),
+    "fingerprint": lambda m: replace(m, fingerprint=sha256(b"another run")),
+    "step": lambda m: replace(m, step=m.step + 1),
+    "tokens": lambda m: replace(m, tokens=m.tokens + 1),
+    "leases": lambda m: replace(m, leases=PARENT.leases),
+    "steps_per_round": lambda m: replace(m, steps_per_round=m.steps_per_round + 1),
+    "column_rounds": lambda m: replace(m, column_rounds=(0,) * len(m.column_rounds)),
+    "members": lambda m: replace(m, members=m.members[::-1]),
+    "votes": lambda m: replace(m, members=(*m.members, Member(PeerId("carl"), 1, True, 0))),
+    "nobody": lambda m: replace(m, members=(), ownership=((),) * len(m.ownership)),
+    "owner": lambda m: replace(m, ownership=((PeerId("carl"),), *m.ownership[1:])),
+    "columns": lambda m: replace(m, ownership=m.ownership[:-1]),
+    "roster order": lambda m: replace(m, roster=m.roster[::-1]),
+    "stranger": lambda m: replace(m, roster=(*m.roster, Contribution(PeerId("carl"), 1, 1, 1))),
+    "slices missing": lambda m: replace(m, slices=m.slices[1:]),
+    "slices twice": lambda m: replace(m, slices=(m.slices[0], *m.slices)),
+    "contributor": lambda m: replace(m, slices=(replace(m.slices[0], contributors=(PeerId("carl"),)), *m.slices[1:])),
+    "nobody's": lambda m: replace(m, slices=(replace(m.slices[0], contributors=()), *m.slices[1:])),
+    "block": lambda m: replace(m, slices=(replace(m.slices[0], block=99), *m.slices[1:])),
+    "merge": lambda m: replace(m, merge=Merge(0.5, ())),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_what_does_not_follow_is_refused(what: str) -> None:
+    with pytest.raises(RemoteProtocolError):
+        check_child(RUN.rules, PARENT, TAMPERED[what](CHILD))
+
+
+def test_a_column_without_owner_in_the_roster_keeps_its_round() -> None:
+    slices = tuple(piece for piece in CHILD.slices if piece.block != 1)
+    outcome = Outcome(CHILD.roster, slices, CHILD.wire_root, CHILD.state_root, None)
+    later = child_manifest(RUN.rules, PARENT, outcome, MEMBERS, WISHES)
+    check_child(RUN.rules, PARENT, later)
+    assert later.column_rounds[0] == 0
+    assert set(later.column_rounds[1:]) == {1}
+
+
+def test_certificates_need_good_seals_of_enough_electors() -> None:
+    parent = RUN.genesis(sha256(b"state 0")).manifest
+    good = RUN.certified(RUN.child(parent, sha256(b"state 1"), sha256(b"wire")))
+    check = RUN.keys.verify
+    check_certificate(parent, good.manifest, good.certificate, check)
+    (seal,) = good.certificate.seals
+    for bad in (
+        replace(good.certificate, seals=()),
+        replace(good.certificate, seals=(replace(seal, signature=b"forged"),)),
+        replace(good.certificate, ballot=1),
+        replace(good.certificate, manifest=sha256(b"another")),
+        replace(good.certificate, kind=DEGRADED, heard=(A,)),
+        RUN.certified(good.manifest, signer=B).certificate,
+    ):
+        with pytest.raises(RemoteProtocolError):
+            check_certificate(parent, good.manifest, bad, check)
