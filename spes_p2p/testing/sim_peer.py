@@ -181,11 +181,11 @@ class SimPeer:
         self.world.after(1.01 * HEARTBEAT_SECONDS, self._tick, life)
         self._do(self.core.tick(now))
 
-    def _later(self, seconds: float, work: Callable[..., None], *arguments: object) -> None:
+    def _later(self, seconds: float, work: Callable[..., object], *arguments: object) -> None:
         """Work that ends with the process, and sleeps with the machine."""
         self.world.after(seconds, self._run, self._life, work, arguments)
 
-    def _run(self, life: int, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    def _run(self, life: int, work: Callable[..., object], arguments: tuple[object, ...]) -> None:
         if life != self._life or self.core is None:
             return
         if self.asleep_until > self.world.now:
