@@ -145,10 +145,15 @@ class TrainingLoop:
                 self._dump_round(news.applied[0])
                 self._note_counted(news.applied[0])
                 newest = news.applied[-1].commit.manifest
-                members = {member.peer for member in newest.members}
-                if self._me not in members or members == {self._me}:
+                if self._nobody_counts_on_us(newest):
                     self._save_last(turn, newest)
                     return
+
+    def _nobody_counts_on_us(self, newest: Manifest) -> bool:
+        """The manifest does not name us, or names nobody who stays: the last to leave stay named."""
+        members = {member.peer for member in newest.members}
+        leaving = {status.peer for status in self._connection.others() if status.intent.leaving}
+        return self._me not in members or members <= leaving | {self._me}
 
     def _save_last(self, turn: _Turn, newest: Manifest) -> None:
         """What a later life goes on from: the state that we leave behind, and moments as new as it."""
