@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,37 +49,50 @@ async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def leaving_on_signals(leave: Callable[[], object], say: Callable[[str], None]) -> Iterator[None]:
-    """`leave` is called in the main thread and must be quick; `say` from another one. No effect off the main thread."""
+    """`leave` and `say` are called in another thread, so that they are even while the main one computes.
+
+    No effect off the main thread. Once asked to leave, the process ends in time also after the block.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
     asked = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            _end(INTERRUPTED)
-        asked.set()
-        # Not from here: the main thread may be in the middle of writing a line.
-        threading.Thread(target=_end_in_time, args=(say,), daemon=True).start()
-        leave()
-
-    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    threading.Thread(target=_watch, args=(read, asked, leave, say), name="signals", daemon=True).start()
+    before = {number: signal.signal(number, lambda number, frame: None) for number in _SIGNALS}
+    fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # written to when the signal comes
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if not asked.is_set() else _end_on_signal)
+        if not asked.is_set():
+            signal.set_wakeup_fd(fd_before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(write)
 
 
-def _end_in_time(say: Callable[[str], None]) -> None:
+def _watch(read: int, asked: threading.Event, leave: Callable[[], object], say: Callable[[str], None]) -> None:
+    if not _heard(read, None):
+        os.close(read)
+        return
+    asked.set()
+    leave()
     say("leaving (Ctrl-C again: at once)")
-    threading.Event().wait(EXIT_SECONDS)
+    if _heard(read, EXIT_SECONDS):
+        _end(INTERRUPTED)
     say("what was running did not end in time: leaving without it")
     _end(0)
 
 
-def _end_on_signal(number: int, frame: FrameType | None) -> None:
-    _end(INTERRUPTED)
+def _heard(read: int, timeout_seconds: float | None) -> bool:
+    """Whether one of our signals came; False at the end of time or of the pipe."""
+    until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    while True:
+        ready, _, _ = select.select([read], [], [], None if until is None else max(0.0, until - time.monotonic()))
+        data = os.read(read, 1) if ready else b""
+        if not data or data[0] in _SIGNALS:
+            return bool(data)
 
 
 def _end(code: int) -> None:

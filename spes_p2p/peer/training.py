@@ -6,6 +6,7 @@ once, when a roster lists them (design section 4).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 
 REPORT_SECONDS = 1.0
+PATIENCE_SECONDS = 15.0
+"""A newcomer that has waited so long is told why."""
 
 
 @dataclass
@@ -88,6 +91,7 @@ class TrainingLoop:
         self._turn: _Turn | None = None
         self._handed_in = NO_HASH
         self._reported = 0.0
+        self._explained = ""
         self._taken = 0
         """The newest round that training has heard of."""
         self.uncounted = Uncounted()
@@ -105,22 +109,35 @@ class TrainingLoop:
         while not self._gate.stopping and not self._is_over():
             if self._turn is not None and self._handed_in != self._turn.head:
                 self._train()
-            news = self._gate.wait()
+            news = self._gate.wait(time.monotonic() + PATIENCE_SECONDS)
             if news.applied:
                 self._take(news.applied)
+            elif self._turn is None:
+                self._explain_waiting()
         if self._is_over():
             self._linger()
         else:
             self._leave()
 
+    def _explain_waiting(self) -> None:
+        """Who is no member can only wait; says once for what."""
+        text = "this peer trains as soon as a round names it as a member"
+        if not self._connection.others():
+            text = "no member of the run answers: it stands still until one comes back"
+        if text != self._explained and not self._gate.stopping:
+            self._explained = text
+            self._emit(Warning(text))
+
     def _is_over(self) -> bool:
         return self._last_round is not None and self._taken >= self._last_round
 
     def _linger(self) -> None:
-        """Serves the others until they have the last round too."""
-        until = time.monotonic() + LINGER_SECONDS
+        """Serves the others until they have the last round too; the bootstrap node hears of it with a heartbeat."""
+        now = time.monotonic()
+        told, until = now + 2 * self._config.swarm.heartbeat_seconds, now + LINGER_SECONDS
         while time.monotonic() < until and not self._gate.stopping:
-            if all(status.round >= (self._last_round or 0) for status in self._connection.others()):
+            others = self._connection.others()
+            if time.monotonic() > told and all(status.round >= (self._last_round or 0) for status in others):
                 break
             self._gate.wait(time.monotonic() + 0.2)
 
@@ -288,8 +305,9 @@ class TrainingLoop:
         every = self._config.eval.every_rounds
         if not every or manifest.round % every or not self._is_evaluator(manifest):
             return
-        loss = self._trainer.evaluate(held_out_batches(self._dataset, self._config, self._config.eval.sequences))
-        if np.isfinite(loss):
+        batches = held_out_batches(self._dataset, self._config, self._config.eval.sequences)
+        loss = self._trainer.evaluate(itertools.takewhile(lambda batch: not self._gate.stopping, batches))
+        if np.isfinite(loss) and not self._gate.stopping:
             tokens = self._config.eval.sequences * self._config.data.sequence_length
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))
 

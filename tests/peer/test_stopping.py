@@ -13,7 +13,7 @@ import pytest
 from spes_p2p.peer.stopping import INTERRUPTED, Stopped, leaving_on_signals, until_stopped
 
 PROGRAM = """
-import sys, threading
+import signal, sys, threading
 from spes_p2p.peer import stopping
 stopping.EXIT_SECONDS = float(sys.argv[1])
 asked = threading.Event()
@@ -21,10 +21,13 @@ def say(text):
     print(text, flush=True)
 with stopping.leaving_on_signals(asked.set, say):
     print("up", flush=True)
+    if sys.argv[2] == "computes":  # as in native code: nothing interrupts the main thread
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Event().wait()
     asked.wait()
     if sys.argv[2] == "leaves":
         print("left", flush=True)
-    else:
+    elif sys.argv[2] == "hangs":
         threading.Event().wait()
 """
 
@@ -65,6 +68,13 @@ def test_what_does_not_end_in_time_is_ended() -> None:
     process = start(0.05, "hangs")
     process.send_signal(signal.SIGTERM)
     assert rest(process)[-1].startswith("what was running did not end in time")
+    assert process.wait() == 0
+
+
+def test_signals_are_heard_while_the_main_thread_is_deep_in_native_code() -> None:
+    process = start(0.05, "computes")
+    process.send_signal(signal.SIGTERM)
+    assert rest(process)[0].startswith("leaving")
     assert process.wait() == 0
 
 
