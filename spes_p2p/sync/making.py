@@ -7,12 +7,13 @@ and everything made lies on the `Bench`, which one task at a time may use. Decid
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
+from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
 from spes_p2p.sync import actions as do
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.inputs import Inputs
@@ -23,8 +24,8 @@ from spes_p2p.sync.round import Core
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
 
-SLICES_AT_ONCE = 2
-"""Slices that are reduced at the same time: each holds the values of all its contributors in memory."""
+HELD_BYTES = 2**30
+"""What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
 Run = Callable[[Sequence[do.Action]], None]
 
 
@@ -55,7 +56,8 @@ class Making:
         self._run = run
         self._notice = notice
         self._now = now
-        self._reducing = asyncio.Semaphore(SLICES_AT_ONCE)
+        self._held_bytes = 0
+        self._freed = asyncio.Condition()
         self._slow: tuple[Hash, set[PeerId]] = (core.head, set())
         self.lock = asyncio.Lock()
         """Held by who uses the bench, or publishes what lies on it."""
@@ -67,7 +69,7 @@ class Making:
         plan = action.plan.value
         head, piece = plan.parent, plan.slices[action.index]
         report = Report(plan_hash(plan), action.index, self._core.me, (), ())
-        async with self._reducing:
+        async with self._memory_for(piece):
             if not self._is_wanted(report):
                 return
             found, left_out = await self._contributions(piece, head)
@@ -83,6 +85,20 @@ class Making:
                     self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
             report = replace(report, left_out=tuple(sorted(left_out.items())))
             self._run(self._core.reduced(report, self._now()))
+
+    @asynccontextmanager
+    async def _memory_for(self, piece: Slice) -> AsyncIterator[None]:
+        """Waits until the values of all contributors of a slice may be held."""
+        needed = len(piece.contributors) * sum(tile.size for tile in self._tiles_of(piece)) * VALUE_BYTES
+        async with self._freed:
+            await self._freed.wait_for(lambda: not self._held_bytes or self._held_bytes + needed <= HELD_BYTES)
+            self._held_bytes += needed
+        try:
+            yield
+        finally:
+            self._held_bytes -= needed
+            async with self._freed:
+                self._freed.notify_all()
 
     async def _contributions(self, piece: Slice, parent: Hash) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
         """The values of a slice's contributors, and who was lost."""

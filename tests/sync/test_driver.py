@@ -13,6 +13,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.sync import making
 from spes_p2p.sync.messages import Intent
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
@@ -217,3 +218,22 @@ def test_values_travel_exactly(folder: Path) -> None:
             assert got.tobytes() == special.tobytes()
 
     in_swarm(folder, play, small_config("sync.merge_alpha=0"))
+
+
+def test_contributions_take_a_bounded_part_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices wait for room; where there is too little for any they are reduced one by one."""
+    most: dict[int, int] = {}
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        while max(life.round for life in swarm.up) < 3:
+            held = sum(life.driver._making._held_bytes for life in swarm.up)
+            most[limit] = max(most.get(limit, 0), held)
+            await asyncio.sleep(0.001)
+        await swarm.until_round(3)
+        check_agreement(swarm)
+
+    for limit in (1, 2**30):
+        monkeypatch.setattr(making, "HELD_BYTES", limit)
+        in_swarm(folder / str(limit), play)
+    assert 0 < most[1] < most[2**30]
