@@ -18,7 +18,8 @@ from spes_p2p.peer import stopping
 stopping.EXIT_SECONDS = float(sys.argv[1])
 asked = threading.Event()
 def say(text):
-    print(text, flush=True)
+    sys.stdout.write(text + "\\n")
+    sys.stdout.flush()
 with stopping.leaving_on_signals(asked.set, say):
     print("up", flush=True)
     if sys.argv[2] == "computes":  # as in native code: nothing interrupts the main thread
@@ -26,7 +27,7 @@ with stopping.leaving_on_signals(asked.set, say):
         threading.Event().wait()
     asked.wait()
     if sys.argv[2] == "leaves":
-        print("left", flush=True)
+        say("left")
     elif sys.argv[2] == "hangs":
         threading.Event().wait()
 """
