@@ -235,5 +235,5 @@ def test_contributions_take_a_bounded_part_of_memory(folder: Path, monkeypatch: 
 
     for limit in (1, 2**30):
         monkeypatch.setattr(making, "HELD_BYTES", limit)
-        in_swarm(folder / str(limit), play)
+        in_swarm(folder / str(limit), play, small_config("sync.slice_tiles=1"))
     assert 0 < most[1] < most[2**30]
