@@ -64,6 +64,9 @@ def in_swarm(
         await asyncio.wait([guard])
         assert guard.cancelled() or guard.result() is None
         await swarm.stop()
+        await asyncio.sleep(0.001)  # who was cancelled has ended
+        left = [task.get_coro() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        assert not left, f"still running after stop: {left}"
         for life in swarm.lives:
             if life.failures:
                 raise life.failures[0]
