@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,3 +97,14 @@ def alone(folder: Path, data: Path, *arguments: str) -> Process:
         peer = swarm.peer("peer", data, arguments)
         peer.wait(WAIT_SECONDS)
     return peer
+
+
+def until_lines(process: subprocess.Popen[str], words: str) -> list[str]:
+    """Reads what a process prints until a line has these words; fails when it ends before."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return lines
+    raise AssertionError(f"it ended before it said {words!r}:\n{''.join(lines)}")

@@ -1,0 +1,97 @@
+"""What only a process of its own can show: a clock that is off, signals, what is left behind, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.conftest import LOOPBACK, Organiser, serve
+from tests.peer.real import until_lines
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+REPOSITORY = Path(__file__).parents[2]
+SKEWED = "import time\nreal = time.time\ntime.time = lambda: real() + 61.0\n"
+
+
+@pytest.fixture
+def begun(tmp_path: Path, tokens: Path) -> Iterator[Organiser]:
+    """Of a run that begins with its first peer, in rounds that take a while."""
+    overrides = ("swarm.min_peers=1", "swarm.experts_per_peer=8", "sync.steps_per_round=40")
+    yield from serve(tmp_path / "organiser", tokens, *overrides)
+
+
+def start(*arguments: str, path: Path | None = None, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """The program as a process; a `sitecustomize` in `path` goes before everything."""
+    paths = [*([str(path)] if path else []), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "spes_p2p.cli.main", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def join(organiser: Organiser, output: Path, *arguments: str) -> tuple[str, ...]:
+    common = ("join", "--initial-peers", organiser.address, "--host-maddrs", LOOPBACK, "--no-relay", "-o", str(output))
+    return (*common, "--data", str(organiser.data), "--device", "cpu", *arguments)
+
+
+def test_a_clock_that_is_off_is_refused_with_how_far_and_how_to_mend_it(tmp_path: Path, organiser: Organiser) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SKEWED)
+    process = start(*join(organiser, tmp_path / "peer"), path=tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "61.0 s ahead of" in line
+    assert "Traceback" not in output
+    assert line.partition(" / fix: ")[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_round_leaves_nothing_running(
+    tmp_path: Path, begun: Organiser, number: signal.Signals
+) -> None:
+    process = start(*join(begun, tmp_path / "peer", "--local-ranks", "2"))
+    until_lines(process, "step 5 ")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 2, family  # the libp2p daemon and the other rank
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    assert "leaving" in output
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_a_bootstrap_node_ends_with_its_daemon(tmp_path: Path, tokens: Path) -> None:
+    process = start(
+        "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", LOOPBACK
+    )
+    until_lines(process, "spes-p2p join --initial-peers ")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 0
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert (len(family), alive) == (1, [])
+
+
+def test_under_torchrun_rank_0_talks_to_the_network(tmp_path: Path, begun: Organiser) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    process = start(*join(begun, tmp_path / "peer", "--rounds", "1"), launcher=launcher)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    events = [json.loads(line) for line in (tmp_path / "peer" / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 41))
+    assert [event["roster_size"] for event in events if event["event"] == "round"] == [1]
