@@ -341,7 +341,7 @@ class Driver:
             self._transport.bytes_sent - times.sent_before,
             self._transport.bytes_received - times.received_before,
             self.core.pace.deadline_seconds(0),
-            frozenset(peer for peer, contact in self.core.contacts.items() if contact.status.intent.leaving),
+            self._leavers(),
         )
         keep = self._hooks.rounds_in_use() | {commit.manifest.round, commit.manifest.round - 1}
         self._times = self._fresh_times()
@@ -353,6 +353,10 @@ class Driver:
     def _drop_all_but(self, keep: frozenset[int]) -> None:
         for round in set(self._disk.store.rounds()) - keep:
             self._disk.store.drop(round)
+
+    def _leavers(self) -> frozenset[PeerId]:
+        others = {peer for peer, contact in self.core.contacts.items() if contact.status.intent.leaving}
+        return frozenset(others | {self.core.me} if self.core.intent.leaving else others)
 
     def _uncounted(self, first: Manifest) -> frozenset[int]:
         """Tiles for which we have trained values that did not go in, and that are not poison."""
