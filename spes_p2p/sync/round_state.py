@@ -101,6 +101,10 @@ class CoreState:
         contact = self.contacts.get(peer)
         return contact is not None and peer not in self._gone and now - contact.at <= self.pace.suspect_seconds
 
+    def _is_majority(self, count: int) -> bool:
+        """Whether `count` of the electors of our head are a strict majority of them."""
+        return is_majority(count, len(self._elector))
+
     def _leader_of(self, heard: Heard, ballot: int) -> PeerId:
         order = self.round.order
         if heard:
@@ -114,7 +118,7 @@ class CoreState:
         ballot = self.round.view
         if self._leader_of((), ballot) != self.me or self.record.promised != ballot:
             return False
-        return ballot == 0 or is_majority(len(self._promisers(ballot)), len(self._elector))
+        return ballot == 0 or self._is_majority(len(self._promisers(ballot)))
 
     def _promisers(self, ballot: int) -> list[Ballots]:
         """Ballots of the electors that promised exactly `ballot`, ours first."""
@@ -233,7 +237,7 @@ class CoreState:
     def _hears_majority(self, now: float) -> bool:
         """Whether a majority of the electors, with us, was heard of late and can vote."""
         heard = sum(peer == self.me or not self._is_silent(peer, now) for peer in self._elector)
-        return is_majority(heard, len(self._elector))
+        return self._is_majority(heard)
 
     def _degraded_electors(self, now: float) -> Heard:
         """The electors that are heard, when a majority was unheard for long enough; empty otherwise (design 4)."""
@@ -243,7 +247,7 @@ class CoreState:
         wait = self.pace.degraded_wait_seconds(all(self._is_gone(peer) for peer in silent))
         self._given_up.update(peer for peer in silent if now - self._voting_at[peer] >= wait)
         kept = tuple(sorted(peer for peer in self._elector if peer not in self._given_up))
-        return () if is_majority(len(kept), len(self._elector)) else kept
+        return () if self._is_majority(len(kept)) else kept
 
     def _is_silent(self, peer: PeerId, now: float) -> bool:
         """Whether this elector did not say of late, in the incarnation that may vote, that it can."""

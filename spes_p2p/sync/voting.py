@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member, is_majority, next_members
+from spes_p2p.swarm.membership import Member, next_members
 from spes_p2p.sync import votes
 from spes_p2p.sync.actions import Probe, Verify
 from spes_p2p.sync.knowledge import Heard
@@ -124,7 +124,7 @@ class Voting(CoreState):
         """A strict majority of acceptances with one ballot is the commit."""
         current = self.round
         for (ballot, name), seals in current.votes.items():
-            if is_majority(len(seals), len(self._elector)):
+            if self._is_majority(len(seals)):
                 proposal = self._proposal_of(name)
                 if proposal is not None:
                     self._decide(MAJORITY, ballot, (), proposal.value.manifest, list(seals.values()), now)
@@ -310,4 +310,4 @@ class Voting(CoreState):
     def _has_leader(self) -> bool:
         """Whether the leader of our view may act: nobody needs to be elected for ballot 0."""
         view = self.round.view
-        return view == 0 or is_majority(len(self._promisers(view)), len(self._elector))
+        return view == 0 or self._is_majority(len(self._promisers(view)))

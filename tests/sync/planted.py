@@ -1,0 +1,153 @@
+"""Faults planted in the rules by hand, each a small change of `Core`: the explorer must catch every one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.swarm.membership import is_majority
+from spes_p2p.sync.actions import Action, Send
+from spes_p2p.sync.messages import Ballots, Contribution, Proposal, Signed, Status, manifest_hash
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.voting import Content
+
+
+class ForgetsVotes(Core):
+    """An elector that forgets its promise and its acceptance in a restart."""
+
+    def _resume(self, record: VoteRecord, now: float) -> None:
+        return
+
+
+class AcceptsBeforeStaging(Core):
+    """An acceptance before all tiles of the new state are on disk."""
+
+    def _rule_accept(self, now: float) -> bool:
+        target = self._target()
+        if target is not None and not target.value.heard:
+            self.round.verified.add(manifest_hash(target.value.manifest))
+        return super()._rule_accept(now)
+
+
+class UsesBallotTwice(Core):
+    """A leader that proposes again at the same ballot after a restart."""
+
+    def _resume(self, record: VoteRecord, now: float) -> None:
+        super()._resume(replace(record, proposed=()), now)
+
+
+class AttemptInManifest(Core):
+    """The ballot is part of the manifest: proposing the same again gives another hash."""
+
+    def _content_to_propose(self, now: float) -> Content | None:
+        content = super()._content_to_propose(now)
+        if content is None:
+            return None
+        first, *others = content[0].members
+        return replace(content[0], members=(replace(first, link_class=self.round.view), *others)), content[1]
+
+
+class LeaversDoNotCount(Core):
+    """Electors that leave are no longer counted in the majority."""
+
+    def _is_majority(self, count: int) -> bool:
+        leaving = [p for p in self._elector if p in self.contacts and self.contacts[p].status.intent.leaving]
+        return is_majority(count, len(self._elector) - len(leaving))
+
+
+class AddsUpBallots(Core):
+    """Acceptances of different ballots are added up."""
+
+    def _rule_certify(self, now: float) -> bool:
+        for ballot, name in list(self.round.votes):
+            for (_, other), votes in list(self.round.votes.items()):
+                if other == name:
+                    self.round.votes[(ballot, name)] = votes | self.round.votes[(ballot, name)]
+        return super()._rule_certify(now)
+
+
+class PromisesWithoutReport(Core):
+    """A promise does not say what was accepted before."""
+
+    def _ballots(self) -> Ballots:
+        ballots = super()._ballots()
+        hidden = ballots.accepted < ballots.promised
+        return replace(ballots, accepted=-1, accepted_manifest=NO_HASH) if hidden else ballots
+
+
+class AddsDegradedVotes(Core):
+    """A degraded vote counts as an acceptance."""
+
+    def _rule_degraded_vote(self, now: float) -> bool:
+        fired = super()._rule_degraded_vote(now)
+        if fired:
+            self._bind(replace(self.record, accepted=self.record.degraded))
+        return fired
+
+
+class ProposesWithoutPromises(Core):
+    """A leader of a later ballot does not wait for a majority of promises."""
+
+    def _leading(self) -> bool:
+        leads = self._leader_of((), self.round.view) == self.me and self.record.promised == self.round.view
+        return leads if not self.degraded_set else super()._leading()
+
+
+class BreaksPromises(Core):
+    """An elector accepts below what it promised."""
+
+    def _rule_accept(self, now: float) -> bool:
+        record = self.record
+        self.record = replace(record, promised=max(0, record.accepted_ballot))
+        fired = super()._rule_accept(now)
+        if not fired:
+            self.record = record
+        return fired
+
+
+class DoesNotWait(Core):
+    """A minority goes on as soon as it suspects the others."""
+
+    def _degraded_electors(self, now: float) -> tuple[PeerId, ...]:
+        if self._hears_majority(now) or not self.is_elector() or self.round.decided:
+            return ()
+        return tuple(sorted(p for p in self._elector if p == self.me or not self._is_silent(p, now)))
+
+
+class SpeaksBeforeWriting(Core):
+    """Votes leave before they are on disk."""
+
+    def _advance(self, now: float, tick: int = 0) -> list[Action]:
+        actions = super()._advance(now, tick)
+        said = [action for action in actions if isinstance(action, Send)]
+        return said + [action for action in actions if not isinstance(action, Send)]
+
+
+class IgnoresAcceptances(Core):
+    """A new leader proposes what it likes, whatever the promises say."""
+
+    def _bound(self) -> tuple[bool, Proposal | None]:
+        return False, None
+
+
+class NeverBlamesTheLeader(Core):
+    """Nobody takes over from a leader that is lost."""
+
+    def _leader_failed(self, now: float) -> bool:
+        return False
+
+
+class WaitsForEver(Core):
+    """The wait for a lost majority begins anew with each message of anybody."""
+
+    def _hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
+        self._voting_at = dict.fromkeys(self._voting_at, now)
+        return super()._hear(signed, sender, now)
+
+
+class CountsWorkTwice(Core):
+    """A leader counts a sequence more than a peer says that it used."""
+
+    def _roster(self, now: float) -> tuple[Contribution, ...]:
+        return tuple(replace(entry, sequences=entry.sequences + 1) for entry in super()._roster(now))
