@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,9 +34,23 @@ with stopping.leaving_on_signals(asked.set, say):
 """
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
 def start(exit_seconds: float, behaviour: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PROGRAM, str(exit_seconds), behaviour]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    STARTED.append(process)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
