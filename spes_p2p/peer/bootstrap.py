@@ -20,7 +20,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.folder import claim_folder, make_folder
-from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines
+from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.options import NetworkOptions, config_path
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
 from spes_p2p.state.initial import InitialState
@@ -166,7 +166,8 @@ def _introduce(config: Config, info: RunInfo, chain: Chain, say: Say) -> None:
         return
     if (warning := expected_coverage(config)) is not None:
         say(warning)
-    say(f"it begins when {config.swarm.min_peers} peers have come")
+    wanted = config.swarm.min_peers
+    say(f"it begins when {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} come")
 
 
 async def _herald(chain: Chain, say: Say) -> None:

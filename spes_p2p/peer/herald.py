@@ -20,8 +20,8 @@ def expected_coverage(config: Config) -> str | None:
     if peers * each >= columns:
         return None
     return (
-        f"warning: {peers} peers with {each} columns each cover {peers * each} of {columns} expert columns; "
-        "the others stay as they are until more peers come, or some claim more with --owned-experts"
+        f"warning: {peers} {peers_text(peers)} with {each} columns each cover {peers * each} of {columns} expert "
+        "columns; the others stay as they are until more peers come, or some claim more with --owned-experts"
     )
 
 
@@ -36,7 +36,7 @@ def coverage(ownership: Ownership) -> str:
 def genesis_lines(manifest: Manifest) -> list[str]:
     """The first members with their columns."""
     names = sorted(member.peer for member in manifest.members)
-    lines = [f"the run begins with {len(names)} {_peers(len(names))}"]
+    lines = [f"the run begins with {len(names)} {peers_text(len(names))}"]
     lines += [
         f"  {short(peer)} trains columns {span_text(columns_of(manifest.ownership, peer)) or '-'}" for peer in names
     ]
@@ -50,7 +50,11 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
     kind = " (degraded)" if commit.certificate.kind == DEGRADED else ""
     lines = [
         f"round {manifest.round}{kind}: step {manifest.step:,}, "
-        + (f"{count_text(tokens)} tokens of {len(manifest.roster)} {_peers(len(manifest.roster))}, " if tokens else "")
+        + (
+            f"{count_text(tokens)} tokens of {len(manifest.roster)} {peers_text(len(manifest.roster))}, "
+            if tokens
+            else ""
+        )
         + f"{count_text(manifest.tokens)} in all"
     ]
     was, now = ({member.peer for member in one.members} for one in (before, manifest))
@@ -66,5 +70,6 @@ def _named(peers: Set[PeerId]) -> str:
     return ", ".join(shown) + (f" and {len(peers) - MOST_SHOWN} more" if len(peers) > MOST_SHOWN else "")
 
 
-def _peers(count: int) -> str:
+def peers_text(count: int) -> str:
+    """The word, without the number."""
     return "peer" if count == 1 else "peers"

@@ -1,0 +1,181 @@
+"""The loop over rounds of one peer, with real training, disk and gate, and commits that the test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spes_p2p.data.loader import LeasedLoader, open_dataset
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.observe.events import Event, Step
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.peer.training import TrainingLoop, Uncounted
+from spes_p2p.state.layout import Values
+from spes_p2p.state.version import Version
+from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.gate import Gate
+from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.messages import Manifest, Work, manifest_hash
+from spes_p2p.sync.rules import Outcome, child_manifest
+from spes_p2p.train.trainer import Trainer
+from tests.peer.test_resume import config_with_data
+from tests.sync.chains import A, MadeRun
+
+torch.set_num_threads(1)
+STEPS = 3
+MERGED = 0.25
+"""What a commit of these tests adds to every value, so that it can be told from what this peer trained."""
+
+
+class Story:
+    """A peer in a run that the test decides. `at_step[n]` is called after the n-th inner step."""
+
+    def __init__(self, folder: Path) -> None:
+        config = config_with_data(folder, f"sync.steps_per_round={STEPS}", "eval.every_rounds=0")
+        self.run = MadeRun(config)
+        self.commits = self.run.chain(5)
+        self.store = self.run.store(folder / "state")
+        self.inputs = Inputs(folder / "inputs", self.run.layout)
+        self.trainer = Trainer(config, self.run.layout, torch.device("cpu"))
+        self.gate = Gate()
+        self.at_step: dict[int, Callable[[], None]] = {}
+        self.ready: list[Work] = []
+        self.on_ready: Callable[[Work], None] = lambda work: self.commit(counted=True)
+        self.saved: list[tuple[Manifest, Version, Uncounted, bool, int]] = []
+        self.others: list[Any] = []
+        self.left = False
+        self.steps = 0
+        self.round = 0
+        driver: Any = SimpleNamespace(core=SimpleNamespace(head=self.head, tip=self.manifest), ready=self._on_ready)
+        driver.training = lambda work: None
+        self.driver = driver
+        loop: Any = SimpleNamespace(call_soon_threadsafe=lambda work: work())
+        self.gate.attach(driver, loop)
+        self.loop = TrainingLoop(
+            self._connection(), config, self.trainer, LeasedLoader(open_dataset(config), config),
+            open_dataset(config), self._emit, self._save, None, None,
+        )  # fmt: skip
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.commits[self.round].manifest
+
+    @property
+    def head(self) -> Any:
+        return manifest_hash(self.manifest)
+
+    def _connection(self) -> Any:
+        return SimpleNamespace(
+            gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda: True,
+            disk=SimpleNamespace(store=self.store, inputs=self.inputs), others=lambda: self.others,
+            progress=SimpleNamespace(tokens=0), leave=self._leave,
+        )  # fmt: skip
+
+    def _leave(self) -> None:
+        self.left = True
+
+    def _on_ready(self, work: Work) -> None:
+        self.ready.append(work)
+        self.on_ready(work)
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, Step):
+            self.steps += 1
+            self.at_step.get(self.steps, lambda: None)()
+
+    def _save(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
+        kept = Uncounted(uncounted.tokens, uncounted.steps)
+        self.saved.append((manifest, version, kept, final, self.trainer.round_steps))
+
+    def commit(self, counted: bool) -> None:
+        """The round is decided: everything moves by MERGED, from what was handed in or from the old state."""
+        handed_in = self.inputs.parent == self.head
+        base, layout = self.store.version(self.round), self.run.layout
+        staging = self.store.stage(self.round + 1, self.round)
+        for tile in layout.tiles:
+            took = counted and tile.block in self.inputs.blocks
+            source = self.inputs if took else base
+            staging.write_state(tile.id, source.block(tile.block)[tile.start : tile.stop] + np.float32(MERGED))
+        staging.finish()
+        staging.publish()
+        previous = self.manifest
+        if not counted:
+            empty = Outcome((), (), sha256(b"wire"), sha256(b"state"), None)
+            wishes = {A: Wish(layout.num_columns)}
+            child = child_manifest(self.run.rules, previous, empty, previous.members, wishes)
+            self.commits[self.round + 1] = self.run.certified(child)
+        self.round += 1
+        self.driver.core.head, self.driver.core.tip = self.head, self.manifest
+        entry = self.manifest.roster[0] if counted else None
+        lost = frozenset(tile.id for tile in layout.tiles) if handed_in and not counted else frozenset[int]()
+        self.gate.applied(
+            Applied(self.commits[self.round], previous, entry, handed_in, lost, False, {}, 0, 0, 1.0, frozenset())
+        )
+
+    def play(self) -> None:
+        self.loop.run(self.manifest)
+
+    def values(self) -> Values:
+        return self.trainer.contribution(0)
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Story:
+    return Story(tmp_path)
+
+
+def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Story) -> None:
+    story.at_step[2 * STEPS] = story.gate.stop
+    story.others = [SimpleNamespace(round=0, intent=SimpleNamespace(leaving=False))]
+    story.play()
+    assert [(work.ready, work.steps, work.tokens) for work in story.ready] == [(True, STEPS, STEPS * 4 * 16)] * 2
+    assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]
+    assert all(uncounted == Uncounted() for _, _, uncounted, _, _ in story.saved)
+
+
+def test_what_a_decided_round_did_not_wait_for_is_carried_into_the_next(story: Story) -> None:
+    trained: list[Values] = []
+    started: list[Values] = []
+    adopt = story.trainer.adopt
+
+    def decided_without_us() -> None:
+        trained.append(story.values())
+        story.commit(counted=False)
+
+    def note_start(owned: tuple[int, ...], values: Any, step: int, keep_moments: bool = True) -> None:
+        adopt(owned, values, step, keep_moments)
+        started.append(story.values())
+
+    story.trainer.adopt = note_start  # type: ignore[method-assign]
+    story.at_step = {2: decided_without_us, 3: story.gate.stop}
+    story.play()
+    assert story.ready == []  # READY for the decided round would be taken for one of the next
+    old, new = story.store.version(0).block(0), story.store.version(1).block(0)
+    np.testing.assert_array_equal(started[1], new + (trained[0] - old))
+    assert (story.saved[1][0].round, story.saved[1][2]) == (1, Uncounted(tokens=2 * 4 * 16, steps=2))
+
+
+def test_alone_a_peer_stops_where_it_is_and_hands_in_nothing(story: Story) -> None:
+    story.at_step[2] = story.gate.stop
+    story.play()
+    assert story.ready == []
+    assert not story.left
+    manifest, version, uncounted, final, round_steps = story.saved[-1]
+    assert (manifest.round, version.round, final, round_steps) == (0, 0, True, 2)
+    assert uncounted == Uncounted(tokens=2 * 4 * 16, steps=2)
+
+
+def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(story: Story) -> None:
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    story.at_step[2] = story.gate.stop
+    story.play()
+    assert story.left
+    assert [work.steps for work in story.ready] == [2]
+    manifest, version, uncounted, final, round_steps = story.saved[-1]
+    assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
