@@ -31,7 +31,7 @@ SMALL = (
 )
 """On top of `tiny`: steps of a few milliseconds, and a merge in each round."""
 ALONE = (*SMALL, "swarm.min_peers=1", "swarm.experts_per_peer=8")
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 150.0
 
 
 def make_tokens(folder: Path, words: int = 40_000, seed: int = 0) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.testing.processes import LocalSwarm
-from tests.peer.real import ALONE, alone, config_of, end_at_step, losses, make_tokens, state_hash
+from tests.peer.real import ALONE, WAIT_SECONDS, alone, config_of, end_at_step, losses, make_tokens, state_hash
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 ROUNDS = ("--rounds", "3")
@@ -22,7 +22,7 @@ def test_killed_and_terminated_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
         codes = [
             end_at_step(swarm.peer("peer", data), 50, signal.SIGKILL),
             end_at_step(swarm.peer("peer", data, ["--resume"]), 60, signal.SIGTERM),
-            swarm.peer("peer", data, ["--resume", *ROUNDS]).wait(60.0),
+            swarm.peer("peer", data, ["--resume", *ROUNDS]).wait(WAIT_SECONDS),
         ]
     assert codes == [-signal.SIGKILL, 0, 0]
     assert whole.exit_code == 0
