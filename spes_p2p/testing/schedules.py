@@ -28,7 +28,10 @@ Fault = Callable[[World, random.Random], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of schedule: its faults, drawn `at_least` to `at_most` times; all is mended after `mended_seconds`."""
+    """A kind of schedule: its faults, drawn `at_least` to `at_most` times; all is mended after `mended_seconds`.
+
+    `slowness` scales how long peers train: long schedules need no more rounds than short ones.
+    """
 
     name: str
     faults: tuple[Fault, ...]
@@ -36,6 +39,7 @@ class Kind:
     at_most: int = 2
     weight: int = 1
     mended_seconds: float = FAULT_SECONDS + 1.0
+    slowness: float = 1.0
 
 
 def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) -> tuple[World, Kind]:
@@ -51,7 +55,7 @@ def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) 
         broken_transfer=chance.choice((0.0, 0.0, 0.05, 0.2)),
     )
     columns, replicas = chance.choice((2, 3, founders)), chance.choice((1, 1, 2))
-    world = World(seed, founders, columns, replicas, weather, core_class)
+    world = World(seed, founders, columns, replicas, weather, core_class, kind.slowness)
     for _ in range(chance.randint(kind.at_least, kind.at_most)):
         fault = chance.choice(kind.faults)
         world.at(chance.uniform(0.2, FAULT_SECONDS), fault, world, random.Random(chance.getrandbits(32)))
@@ -272,14 +276,14 @@ KINDS = (
     Kind("calm", (join,), 0, 1),
     Kind("crash", (crash,), 1, 3, weight=3),
     Kind("votes", (quick_restart, quick_restart, isolate, crash, broken_links, broken_vote), 3, 6, weight=4),
-    Kind("hidden", (hidden_commit,), 2, 2, weight=4, mended_seconds=22.0),
+    Kind("hidden", (hidden_commit,), 2, 2, weight=4, mended_seconds=22.0, slowness=2.0),
     Kind("links", (broken_links, broken_vote, broken_vote), 1, 3, weight=4),
     Kind("amnesia", (crash_with_amnesia,), 1, 2, weight=2),
     Kind("power", (power_cut, quick_restart), 1, 2),
     Kind("many", (crash_of_many,), 1, 1, weight=2),
     Kind("cuts", (cut, isolate), 1, 4, weight=2),
-    Kind("long cut", (long_cut,), 1, 1, weight=2, mended_seconds=95.0),
-    Kind("sleep", (sleep,), 1, 3),
+    Kind("long cut", (long_cut,), 1, 1, weight=2, mended_seconds=95.0, slowness=8.0),
+    Kind("sleep", (sleep,), 1, 3, slowness=4.0),
     Kind("disk", (full_disk, quick_restart), 1, 3),
     Kind("members", (join, leave, leave), 1, 4, weight=2),
     Kind("mixed", ALL, 3, 7, weight=3),

@@ -68,7 +68,10 @@ class World:
         replicas: int,
         weather: Weather,
         core_class: type[Core] = Core,
+        step_seconds: float = 1.0,
     ) -> None:
+        """`step_seconds` scales how long peers train: slow ones leave more of a run to what happens between rounds."""
+        self.step_seconds = step_seconds
         self.random = random.Random(seed)
         self.now = 0.0
         self.weather = weather

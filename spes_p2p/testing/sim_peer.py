@@ -58,7 +58,7 @@ class SimPeer:
         self.disk = disk
         self.core: Core | None = None
         self.intent = Intent(joining=True, max_columns=world.max_columns, link_class=link_class)
-        self.step_seconds = world.random.choice((0.2, 0.3, 0.3, 0.4, 0.8))
+        self.step_seconds = world.step_seconds * world.random.choice((0.2, 0.3, 0.3, 0.4, 0.8))
         self.work_seconds = world.random.choice((0.02, 0.05, 0.3))
         self.asleep_until = 0.0
         self.awake_since = 0.0
@@ -124,6 +124,8 @@ class SimPeer:
 
     def sleep(self, seconds: float) -> None:
         """The machine is suspended: nothing runs, nothing is answered."""
+        if self.asleep_until > self.world.now:
+            return
         self.world.changed(f"{self.name} sleeps for {seconds} s")
         self._sleeps_since = self.world.now
         self.asleep_until = self.world.now + seconds
