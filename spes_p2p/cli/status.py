@@ -107,12 +107,15 @@ def text_of(report: RunReport, now: float) -> str:
 def _certificate(report: RunReport) -> str:
     from spes_p2p.observe.metrics import seconds_text
     from spes_p2p.sync.genesis import GENESIS
+    from spes_p2p.sync.messages import ORGANISER
 
     if not report.certificate:
         waiting = sum(peer.state == "waiting" for peer in report.peers)
         return f"the run has not begun: {_count(waiting, 'peer')} waiting"
     signed = _count(report.seals, "signature")
     by = f"DEGRADED, {signed} of those who were heard" if report.degraded else signed
+    if report.certificate == ORGANISER:
+        by = "DEGRADED, signed by the organiser for new members"
     if report.certificate == GENESIS:
         by = "signed by the organiser"
     age = "" if report.head_age_seconds is None else f", {seconds_text(report.head_age_seconds)} old"

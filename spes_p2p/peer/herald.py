@@ -9,7 +9,7 @@ from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
-from spes_p2p.sync.messages import DEGRADED, Commit, Manifest
+from spes_p2p.sync.messages import DEGRADED, ORGANISER, Commit, Manifest
 
 MOST_SHOWN = 3
 
@@ -47,7 +47,7 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
     """One line for the certificate, and one where members came or went or columns lost their last owner."""
     manifest = commit.manifest
     tokens = sum(entry.tokens for entry in manifest.roster)
-    kind = " (degraded)" if commit.certificate.kind == DEGRADED else ""
+    kind = {DEGRADED: " (degraded)", ORGANISER: " (new members, by our key)"}.get(commit.certificate.kind, "")
     lines = [
         f"round {manifest.round}{kind}: step {manifest.step:,}, "
         + (

@@ -27,7 +27,7 @@ from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import DEGRADED, Commit
+from spes_p2p.sync.messages import DEGRADED, ORGANISER, Commit
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
@@ -193,7 +193,7 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             round=manifest.round,
             step=manifest.step,
             roster_size=len(manifest.roster),
-            commit="degraded" if event.commit.certificate.kind == DEGRADED else "committed",
+            commit="degraded" if event.commit.certificate.kind in (DEGRADED, ORGANISER) else "committed",
             tokens=sum(entry.tokens for entry in manifest.roster),
             bytes_sent=event.bytes_sent,
             bytes_received=event.bytes_received,

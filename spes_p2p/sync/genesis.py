@@ -1,7 +1,7 @@
 """How a run begins: what its name stands for, and manifest 0 with the organiser's signature.
 
-The organiser's key signs genesis and nothing else; from then on the chain needs nobody. Leaves out where run and
-genesis are kept and how they travel.
+The organiser's key signs genesis, and a renewal where no elector is left; else the chain needs nobody. Leaves out where
+run and genesis are kept and how they travel, and when the organiser renews (see `renewal`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from spes_p2p.config.schema import Config
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.sync.messages import (
+    ORGANISER,
     WIRE_VERSION,
     Acceptance,
     Certificate,
     Commit,
     Envelope,
     Manifest,
+    Renewal,
     Seal,
     Sealer,
     manifest_hash,
@@ -92,6 +94,14 @@ def sign_genesis(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commi
     signed = sealer.seal(Acceptance(manifest.fingerprint, NO_HASH, 0, name))
     seal = Seal(organiser, signed.public_key, signed.signature)
     return Commit(Certificate(NO_HASH, GENESIS, 0, name, (), (seal,)), manifest)
+
+
+def sign_renewal(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commit:
+    """A manifest by `rules.renewed_manifest` with its certificate: one seal, the organiser's."""
+    name = manifest_hash(manifest)
+    signed = sealer.seal(Renewal(manifest.fingerprint, manifest.parent, name))
+    seal = Seal(organiser, signed.public_key, signed.signature)
+    return Commit(Certificate(manifest.parent, ORGANISER, -1, name, (), (seal,)), manifest)
 
 
 def check_genesis(commit: Commit, info: RunInfo, check: CheckSignature) -> None:

@@ -191,7 +191,7 @@ class Hearing(CoreState):
         if manifest.parent != current.head:
             return False  # rule `follow` asks for the headers
         try:
-            check_certificate(current.tip, manifest, commit.certificate, self._check)
+            check_certificate(current.tip, manifest, commit.certificate, self._check, self.rules.organiser)
             check_child(self.rules, current.tip, manifest)
         except RemoteProtocolError as error:
             self._note("refused", str(error), sender)

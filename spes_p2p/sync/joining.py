@@ -58,6 +58,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         merge_interval=sync.merge_interval,
         merge_alpha=alpha,
         exchange=sync.enabled,
+        organiser=info.organiser,
     )
 
 

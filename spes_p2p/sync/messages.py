@@ -108,6 +108,7 @@ def _content_hash(value: Any) -> Hash:
 
 MAJORITY = "majority"
 DEGRADED = "degraded"
+ORGANISER = "organiser"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,10 @@ class Seal:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The commit of a manifest. `heard` is empty but for degraded ones; `ballot` is -1 there and 0 in genesis."""
+    """The commit of a manifest.
+
+    `heard` is empty but for degraded ones; `ballot` is -1 there and where the organiser signed, and 0 in genesis.
+    """
 
     parent: Hash
     kind: str
@@ -148,6 +152,15 @@ class DegradedVote:
     fingerprint: Hash
     parent: Hash
     heard: tuple[PeerId, ...]
+    manifest: Hash
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """What the organiser signs where no elector is left: the run goes on with the members that `manifest` names."""
+
+    fingerprint: Hash
+    parent: Hash
     manifest: Hash
 
 

@@ -31,9 +31,9 @@ from spes_p2p.sync import requests
 from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import GENESIS
-from spes_p2p.sync.messages import DEGRADED, Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.sync.messages import DEGRADED, ORGANISER, Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.sync.requests import ChainPart, Request
-from spes_p2p.sync.rules import check_certificate
+from spes_p2p.sync.rules import NOBODY, check_certificate
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
 ANSWER_SECONDS = 10.0
@@ -127,7 +127,8 @@ async def read_report(
     for peer, record in peers.items():
         transport.learn(peer, record.addresses)
     commit, holders = await _newest(transport, heads)
-    checked = await _is_checked(transport, verifier, commit, holders) if commit else False
+    organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
+    checked = await _is_checked(transport, verifier, commit, holders, organiser) if commit else False
     return _report(group, peers, heads, commit, checked, now)
 
 
@@ -160,12 +161,14 @@ async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round
     raise error
 
 
-async def _is_checked(transport: Transport, verifier: Verifier, commit: Commit, holders: tuple[PeerId, ...]) -> bool:
+async def _is_checked(
+    transport: Transport, verifier: Verifier, commit: Commit, holders: tuple[PeerId, ...], organiser: PeerId
+) -> bool:
     if commit.certificate.kind == GENESIS:
         return False
     try:
         parent = await _fetch_commit(transport, holders, commit.manifest.round - 1)
-        check_certificate(parent.manifest, commit.manifest, commit.certificate, verifier.verify)
+        check_certificate(parent.manifest, commit.manifest, commit.certificate, verifier.verify, organiser)
     except (NetworkError, RemoteProtocolError):
         return False
     return True
@@ -188,7 +191,7 @@ def _report(
         step=manifest.step if manifest else 0,
         tokens=manifest.tokens if manifest else 0,
         certificate=certificate.kind if certificate else "",
-        degraded=certificate is not None and certificate.kind == DEGRADED,
+        degraded=certificate is not None and certificate.kind in (DEGRADED, ORGANISER),
         checked=checked,
         seals=len(certificate.seals) if certificate else 0,
         electors=len(electors(manifest.members)) if manifest else 0,

@@ -18,6 +18,7 @@ from spes_p2p.swarm.membership import Member, electors, is_majority, with_votes
 from spes_p2p.sync.messages import (
     DEGRADED,
     MAJORITY,
+    ORGANISER,
     WIRE_VERSION,
     Acceptance,
     Certificate,
@@ -26,10 +27,13 @@ from spes_p2p.sync.messages import (
     Manifest,
     Merge,
     Plan,
+    Renewal,
     Slice,
     manifest_hash,
     signing_bytes,
 )
+
+NOBODY = PeerId("")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class RunRules:
     merge_alpha: Callable[[int], float]
     exchange: bool = True
     """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
+    organiser: PeerId = NOBODY
+    """Who may sign a renewal (see `renewed_manifest`); nobody in a run without an organiser."""
 
     @property
     def num_columns(self) -> int:
@@ -177,6 +183,17 @@ def genesis_manifest(
     )
 
 
+def renewed_manifest(
+    rules: RunRules, parent: Manifest, state_root: Hash, members: Sequence[Member], wishes: Mapping[PeerId, Wish]
+) -> Manifest:
+    """The child with which a run goes on where no elector is left: new members, no work, a state that somebody has.
+
+    `state_root` is that of the parent, or of one before it where nobody has the parent's state any more.
+    """
+    named = with_votes(parent.members, sorted(members))
+    return child_manifest(rules, parent, Outcome((), (), sha256(), state_root, None), named, wishes)
+
+
 def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
     outcome = Outcome(child.roster, child.slices, child.wire_root, child.state_root, child.merge)
@@ -262,6 +279,8 @@ def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
     if certificate.kind == DEGRADED:
         vote = DegradedVote(fingerprint, certificate.parent, certificate.heard, certificate.manifest)
         return signing_bytes(vote)
+    if certificate.kind == ORGANISER:
+        return signing_bytes(Renewal(fingerprint, certificate.parent, certificate.manifest))
     return signing_bytes(Acceptance(fingerprint, certificate.parent, certificate.ballot, certificate.manifest))
 
 
@@ -269,11 +288,17 @@ CheckSignature = Callable[[PeerId, bytes, bytes, bytes], bool]
 """(peer, public key, data, signature) -> the signature is good."""
 
 
-def check_certificate(parent: Manifest, child: Manifest, certificate: Certificate, check: CheckSignature) -> None:
+def check_certificate(
+    parent: Manifest,
+    child: Manifest,
+    certificate: Certificate,
+    check: CheckSignature,
+    organiser: PeerId = NOBODY,
+) -> None:
     """Raises RemoteProtocolError unless `certificate` commits `child` on `parent`.
 
     A majority certificate needs good seals of a strict majority of the parent's electors; a degraded one those of all
-    it says were heard.
+    it says were heard; a renewal that of the organiser, and it counts nobody's work.
     """
     where = f"certificate of round {child.round}"
     if certificate.parent != manifest_hash(parent) or certificate.manifest != manifest_hash(child):
@@ -281,6 +306,10 @@ def check_certificate(parent: Manifest, child: Manifest, certificate: Certificat
     if child.parent != certificate.parent:
         raise RemoteProtocolError(f"{where}: the manifest has another parent")
     voters = {member.peer for member in electors(parent.members)}
+    if certificate.kind == ORGANISER:
+        if child.roster or child.slices:
+            raise RemoteProtocolError(f"{where}: the organiser may not count work")
+        voters = {organiser}
     statement = certificate_statement(child.fingerprint, certificate)
     good = {
         seal.peer
@@ -290,5 +319,7 @@ def check_certificate(parent: Manifest, child: Manifest, certificate: Certificat
     if certificate.kind == MAJORITY and is_majority(len(good), len(voters)):
         return
     if certificate.kind == DEGRADED and certificate.heard and good == set(certificate.heard):
+        return
+    if certificate.kind == ORGANISER and organiser and good == {organiser}:
         return
     raise RemoteProtocolError(f"{where} ({certificate.kind}) has only {len(good)} good seals of {len(voters)} electors")

@@ -14,9 +14,11 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.messages import DEGRADED, Contribution, Manifest, Merge
+from spes_p2p.sync.genesis import sign_renewal
+from spes_p2p.sync.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest, Merge
 from spes_p2p.sync.plan import plan_slices
 from spes_p2p.sync.rules import (
+    NOBODY,
     Outcome,
     capped_tokens,
     check_certificate,
@@ -24,8 +26,9 @@ from spes_p2p.sync.rules import (
     child_manifest,
     genesis_manifest,
     next_step,
+    renewed_manifest,
 )
-from tests.sync.chains import A, B, MadeRun
+from tests.sync.chains import ORGANISER, A, B, MadeRun
 
 RUN = MadeRun()
 MEMBERS = (Member(A, 1, True, 0), Member(B, 1, True, 0))
@@ -131,3 +134,40 @@ def test_certificates_need_good_seals_of_enough_electors() -> None:
     ):
         with pytest.raises(RemoteProtocolError):
             check_certificate(parent, good.manifest, bad, check)
+
+
+def renewal(signer: PeerId = ORGANISER, **wrong: object) -> tuple[Manifest, Commit]:
+    """Genesis, and a child by which the organiser names peer b in the place of peer a."""
+    parent = RUN.genesis(sha256(b"state 0")).manifest
+    child = renewed_manifest(RUN.rules, parent, parent.state_root, [Member(B, 7, False, 0)], {B: Wish(2)})
+    child = replace(child, **wrong)  # type: ignore[arg-type]
+    return parent, sign_renewal(child, signer, RUN.sealer(signer))
+
+
+def test_the_organiser_names_new_members_and_counts_no_work() -> None:
+    parent, commit = renewal()
+    check_child(RUN.rules, parent, commit.manifest)
+    check_certificate(parent, commit.manifest, commit.certificate, RUN.keys.verify, ORGANISER)
+    assert commit.manifest.members == (Member(B, 7, True, 0),)  # nobody else is left to vote
+    assert commit.manifest.state_root == parent.state_root
+    assert (commit.manifest.step, commit.manifest.tokens) == (parent.step, parent.tokens)
+    assert {owner for owners in commit.manifest.ownership for owner in owners} == {B}
+    assert [peer for peer, _ in commit.manifest.leases.held] == [B]
+
+
+def test_only_the_organiser_renews() -> None:
+    parent, commit = renewal()
+    check = RUN.keys.verify
+    for organiser in (A, B, NOBODY):
+        with pytest.raises(RemoteProtocolError, match="organiser"):
+            check_certificate(parent, commit.manifest, commit.certificate, check, organiser)
+    parent, forged = renewal(signer=A)
+    with pytest.raises(RemoteProtocolError, match="0 good seals"):
+        check_certificate(parent, forged.manifest, forged.certificate, check, ORGANISER)
+    parent, work = renewal(roster=(Contribution(A, 5, 1, 1),))
+    with pytest.raises(RemoteProtocolError, match="may not count work"):
+        check_certificate(parent, work.manifest, work.certificate, check, ORGANISER)
+    parent, majority = renewal()
+    kind = replace(majority.certificate, kind=MAJORITY)
+    with pytest.raises(RemoteProtocolError):
+        check_certificate(parent, majority.manifest, kind, check, ORGANISER)
