@@ -167,7 +167,7 @@ class MemoryTransport:
     async def serve(self, handler: Handler) -> None:
         self._require_life()
         self.handler = handler
-        self._server = StreamServer(handler, self._traffic, self._limits)
+        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id)
 
     async def close(self) -> None:
         self._owner.stop()

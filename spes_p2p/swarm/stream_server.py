@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spes_p2p import wire
+from spes_p2p import steps, wire
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
+from spes_p2p.steps import reached
 from spes_p2p.swarm.calls import MAX_WORDS
 from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler
 from spes_p2p.swarm.streams import (
@@ -34,6 +35,7 @@ from spes_p2p.swarm.streams import (
 )
 
 KEEPALIVE_SECONDS = 1.0
+NOBODY = PeerId("")
 _HASHES_PER_TURN = 4
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -56,8 +58,10 @@ DEFAULT_LIMITS = StreamLimits()
 class StreamServer:
     """Serves the blobs of one handler: `max_streams` at once, the others wait in line."""
 
-    def __init__(self, handler: Handler, traffic: Traffic, limits: StreamLimits = DEFAULT_LIMITS) -> None:
-        self._handler, self._traffic, self._limits = handler, traffic, limits
+    def __init__(
+        self, handler: Handler, traffic: Traffic, limits: StreamLimits = DEFAULT_LIMITS, me: PeerId = NOBODY
+    ) -> None:
+        self._handler, self._traffic, self._limits, self._me = handler, traffic, limits, me
         self._slots = asyncio.Semaphore(limits.max_streams)
         self._peer_slots: dict[PeerId, asyncio.Semaphore] = {}
         self._users: dict[PeerId, int] = {}
@@ -81,7 +85,7 @@ class StreamServer:
                 raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
             request = wire.unpack(FetchRequest, body)
             async with self._slot(caller, stream):
-                await self._send(stream, request, await self._find(caller, request))
+                await self._send(caller, stream, request, await self._find(caller, request))
         except RemoteProtocolError as error:
             await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
         await self._in_time(stream.read(1))  # the asker closes when it has everything
@@ -101,7 +105,7 @@ class StreamServer:
             )
         return blob
 
-    async def _send(self, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
+    async def _send(self, caller: PeerId, stream: ByteStream, request: FetchRequest, blob: Blob) -> None:
         data = memoryview(blob.data).cast("B")
         head = wire.pack(BlobHead(data.nbytes, blob.header))
         digest = hashlib.sha256(head)
@@ -115,6 +119,8 @@ class StreamServer:
             digest.update(chunk)
             await self._in_time(stream.write(chunk))
             self._traffic.sent += chunk.nbytes
+            sent = start + chunk.nbytes
+            reached(steps.STREAM, peer=self._me, to=caller, request=request.body, sent=sent, size=data.nbytes)
         await self._in_time(stream.write(digest.digest()))
 
     @asynccontextmanager

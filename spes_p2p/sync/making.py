@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from spes_p2p import steps
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
+from spes_p2p.steps import reached
 from spes_p2p.sync import actions as do
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.inputs import Inputs
@@ -73,11 +75,14 @@ class Making:
             if not self._is_wanted(report):
                 return
             found, left_out = await self._contributions(piece, head)
+            reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
             roster = {entry.peer: entry for entry in plan.roster}
             base = self._committed()
             mean, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
             if mean is not None:
+                reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
                 hashes = await self._stage(report, piece, mean)
+                reached(steps.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
                 report = replace(report, contributors=fit, wire_hashes=hashes)
         if self._is_wanted(report):
             for peer, reason in left_out.items():

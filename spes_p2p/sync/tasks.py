@@ -42,11 +42,15 @@ class Tasks:
             await asyncio.wait([running])
             raise
 
-    async def stop(self) -> None:
-        """Cancels all tasks and returns when they and all threads have ended."""
+    def halt(self) -> None:
+        """Cancels all tasks and begins none any more; does not wait for them."""
         self.stopped = True
         for task in list(self._tasks):
             task.cancel()
+
+    async def stop(self) -> None:
+        """Cancels all tasks and returns when they and all threads have ended."""
+        self.halt()
         while under_way := [*self._tasks, *self._threads]:
             await asyncio.wait(under_way)
             await asyncio.sleep(0)  # lets their callbacks run, which take them off the lists

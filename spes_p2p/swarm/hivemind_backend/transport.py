@@ -119,7 +119,7 @@ class HivemindTransport:
 
     async def serve(self, handler: Handler) -> None:
         self._handler = handler
-        self._server = StreamServer(handler, self._traffic, self._limits)
+        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id)
 
     async def close(self) -> None:
         """Ends what is being served; the daemon is the network's to end."""
