@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from spes_p2p import steps
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
+from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync import actions as do
 from spes_p2p.sync.bench import Bench
@@ -175,6 +177,10 @@ class Driver:
         await self._transport.serve(self)
         self._tasks.spawn(self._tick_for_ever())
 
+    def halt(self) -> None:
+        """From now on nothing is begun, said or answered; `stop` waits for what is under way."""
+        self._tasks.halt()
+
     async def stop(self) -> None:
         """Ends all tasks and threads; the network and the disk stay open for their owner to close."""
         await self._tasks.stop()
@@ -185,6 +191,7 @@ class Driver:
 
     def ready(self, work: Work) -> None:
         """The trainer has stopped, and its snapshot is in `Inputs`."""
+        reached(steps.READY, peer=self.core.me, round=self.core.tip.round + 1)
         self._times.closed = self._clock.now()
         self._run(self.core.trained(work, self._clock.now()))
 
@@ -206,6 +213,7 @@ class Driver:
         """Values, tiles, headers: see `requests`."""
         self._require_life()
         asked = unpack(Request, request)
+        reached(steps.SERVE + asked.kind, peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
         return await self._tasks.in_thread(lambda: self._serving.answer(asked))
 
     def _require_life(self) -> None:
@@ -243,7 +251,9 @@ class Driver:
 
     def _persist(self, action: do.Persist) -> None:
         try:
+            reached(steps.PERSIST, peer=self.core.me, round=self.core.tip.round + 1)
             self._disk.votes.write(action.record)
+            reached(steps.PERSISTED, peer=self.core.me, round=self.core.tip.round + 1)
         except StorageFull as error:
             self._actions.clear()  # whatever follows from a vote that is not on disk
             self._disk_is_full(error)
@@ -307,7 +317,9 @@ class Driver:
 
     def _commit(self, commit: Commit) -> None:
         self._disk.chain.append(commit)
+        reached(steps.APPENDED, peer=self.core.me, round=commit.manifest.round)
         self._bench.publish(commit.manifest.state_root)
+        reached(steps.PUBLISHED, peer=self.core.me, round=commit.manifest.round)
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
@@ -315,7 +327,9 @@ class Driver:
         others = [peer for peer in self.core.contacts if peer != action.holder and self.core.alive(peer, now)]
         try:
             newest = await self._catching_up.headers(tip, action.holder, action.round)
+            reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
             staging = await self._catching_up.state(newest.manifest, tip, [action.holder, *others])
+            reached(steps.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
         except (NetworkError, RemoteProtocolError) as error:
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
             self._run(self.core.catch_up_failed(self._clock.now()))
@@ -348,6 +362,7 @@ class Driver:
         self._room_again()
         self._run(self.core.applied(commit, self._clock.now()))
         self._hooks.applied(event)
+        reached(steps.APPLIED, peer=self.core.me, round=commit.manifest.round)
         await self._tasks.in_thread(lambda: self._drop_all_but(keep))
 
     def _drop_all_but(self, keep: frozenset[int]) -> None:

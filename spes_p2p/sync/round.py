@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.steps import reached
 from spes_p2p.sync.actions import (
     Action,
     Adopt,
@@ -296,6 +297,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
                 if needs & situation == needs and rule(now):
                     self.fired[name] += 1
                     fired = True
+                    reached(name, peer=self.me, round=self.tip.round + 1)
                     break
         self._flush(now)
         actions, self._out = self._out, []
