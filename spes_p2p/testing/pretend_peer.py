@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
@@ -47,13 +48,14 @@ def _as_trained(round: int, block: int, values: Values) -> Values:
 class PretendWork:
     """How a trainer pretends: `step_seconds` an inner step, each adding normal values times `change`.
 
-    `alter(round, block, values)` may spoil what is handed in on top of a round.
+    `alter(round, block, values)` may spoil what is handed in on top of a round. `saves`: a checkpoint every round.
     """
 
     step_seconds: float = 0.1
     change: float = 0.01
     seed: int = 0
     alter: Alter = _as_trained
+    saves: bool = False
 
 
 @dataclass
@@ -89,6 +91,7 @@ class PretendPeer:
     handed_in: dict[int, HandedIn] = field(default_factory=dict)
     is_up: bool = True
     joined: bool = False
+    _ended: bool = False
 
     async def start(self) -> None:
         """Joins, or goes on from what is on disk."""
@@ -193,6 +196,8 @@ class PretendPeer:
         blocks = (0, *(1 + column for column in columns_of(manifest.ownership, self.name)))
         for block in blocks:
             base.block(block)  # maps it: the store may drop this version while we still need it
+        if self.work.saves:
+            save_checkpoint(self.folder / "checkpoints", base, manifest.step, {"round": manifest.round}, {}, 2)
         self._started = self._told = self.swarm.clock.now()
         self._turn = _Turn(manifest, base, {block: np.array(source.block(block)) for block in blocks})
         self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
@@ -268,15 +273,22 @@ class PretendPeer:
         finally:
             await self.kill()
 
-    async def kill(self, silent: bool = False) -> None:
-        """The end of the process, without a word; `silent`: its host answers nobody either."""
-        if not self.is_up:
-            return
+    def die(self, silent: bool = False) -> None:
+        """At once nothing more comes from this peer; `kill` must follow, which waits for its tasks."""
         self.is_up = False
         self.swarm.network.kill(self.name, silent)
-        if not self.joined:  # whoever started it must cancel that
+        if self.joined:  # else whoever started it must cancel that
+            self.driver.halt()
+            if self._training is not None:
+                self._training.cancel()
+
+    async def kill(self, silent: bool = False) -> None:
+        """The end of the process, without a word; `silent`: its host answers nobody either."""
+        if self._ended:
             return
-        if self._training is not None:
-            self._training.cancel()
-        await self.driver.stop()
-        self.store.close()
+        self._ended = True
+        if self.is_up:
+            self.die(silent)
+        if self.joined:
+            await self.driver.stop()
+            self.store.close()
