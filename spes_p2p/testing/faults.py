@@ -1,0 +1,264 @@
+"""Faults at named steps (`spes_p2p.steps`), planned beforehand and repeated exactly from a seed.
+
+A `Fault` says who is hurt, where, in which round and how. The same faults work in memory (`MemoryFaults`, on the
+virtual clock) and in real processes (`testing/faulty_peer.py`, started by `LocalSwarm.peer(..., faults=...)`). What
+comes of it is for the tests to judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from spes_p2p import steps
+from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.requests import Request
+from spes_p2p.wire import unpack
+
+if TYPE_CHECKING:
+    from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+
+KILL = "kill"
+"""SIGKILL, there and then."""
+FREEZE = "freeze"
+"""SIGSTOP; somebody else thaws it (in memory after `seconds`, and only as others see it: its own timers go on)."""
+SLOW = "slow"
+"""Each time `seconds` longer, or, at an inner step, `factor` times as long."""
+FAIL = "fail"
+"""OSError, as a broken disk gives it."""
+FULL = "full"
+"""StorageFull: the disk has no room."""
+JUMP = "jump"
+"""The wall clock jumps by `seconds` (real processes only; monotonic clocks go on)."""
+ACTIONS = (KILL, FREEZE, SLOW, FAIL, FULL, JUMP)
+
+LEADER_STEPS = ("close", "plan", "build", "propose")
+MEMBER_STEPS = (
+    "stop_training", steps.READY, "reduce", steps.COLLECTED, steps.STAGE, steps.STAGED, "fetch", "verify", "accept",
+    steps.PERSIST, steps.PERSISTED, "certify", "adopt", steps.APPENDED, steps.PUBLISHED, steps.APPLIED,
+    steps.SERVE + "values", steps.STREAM + " values", steps.SERVE + "tiles", steps.STREAM + " tiles",
+)  # fmt: skip
+"""Steps that every member passes in a round; a leader also LEADER_STEPS."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`action` happens to `peer` (to whoever comes first, if empty) when it reaches `step` in `round` or later.
+
+    The first `skip` times that the step is reached go well; `times` faults follow (0: always from then on).
+    """
+
+    step: str
+    action: str = KILL
+    peer: str = ""
+    round: int = 0
+    skip: int = 0
+    times: int = 1
+    seconds: float = 0.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(f"a fault of kind {self.action!r}", fix=f"use one of {', '.join(ACTIONS)}")
+
+
+def schedule(
+    seed: int,
+    peers: Sequence[str],
+    rounds: Sequence[int],
+    actions: Sequence[str] = (KILL,),
+    at: Sequence[str] = MEMBER_STEPS,
+) -> tuple[Fault, ...]:
+    """One fault in each of `rounds`, at a step and to a peer drawn by `seed`; the same every time."""
+    rng = random.Random(seed)
+    return tuple(
+        Fault(rng.choice(at), rng.choice(actions), rng.choice(peers), round, skip=rng.choice((0, 0, 1, 2)))
+        for round in rounds
+    )
+
+
+def to_text(faults: Iterable[Fault]) -> str:
+    """For a variable of the environment; `from_text` reads it."""
+    return json.dumps([asdict(fault) for fault in faults])
+
+
+def from_text(text: str) -> tuple[Fault, ...]:
+    """Raises ConfigError for what `to_text` did not write."""
+    try:
+        return tuple(Fault(**fault) for fault in json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{text[:80]!r} are no faults ({error})", fix="write them with faults.to_text") from error
+
+
+Act = Callable[[Fault, str, Mapping[str, Any]], None]
+Fits = Callable[[Fault, str], bool]
+
+
+class Faults:
+    """The listener: watches the steps go by and acts at those that were planned. A context manager.
+
+    `me` is the peer of steps that name none; `fits(fault, peer)` may refuse a victim.
+    """
+
+    def __init__(self, planned: Iterable[Fault], act: Act, me: str = "", fits: Fits = lambda fault, peer: True) -> None:
+        self._left = {fault: fault.times or -1 for fault in planned}
+        self._skip = {fault: fault.skip for fault in self._left}
+        self._act = act
+        self._me = me
+        self._fits = fits
+        self._rounds: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.done: list[tuple[Fault, str]] = []
+        """(fault, its victim), in the order in which they happened."""
+
+    def __call__(self, step: str, facts: Mapping[str, Any]) -> None:
+        if step == steps.STREAM:
+            step = f"{step} {unpack(Request, facts['request']).kind}"
+        peer = str(facts.get("peer") or self._me)
+        for fault in self._due(step, peer, facts):
+            self._act(fault, peer, facts)
+
+    def _due(self, step: str, peer: str, facts: Mapping[str, Any]) -> list[Fault]:
+        with self._lock:
+            round = self._rounds[peer] = facts.get("round", self._rounds.get(peer, 0))
+            due = []
+            for fault in [fault for fault, left in self._left.items() if left and fault.step == step]:
+                if (fault.peer and fault.peer != peer) or round < fault.round or not self._fits(fault, peer):
+                    continue
+                if self._skip[fault]:
+                    self._skip[fault] -= 1
+                    continue
+                self._left[fault] -= 1
+                self.done.append((fault, peer))
+                due.append(fault)
+            return due
+
+    def __enter__(self) -> Self:
+        self._before = steps.listen(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        steps.listen(self._before)
+
+
+# ---- real processes ----
+
+
+class ProcessFaults:
+    """What faults do to the process that they happen in. `jump(seconds)` moves its wall clock.
+
+    `claims` is a folder that the processes of a swarm share: a fault that names no peer happens to one of them only.
+    """
+
+    def __init__(self, claims: Path | None = None, jump: Callable[[float], None] | None = None) -> None:
+        self._claims = claims
+        self._jump = jump
+        self._last_step = time.monotonic()
+
+    def __call__(self, fault: Fault, peer: str, facts: Mapping[str, Any]) -> None:
+        if not fault.peer and self._claims is not None and not self._claim(fault):
+            return
+        match fault.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "slow":
+                time.sleep(fault.seconds + (fault.factor - 1) * (time.monotonic() - self._last_step))
+                self._last_step = time.monotonic()
+            case "jump" if self._jump is not None:
+                self._jump(fault.seconds)
+            case _:
+                raise_planted(fault)
+
+    def _claim(self, fault: Fault) -> bool:
+        assert self._claims is not None
+        name = f"{fault.step}-{fault.action}-{fault.round}".replace(" ", "-")
+        try:
+            (self._claims / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def raise_planted(fault: Fault) -> None:
+    """The errors that a fault stands for."""
+    if fault.action == FULL:
+        raise StorageFull(f"no room at {fault.step!r} (planted)", fix="it is a test")
+    if fault.action == FAIL:
+        raise OSError(f"broken at {fault.step!r} (planted)")
+
+
+# ---- in memory ----
+
+
+class MemoryFaults(Faults):
+    """Faults in a MemorySwarm. Await `settled` before the swarm is stopped or a victim comes back.
+
+    `beside(victim)` names peers that die at the same moment.
+    """
+
+    def __init__(
+        self,
+        swarm: MemorySwarm,
+        planned: Iterable[Fault],
+        fits: Fits = lambda fault, peer: True,
+        beside: Callable[[str], Iterable[str]] = lambda victim: (),
+    ) -> None:
+        def may_hit(fault: Fault, peer: str) -> bool:
+            life = swarm.peers.get(PeerId(peer))
+            return life is not None and life.is_up and life.joined and fits(fault, peer)
+
+        super().__init__(planned, self._hurt, fits=may_hit)
+        self._swarm = swarm
+        self._beside = beside
+        self._ending: list[asyncio.Task[None]] = []
+        self.struck = asyncio.Event()
+        """Set by the first fault."""
+        self.struck_at = 0.0
+
+    def __call__(self, step: str, facts: Mapping[str, Any]) -> None:
+        if "folder" in facts:  # steps of a checkpoint know no peer
+            place = Path(facts["folder"]).relative_to(self._swarm.folder)
+            facts = {**facts, "peer": place.parts[0]}
+        super().__call__(step, facts)
+
+    async def settled(self) -> None:
+        """All victims have ended."""
+        await asyncio.gather(*self._ending)
+
+    def _hurt(self, fault: Fault, peer: str, facts: Mapping[str, Any]) -> None:
+        life = self._swarm.peers[PeerId(peer)]
+        if not self.struck.is_set():
+            self.struck_at = self._swarm.clock.now()
+            self.struck.set()
+        match fault.action:
+            case "kill":
+                for name in self._beside(peer):
+                    self._kill(self._swarm.peers[PeerId(name)])
+                self._kill(life)
+                raise asyncio.CancelledError  # nothing after this point was ever done
+            case "freeze":
+                self._swarm.network.freeze(peer)
+                asyncio.get_running_loop().call_later(fault.seconds, self._swarm.network.thaw, peer)
+            case "slow":
+                life.work.step_seconds *= fault.factor
+            case _:
+                raise_planted(fault)
+
+    def _kill(self, life: PretendPeer) -> None:
+        life.die()
+        self._ending.append(asyncio.get_running_loop().create_task(life.kill()))
