@@ -8,6 +8,7 @@ traceback. What is not in this tree is a bug of ours and keeps its traceback.
     ├── DataError            corpus, tokenizer, shards
     ├── CheckpointError      a saved file is missing, cut short or does not fit
     ├── StateError           the committed state on disk is damaged or does not fit
+    │   └── TileDamaged      some of its values do not hash to what was committed
     ├── StorageFull          no space left where we write
     ├── NetworkError         we could not reach somebody
     │   ├── PeerRefused      the host answered and refused: nobody listens there
@@ -44,6 +45,10 @@ class CheckpointError(SpesError):
 
 class StateError(SpesError):
     """A committed state on disk that is damaged or does not fit the run."""
+
+
+class TileDamaged(StateError):
+    """Values on disk that do not hash to what was committed."""
 
 
 class StorageFull(SpesError):

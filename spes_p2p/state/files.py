@@ -72,11 +72,16 @@ def write_at(path: Path, offset: int, data: bytes | memoryview) -> None:
     with storing(path, len(data)):
         descriptor = os.open(path, os.O_WRONLY)
         try:
-            written = 0
-            while written < len(data):
-                written += os.pwrite(descriptor, memoryview(data)[written:], offset + written)
+            write_into(descriptor, offset, data)
         finally:
             os.close(descriptor)
+
+
+def write_into(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    """Writes all of `data` at byte `offset` of an open file."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, memoryview(data)[written:], offset + written)
 
 
 def sync(path: Path) -> None:

@@ -235,7 +235,10 @@ class Staging:
             return self._wire.tile(tile_id)
         if self.parent is None:
             raise StateError(f"tile {tile_id} of round {self.round} was not staged", fix="fetch it from another peer")
-        return self.parent.tile(tile_id)
+        data = self.parent.tile(tile_id)
+        if hash_tile(data) != self.parent.tile_hashes[tile_id]:  # damage must not spread under the hash of the true
+            raise self.parent.damage(tile_id)
+        return data
 
     def _state_hash(self, tile_id: int) -> Hash:
         staged = self._state.hashes.get(tile_id) or self._wire.hashes.get(tile_id)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -23,8 +23,9 @@ from typing import IO
 from spes_p2p.errors import StateError, StorageFull
 from spes_p2p.ids import Hash
 from spes_p2p.state.files import publish_folder, recover_folders, remove_folder, storing, sync
-from spes_p2p.state.hashes import HASH_THREADS
+from spes_p2p.state.hashes import HASH_THREADS, hash_tile
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
+from spes_p2p.state.salvage import salvaged
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.version import Version
 
@@ -47,6 +48,8 @@ class StateStore:
         self.directory = Path(directory)
         self.layout = layout
         self.problems: list[StateError] = []
+        self.spare_folders: Callable[[], Iterable[Path]] = tuple
+        """Folders beside the store that hold versions too, such as checkpoints: see `recall`."""
         self._versions: dict[int, Version] = {}
         self._stagings: dict[tuple[int, str], Staging] = {}
         self._lock: IO[bytes] | None = None
@@ -122,11 +125,41 @@ class StateStore:
         """The staging of a round that is under way, or was finished before a restart."""
         return self._stagings.get((round, label))
 
+    def unstage(self, round: int, label: str = "") -> None:
+        """Removes a staging, where there is one."""
+        staging = self._stagings.pop((round, label), None)
+        if staging is not None:
+            staging.discard()
+
+    def staged_rounds(self) -> tuple[int, ...]:
+        """The rounds of which stagings are here."""
+        return tuple(sorted({round for round, _ in self._stagings}))
+
     def find(self, tile_hash: Hash) -> memoryview | None:
-        """The bytes with this hash, wire or state, in any staging or version that is here: for serving."""
-        places: tuple[Staging | Version, ...] = (*self._stagings.values(), *self._versions.values())
+        """The bytes with this hash, wire or state, in any staging or version that is here: for serving.
+
+        Those of a version are hashed first; those of a staging were when they were written, not long ago.
+        """
+        places: tuple[Staging | Version, ...] = (*self._versions.values(), *self._stagings.values())
         found = (place.find(tile_hash) for place in reversed(places))
         return next((data for data in found if data is not None), None)
+
+    def recall(self, wanted: Mapping[int, Hash]) -> Iterator[tuple[int, memoryview, Hash]]:
+        """(id, bytes, hash) of those of `wanted` that are anywhere on this disk, checkpoints included."""
+        spares = [version for folder in self.spare_folders() if (version := self._opened(folder)) is not None]
+        for tile_id, tile_hash in wanted.items():
+            data = self.find(tile_hash)
+            others = (spare.find(tile_hash) for spare in spares)
+            data = data if data is not None else next((other for other in others if other is not None), None)
+            if data is not None and hash_tile(data) == tile_hash:
+                yield tile_id, data, tile_hash
+
+    def salvage(self, round: int, root: Hash) -> Version | None:
+        """Opens a version of `problems`, damaged as it is, where its hashes are known to be those of `root`."""
+        version = salvaged(self.directory / f"round-{round:08d}", round, self.layout, root)
+        if version is not None:
+            self._versions[round] = version
+        return version
 
     def drop(self, round: int) -> None:
         """Removes a version and its wire tiles; maps that are in use, and checkpoints that link to it, stay good."""
@@ -162,6 +195,12 @@ class StateStore:
             if other is not staging:
                 other.discard()
         return version
+
+    def _opened(self, folder: Path) -> Version | None:
+        try:
+            return Version(folder, 0, self.layout)
+        except (StateError, OSError):  # another shape, cut short, or just removed
+            return None
 
     def _read_versions(self) -> None:
         for folder in sorted(self.directory.glob("round-*")):

@@ -8,29 +8,33 @@ The folder is a round of the store, a finished staging area or a checkpoint; the
         block-%05d.f32  the same inode as above where the merge changed nothing
         hashes.bin      the wire hash of every tile, zeros where a tile was not handed out
 
-Nothing is ever written here; `staging` makes new versions and `store` keeps the list of them.
+Nothing new is ever written here; `staging` makes new versions and `store` keeps the list of them. Only `mend` writes:
+the bytes that a damaged tile had. It writes in place, since block files are shared by hard links between versions,
+stagings and checkpoints, and all who share a file list the same hash for a tile of it: so it is mended for all of them,
+and for every map of it that is open.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from spes_p2p.errors import StateError
+from spes_p2p.errors import LocalProtocolError, StateError, TileDamaged
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.files import link_or_copy
-from spes_p2p.state.hashes import HASH_BYTES, hash_tiles, split_hashes
+from spes_p2p.state.files import link_or_copy, storing, write_into
+from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 
 HASHES_FILE = "hashes.bin"
 WIRE_FOLDER = "wire"
 DTYPE = np.dtype("<f4")
-_REPAIR = (
-    "fetch the tile again from another peer (join --resume does), or remove the folder to fall back to an older one"
-)
+_REPAIR = "start the peer with --resume while others of the run are up, to fetch the tile again from them"
 
 
 def block_file(block: int) -> str:
@@ -58,16 +62,23 @@ class Version:
         self.round = round
         self.layout = layout
         self._maps: dict[tuple[bool, int], Values] = {}
+        self._files: dict[int, tuple[int, int]] = {}
         for block in layout.blocks:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)
+            self._files[block.index] = _identity(os.stat(folder / block_file(block.index)))
+            self._map(False, block.index)  # at once: another history's version may take the folder's place
         self.tile_hashes = _read_hashes(folder / HASHES_FILE, layout)
         self.root = layout.root_of(self.tile_hashes)
+        self.damaged: set[int] = set()
+        """Tiles known to be damaged and not mended yet: nobody may take their bytes for what they should be."""
 
     @cached_property
     def wire_hashes(self) -> tuple[Hash, ...]:
         """The wire hash of each tile; NO_HASH for tiles that the round did not hand out (or dropped since)."""
-        path = self.folder / WIRE_FOLDER / HASHES_FILE
-        return _read_hashes(path, self.layout) if path.exists() else (NO_HASH,) * len(self.layout.tiles)
+        try:
+            return _read_hashes(self.folder / WIRE_FOLDER / HASHES_FILE, self.layout)
+        except StateError:  # dropped, or unreadable: others hand these tiles out as well
+            return (NO_HASH,) * len(self.layout.tiles)
 
     def block_path(self, index: int) -> Path:
         """The file of a block."""
@@ -86,24 +97,66 @@ class Version:
         return None if self.wire_hashes[tile_id] == NO_HASH else self._tile(True, tile_id)
 
     def find(self, tile_hash: Hash) -> memoryview | None:
-        """The bytes with this state or wire hash, or None."""
+        """The bytes with this state or wire hash, or None. They are hashed first: a disk may have changed them."""
         wire, tile_id = self._by_hash.get(tile_hash, (False, -1))
-        return None if tile_id < 0 else self._tile(wire, tile_id)
+        if tile_id < 0:
+            return None
+        try:
+            data = self._tile(wire, tile_id)
+        except (OSError, ValueError):  # its file is gone, or was cut short
+            return None
+        if hash_tile(data) == tile_hash:
+            return data
+        if not wire:
+            self.damaged.add(tile_id)
+        return None
+
+    def is_sound(self, tile_id: int) -> bool:
+        """Whether a state tile on disk hashes to what it should. True as well when the version was dropped meanwhile.
+
+        Reads the file: where the disk cannot, a map would end the process with SIGBUS.
+        """
+        tile = self.layout.tiles[tile_id]
+        with self._opened(tile.block, os.O_RDONLY) as descriptor:
+            if descriptor is None:
+                return True
+            try:
+                data = os.pread(descriptor, tile.size * VALUE_BYTES, tile.start * VALUE_BYTES)
+            except OSError:
+                return False
+        return hash_tile(data) == self.tile_hashes[tile_id]
 
     def damaged_tiles(self) -> Iterator[int]:
-        """Ids of the state tiles whose bytes no longer hash to what they should."""
-        found = hash_tiles(self.tile(tile.id) for tile in self.layout.tiles)
-        return (tile_id for tile_id, (have, want) in enumerate(zip(found, self.tile_hashes)) if have != want)
+        """Ids of the state tiles whose bytes no longer hash to what they should; reads everything."""
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
+            sound = pool.map(self.is_sound, range(len(self.layout.tiles)))
+            yield from (tile_id for tile_id, is_sound in enumerate(sound) if not is_sound)
+
+    def damage(self, tile_id: int) -> TileDamaged:
+        """The error that names a damaged tile and its file."""
+        tile = self.layout.tiles[tile_id]
+        return TileDamaged(
+            f"{self.block_path(tile.block)}: tile {tile_id} (values {tile.start} to {tile.stop} of the block) "
+            f"does not hash to {self.tile_hashes[tile_id].hex()[:10]}",
+            fix=_REPAIR,
+        )
 
     def verify(self) -> None:
-        """Hashes everything again. Raises StateError naming the first damaged tile and its file."""
+        """Hashes everything again. Raises TileDamaged naming the first damaged tile and its file."""
         for tile_id in self.damaged_tiles():
-            tile = self.layout.tiles[tile_id]
-            raise StateError(
-                f"{self.block_path(tile.block)}: tile {tile_id} (values {tile.start} to {tile.stop} of the block) "
-                f"does not hash to {self.tile_hashes[tile_id].hex()[:10]}",
-                fix=_REPAIR,
-            )
+            raise self.damage(tile_id)
+
+    def mend(self, tile_id: int, data: bytes | memoryview) -> None:
+        """Puts the bytes of a damaged tile back, durably, for all who share the file. Raises StorageFull."""
+        if hash_tile(data) != self.tile_hashes[tile_id]:
+            raise LocalProtocolError(f"tile {tile_id} of round {self.round} was to be mended with other bytes")
+        tile = self.layout.tiles[tile_id]
+        with self._opened(tile.block, os.O_WRONLY) as descriptor:
+            if descriptor is not None:
+                with storing(self.block_path(tile.block), len(data)):
+                    write_into(descriptor, tile.start * VALUE_BYTES, data)
+                    os.fsync(descriptor)
+        self.damaged.discard(tile_id)
 
     def link_into(self, directory: Path) -> tuple[str, ...]:
         """Hard-links (copies across devices) this version's files into a folder that exists; their names."""
@@ -118,6 +171,19 @@ class Version:
         wire.pop(NO_HASH, None)
         return wire | {tile_hash: (False, tile_id) for tile_id, tile_hash in enumerate(self.tile_hashes)}
 
+    @contextmanager
+    def _opened(self, block: int, flags: int) -> Iterator[int | None]:
+        """A descriptor of a block's file, for sure of this version's: None where that is not at its place any more."""
+        try:
+            descriptor = os.open(self.block_path(block), flags)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            yield descriptor if _identity(os.fstat(descriptor)) == self._files[block] else None
+        finally:
+            os.close(descriptor)
+
     def _map(self, wire: bool, index: int) -> Values:
         if (wire, index) not in self._maps:
             folder = self.folder / WIRE_FOLDER if wire else self.folder
@@ -127,6 +193,10 @@ class Version:
     def _tile(self, wire: bool, tile_id: int) -> memoryview:
         tile = self.layout.tiles[tile_id]
         return bytes_of(self._map(wire, tile.block)[tile.start : tile.stop])
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _check_length(path: Path, expected_bytes: int) -> None:
