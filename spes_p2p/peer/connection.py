@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,8 +177,9 @@ class Connection:
         intent = self.intent = self._first_intent()
         sealer, checker = KeySealer(network.signer), EnvelopeChecker(network.verifier)
         self._announcer = Announcer(
-            info, network.transport, network.directory, self._describe, self._newest, self.gate.failed, self._contacts
-        )
+            info, network.transport, network.directory, self._describe, self._newest, self.gate.failed, self._contacts,
+            learnt=self._greet,
+        )  # fmt: skip
         await self._announcer.start()
         folder = self._options.output / "run"
         claim_folder(folder, info, self.layout)
@@ -200,6 +201,7 @@ class Connection:
             intent=intent,
             tip_commit=place.tip,
             first_sequence=time.time_ns() // 1_000_000,
+            on_chain=place.chain.has,
         )
         core.seeds = tuple(await self._announcer.sources())
         arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
@@ -224,6 +226,11 @@ class Connection:
         self.gate.failed(
             NetworkError("the libp2p daemon ended", fix="start this peer again with --resume; its log has the reason")
         )
+
+    def _greet(self, known: Iterable[PeerId]) -> None:
+        """Who is in the DHT and no member of ours hears from us: it may stand on another history of the run."""
+        if self._driver is not None:
+            self._driver.core.greet(known)
 
     def _contacts(self) -> tuple[PeerId, ...]:
         return tuple(self._driver.core.contacts) if self._driver is not None else ()

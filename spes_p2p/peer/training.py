@@ -233,6 +233,9 @@ class TrainingLoop:
 
     def _take(self, events: tuple[Applied, ...]) -> None:
         """Goes on from the newest of these commits; the first says what it counted of our work."""
+        if any(event.switched for event in events):
+            self._go_over(events)
+            return
         turn, uncounted = self._turn, events[0].uncounted
         if turn is not None and not events[0].handed_in and events[0].counted is None:  # decided while we trained
             if self._handed_in != turn.head:
@@ -251,6 +254,18 @@ class TrainingLoop:
             new = self._connection.disk.store.version(newest.round)
             carried = Carried(self._connection.layout, new, turn.base, self._connection.disk.inputs, uncounted)
         self._begin(newest, carried, resumed=False)
+
+    def _go_over(self, events: tuple[Applied, ...]) -> None:
+        """Another history of the run won: what was trained on ours, and not counted before, has no place in it."""
+        if not events[0].switched:
+            self._note_counted(events[0])
+        if self.uncounted.tokens:
+            self._emit(Warning(f"{self.uncounted.tokens:,} tokens that no round had counted are lost with it"))
+        newest = events[-1].commit.manifest
+        self._taken, self._turn = newest.round, None
+        self._gate.use(newest.round)
+        if self._connection.is_member():
+            self._begin(newest, None, resumed=False)
 
     def _own_tiles(self, turn: _Turn) -> frozenset[int]:
         layout = self._connection.layout

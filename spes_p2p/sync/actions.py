@@ -86,7 +86,8 @@ class Adopt:
 class CatchUp:
     """Fetch the headers from our tip to the newest that `holder` has, and its state; then call `Core.applied`.
 
-    `head` is what the holder says it has; nothing of it is trusted before its certificates are checked.
+    `head` is what the holder says it has; nothing of it is trusted before its certificates are checked. Where its
+    history is another one than ours (`forks`): call `Core.switched` with its state if it wins, else `Core.stays`.
     """
 
     holder: PeerId

@@ -44,7 +44,8 @@ class Announcer:
     """Publishes and learns at intervals, on the network's loop.
 
     `describe` gives the node's own record, `newest` its newest commit with the time when it came (Unix seconds).
-    `failed` hears of what is not a matter of the network. `acquaintances` are peers that we know of apart from the DHT.
+    `failed` hears of what is not a matter of the network. `acquaintances` are peers that we know of apart from the DHT;
+    `learnt` is told whom the DHT knows, whenever it was read.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Announcer:
         failed: Callable[[BaseException], None],
         acquaintances: Callable[[], Iterable[PeerId]] = tuple,
         wall_clock: Callable[[], float] = time.time,
+        learnt: Callable[[Iterable[PeerId]], None] = lambda peers: None,
     ) -> None:
         self._info = info
         self._transport = transport
@@ -66,6 +68,7 @@ class Announcer:
         self._wall_clock = wall_clock
         self._failed = failed
         self._acquaintances = acquaintances
+        self._learnt = learnt
         self._met: dict[PeerId, None] = {}
         self._task: asyncio.Task[None] | None = None
         self.known: dict[PeerId, PeerRecord] = {}
@@ -106,6 +109,7 @@ class Announcer:
                 self._met[peer] = None  # the newest last
         for peer in list(self._met)[:-MOST_REMEMBERED]:
             del self._met[peer]
+        self._learnt(peer for peer in self.known if peer != self._transport.peer_id)
 
     async def sources(self) -> Iterable[PeerId]:
         """Who else is in the run, freshly read, the organiser first."""

@@ -7,6 +7,8 @@ where it ended. Which holder is asked, and when, is decided elsewhere; so is wha
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
@@ -15,18 +17,43 @@ from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.chain import Chain, check_links
+from spes_p2p.sync.forks import Line, best
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import Commit, Manifest
+from spes_p2p.sync.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.rules import CheckSignature, RunRules
 from spes_p2p.sync.transfer import Transfers
 
 T = TypeVar("T")
+LONGEST_LINE = 100_000
+"""So many rounds may lie between two histories; more cannot be held in memory."""
 
 
 class InThread(Protocol):
     """Runs work in a thread and gives its result."""
 
     def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Two histories that meet: the last common manifest, and what each has on top of it."""
+
+    common: Manifest
+    ours: Line
+    theirs: Line
+
+    @property
+    def winner(self) -> Commit | None:
+        """The newest commit of the other's history where that is the one to follow, else None."""
+        if not self.theirs:
+            return None
+        if self.ours and best(self.common, (self.ours, self.theirs)) == self.ours:
+            return None
+        return self.theirs[-1]
+
+
+class Parted(RemoteProtocolError):
+    """The other's commits do not follow from ours: the run has two histories."""
 
 
 class CatchUp:
@@ -52,13 +79,11 @@ class CatchUp:
         self._under_way: tuple[Hash, int, Staging] | None = None
 
     async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
-        """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`."""
-        try:
-            newest = await self._extend(holder, self._chain.length)
-        except RemoteProtocolError:
-            if self._chain.length == tip_round + 1:
-                raise
-            newest = await self._extend(holder, tip_round + 1)  # what we have beyond our state is of another branch
+        """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
+
+        Raises Parted where its history is another one than ours.
+        """
+        newest = await self._extend(holder, self._chain.length)
         if newest is None and tip_round < round < self._chain.length:
             newest = self._chain.commit(round)
         if newest is None:
@@ -69,6 +94,8 @@ class CatchUp:
         last: Commit | None = None
         before = self._chain.commit(first - 1) if first else None
         while part := await self._transfers.chain(holder, first):
+            if before is not None and part[0].manifest.parent != manifest_hash(before.manifest):
+                raise Parted(f"{short(holder)} stands on another history of the run from round {first} on")
             await self._in_thread(lambda part=part, before=before: self._append(part, before))  # type: ignore[misc]
             last = before = part[-1]
             first = last.manifest.round + 1
@@ -78,6 +105,39 @@ class CatchUp:
         check_links(tuple(part), before, self._info, self._rules, self._check)
         for commit in part:
             self._chain.append(commit)
+
+    async def meet(self, tip_round: int, holder: PeerId, round: int) -> Meeting:
+        """What we, at `tip_round`, and `holder`, who says it is at `round`, have on top of our last common manifest.
+
+        Its commits are checked; nothing is written. What we know beyond our own state does not count.
+        """
+        common = await self._last_common(holder, min(round, tip_round))
+        parent = before = self._chain.commit(common)
+        theirs: list[Commit] = []
+        while part := await self._transfers.chain(holder, common + 1 + len(theirs)):
+            links = partial(check_links, part, before, self._info, self._rules, self._check)
+            await self._in_thread(links)
+            theirs += part
+            before = part[-1]
+            if len(theirs) > LONGEST_LINE:
+                raise RemoteProtocolError(f"{short(holder)} has more than {LONGEST_LINE} rounds that are not ours")
+        ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
+        return Meeting(parent.manifest, ours, tuple(theirs))
+
+    async def _last_common(self, holder: PeerId, newest: int) -> int:
+        """The last round at which both have the same manifest, looking back in growing strides."""
+        low, stride = newest, 1
+        while True:
+            same = [commit for commit in await self._transfers.chain(holder, low) if self._is_ours(commit, newest)]
+            if same:
+                return same[-1].manifest.round
+            if low == 0:
+                raise RemoteProtocolError(f"{short(holder)} has another genesis, or none")
+            low, stride = max(0, low - stride), 2 * stride
+
+    def _is_ours(self, commit: Commit, newest: int) -> bool:
+        round = commit.manifest.round
+        return round <= newest and self._chain.commit(round).manifest == commit.manifest
 
     async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Staging:
         """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders."""

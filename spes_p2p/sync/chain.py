@@ -6,14 +6,16 @@ vote. Tensors are the state store's business.
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError
+from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.files import sync, write_whole
+from spes_p2p.state.hashes import split_hashes
 from spes_p2p.sync.genesis import RunInfo, check_genesis
 from spes_p2p.sync.messages import Commit, manifest_hash
 from spes_p2p.sync.rules import CheckSignature, RunRules, check_certificate, check_child
@@ -21,6 +23,7 @@ from spes_p2p.sync.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 
 _COMMIT = re.compile(r"(\d{8,})\.commit")
+MOST_LEFT = 256
 _JOIN_AGAIN = "remove the run's folder and join again: everything but this peer's own moments is fetched"
 
 
@@ -31,12 +34,14 @@ class Chain:
         """Raises StateError where a commit is damaged or missing in the middle."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
+        self._switch = directory / "switch"
+        self._end_switch()
         rounds = sorted(int(m[1]) for path in directory.iterdir() if (m := _COMMIT.fullmatch(path.name)))
         if rounds and rounds != list(range(len(rounds))):
             missing = next(at for at, round in enumerate(rounds) if at != round)
             raise StateError(f"{directory} lacks the commit of round {missing}", fix=_JOIN_AGAIN)
         self._length = len(rounds)
-        self._newest = self.commit(self._length - 1) if rounds else None
+        self._newest: Commit | None = self.commit(self._length - 1) if rounds else None
 
     @property
     def newest(self) -> Commit | None:
@@ -74,6 +79,41 @@ class Chain:
         self._length = round + 1
         self._newest = commit
 
+    def switch(self, line: Sequence[Commit]) -> None:
+        """Puts `line` in the place of everything from its first round on: wholly, also where a crash comes between.
+
+        Raises StorageFull, and then nothing has changed.
+        """
+        last = line[-1].manifest.round
+        try:
+            for commit in line:
+                write_whole(self._next(commit.manifest.round), pack(commit))
+            write_whole(self._switch, str(last).encode())
+        except StorageFull:
+            self._forget_next()
+            raise
+        self._end_switch()
+        self._length = last + 1
+        self._newest = line[-1]
+
+    def _end_switch(self) -> None:
+        """Carries out a switch that was decided, and forgets one that was not. Takes no room."""
+        if self._switch.exists():
+            last = int(self._switch.read_bytes())
+            for path in sorted(self.directory.glob("*.next")):
+                os.rename(path, path.with_suffix(".commit"))
+            for path in sorted(self.directory.glob("*.commit"), reverse=True):
+                if int(path.stem) > last:
+                    path.unlink()
+            sync(self.directory)
+            self._switch.unlink()
+        self._forget_next()
+
+    def _forget_next(self) -> None:
+        for path in self.directory.glob("*.next"):
+            path.unlink()
+        sync(self.directory)
+
     def part(self, first: int, count: int, max_bytes: int) -> tuple[bytes, ...]:
         """The packed commits from round `first` on: up to `count`, as long as they have no more than `max_bytes`.
 
@@ -87,6 +127,10 @@ class Chain:
                 break
             found.append(data)
         return tuple(found)
+
+    def has(self, head: Hash, round: int) -> bool:
+        """Whether `head` names the commit of that round, as far as it is here."""
+        return round < self._length and manifest_hash(self.commit(round).manifest) == head
 
     def knows(self, head: Hash, round: int) -> bool:
         """Whether `head` names one of the commits up to `round`."""
@@ -108,6 +152,9 @@ class Chain:
         except OSError as error:
             raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
 
+    def _next(self, round: int) -> Path:
+        return self._path(round).with_suffix(".next")
+
     def _path(self, round: int) -> Path:
         return self.directory / f"{round:08d}.commit"
 
@@ -121,7 +168,7 @@ def check_links(
             check_genesis(commit, info, check)
         else:
             check_child(rules, before.manifest, commit.manifest)
-            check_certificate(before.manifest, commit.manifest, commit.certificate, check)
+            check_certificate(before.manifest, commit.manifest, commit.certificate, check, info.organiser)
         before = commit
 
 
@@ -138,6 +185,7 @@ class VoteBook:
         directory.mkdir(parents=True, exist_ok=True)
         self._incarnation_path = directory / "incarnation"
         self._votes_path = directory / "votes"
+        self._left_path = directory / "left"
         self._new_incarnation = new_incarnation
         record, incarnation = self._read(), self._read_incarnation()
         if record is None or incarnation is None:
@@ -150,12 +198,35 @@ class VoteBook:
         self.incarnation = self._new_incarnation()
         self._votes_path.unlink(missing_ok=True)  # first: the new incarnation must never meet the old record
         write_whole(self._incarnation_path, str(self.incarnation).encode())
+        self._left_path.unlink(missing_ok=True)
         self.write(VoteRecord(NO_HASH))
 
     def write(self, record: VoteRecord) -> None:
         """fsyncs the record. Raises StorageFull."""
         write_whole(self._votes_path, pack(record))
         self.record = record
+
+    def leave(self, record: VoteRecord) -> None:
+        """Notes, before another history is taken up, what we voted for the child of. Raises StorageFull."""
+        if record != VoteRecord(record.parent):
+            write_whole(self._left_path, b"".join({*self._been(), record.parent}))
+
+    def arrive(self, head: Hash) -> None:
+        """We stand on `head`. Raises StorageFull.
+
+        Votes that were given are never given twice: who comes back to a manifest that it left after it had voted is a
+        new incarnation.
+        """
+        been = self._been()
+        if self.record.parent != head and (head in been or len(been) > MOST_LEFT):
+            self.forget()
+
+    def _been(self) -> tuple[Hash, ...]:
+        """Manifests for whose child this incarnation has voted before it left them."""
+        try:
+            return split_hashes(self._left_path.read_bytes())
+        except FileNotFoundError:
+            return ()
 
     def _read(self) -> VoteRecord | None:
         try:

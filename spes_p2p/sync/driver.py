@@ -9,9 +9,10 @@ trainer: `Hooks` is what the peer around it provides.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from spes_p2p import steps
@@ -23,8 +24,9 @@ from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync import actions as do
 from spes_p2p.sync.bench import Bench
-from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.forks import tokens_lost
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
@@ -85,6 +87,9 @@ class Applied:
     deadline_seconds: float
     leavers: frozenset[PeerId]
     """Who had said that it leaves."""
+    switched: bool = False
+    """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
+    lost_tokens: int = 0
 
 
 class Hooks(Protocol):
@@ -326,7 +331,10 @@ class Driver:
         tip, now = self.core.tip.round, self._clock.now()
         others = [peer for peer in self.core.contacts if peer != action.holder and self.core.alive(peer, now)]
         try:
-            newest = await self._catching_up.headers(tip, action.holder, action.round)
+            newest, meeting = await self._headers(tip, action)
+            if newest is None:
+                self._run(self.core.stays(action.head, self._clock.now()))
+                return
             reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
             staging = await self._catching_up.state(newest.manifest, tip, [action.holder, *others])
             reached(steps.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
@@ -334,35 +342,72 @@ class Driver:
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
             self._run(self.core.catch_up_failed(self._clock.now()))
             return
-        async with self._making.lock:
-            first = self._disk.chain.commit(tip + 1).manifest
-            await self._tasks.in_thread(staging.publish)  # nothing else moves the tip: the state machine waits for us
-            await self._applied(newest, first)
+        async with self._making.lock:  # nothing else moves the tip: the state machine waits for us
+            lost = meeting.ours if meeting is not None else ()
+            await self._tasks.in_thread(lambda: self._take_over(meeting))
+            await self._tasks.in_thread(staging.publish)
+            if meeting is not None and lost:
+                await self._switched(newest, meeting, action.holder)
+            else:
+                await self._applied(newest, self._disk.chain.commit(tip + 1).manifest)
+
+    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, Meeting | None]:
+        """The commit to go to, None where our own history is the one to follow; and the meeting, if they are two."""
+        chain = self._disk.chain
+        if action.round >= chain.length or (action.round > tip and chain.has(action.head, action.round)):
+            with contextlib.suppress(Parted):
+                return await self._catching_up.headers(tip, action.holder, action.round), None
+        meeting = await self._catching_up.meet(tip, action.holder, action.round)
+        return meeting.winner, meeting
+
+    def _take_over(self, meeting: Meeting | None) -> None:
+        """The other history on disk in the place of ours; a crash from here on ends with a newcomer there."""
+        if meeting is not None:
+            self._disk.votes.leave(self.core.record)
+            self._disk.chain.switch(meeting.theirs)
+            self._disk.votes.arrive(manifest_hash(meeting.theirs[-1].manifest))
+
+    async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
+        """We stand on another history now: what we had since the two parted is lost, and so is our unsynced work."""
+        lost = tokens_lost(meeting.common, meeting.ours)
+        text = f"{len(meeting.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
+        self._hooks.notice(do.Notice("fork", f"{text} (they parted after round {meeting.common.round})", holder))
+        event = replace(self._event(commit, None), caught_up=True, lost_tokens=lost, switched=True)
+        incarnation = self._disk.votes.incarnation
+        await self._enter(event, lambda now: self.core.switched(commit, incarnation, now))
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
-        previous, times = self.core.tip, self._times
-        self._bench.enter(commit.manifest.round)
+        await self._enter(self._event(commit, first), lambda now: self.core.applied(commit, now))
+
+    def _event(self, commit: Commit, first: Manifest | None) -> Applied:
+        times = self._times
         times.applied = self._clock.now()
-        event = Applied(
+        roster = first.roster if first is not None else ()
+        return Applied(
             commit,
-            previous,
-            next((entry for entry in first.roster if entry.peer == self.core.me), None),
-            self._disk.inputs.parent == first.parent,
-            self._uncounted(first),
-            commit.manifest.round > first.round,
+            self.core.tip,
+            next((entry for entry in roster if entry.peer == self.core.me), None),
+            first is not None and self._disk.inputs.parent == first.parent,
+            self._uncounted(first) if first is not None else frozenset(),
+            first is not None and commit.manifest.round > first.round,
             times.seconds(),
             self._transport.bytes_sent - times.sent_before,
             self._transport.bytes_received - times.received_before,
             self.core.pace.deadline_seconds(0),
             self._leavers(),
         )
-        keep = self._hooks.rounds_in_use() | {commit.manifest.round, commit.manifest.round - 1}
+
+    async def _enter(self, event: Applied, tell_core: Callable[[float], Sequence[do.Action]]) -> None:
+        """The state machine and the trainer go on from a new committed state."""
+        round = event.commit.manifest.round
+        self._bench.enter(round)
+        keep = self._hooks.rounds_in_use() | {round, round - 1}
         self._times = self._fresh_times()
         self._room_again()
-        self._run(self.core.applied(commit, self._clock.now()))
+        self._run(tell_core(self._clock.now()))
         self._hooks.applied(event)
-        reached(steps.APPLIED, peer=self.core.me, round=commit.manifest.round)
+        reached(steps.APPLIED, peer=self.core.me, round=round)
         await self._tasks.in_thread(lambda: self._drop_all_but(keep))
 
     def _drop_all_but(self, keep: frozenset[int]) -> None:

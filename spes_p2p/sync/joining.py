@@ -149,6 +149,7 @@ class Joining:
         if chain.length == 0:
             chain.append(await self._genesis(intent, votes.incarnation, sources))
         tip = await self._tip(store, chain, sources)
+        votes.arrive(manifest_hash(tip.manifest))
         if not _stands_by(votes.record, store, chain, tip):
             self._say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
             votes.forget()
@@ -203,15 +204,18 @@ class Joining:
 
     async def _tip(self, store: StateStore, chain: Chain, sources: Sources) -> Commit:
         """The newest commit whose state is here whole; ends a commit that a crash cut between chain and state."""
+        for round in sorted({*store.rounds(), *store.staged_rounds()}, reverse=True):
+            tip = chain.commit(round) if round < chain.length else None
+            if tip is None or whole_state(store, round, tip.manifest.state_root) is None:
+                continue  # of a history that was left
+            if round not in store.rounds() or store.version(round).root != tip.manifest.state_root:
+                staged = staged_state(store, round, tip.manifest.state_root)
+                assert staged is not None
+                staged.publish()
+            return tip
         latest = store.latest()
         assert latest is not None
-        for round in (chain.length - 1, latest.round + 1):
-            if latest.round < round < chain.length:
-                staged = staged_state(store, round, chain.commit(round).manifest.state_root)
-                latest = staged.publish() if staged is not None else latest
         tip = chain.commit(latest.round)
-        if tip.manifest.state_root == latest.root:
-            return tip
         if latest.round > 0:
             raise StateError(
                 f"the state of round {latest.round} in {self._folder} is not the one that was committed",

@@ -23,6 +23,9 @@ from spes_p2p.sync.messages import (
 from spes_p2p.sync.rules import Outcome
 
 MAX_NEWCOMERS = 64
+MAX_SEEDS = 16
+MOST_REMEMBERED = 256
+"""Heads of others of which we remember whether they belong to our history."""
 Key = tuple[int, int]
 """(first tile, tiles) of a slice."""
 Heard = tuple[PeerId, ...]

@@ -24,7 +24,7 @@ from spes_p2p.sync.actions import (
     CatchUp,
 )
 from spes_p2p.sync.hearing import Hearing
-from spes_p2p.sync.knowledge import Contact, Heard, Key
+from spes_p2p.sync.knowledge import MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
 from spes_p2p.sync.messages import (
     DEGRADED,
     Acceptance,
@@ -82,9 +82,13 @@ class Core(Hearing, Reducing, Voting, Speaking):
         intent: Intent | None = None,
         tip_commit: Commit | None = None,
         first_sequence: int = 0,
+        on_chain: Callable[[Hash, int], bool] = lambda head, round: True,
     ) -> None:
-        """`record` is what a restarted elector finds on disk; `first_sequence` must be above all that it ever sent."""
-        super().__init__(me, incarnation, rules, sealer, check_signature, pace, tip, now, intent, tip_commit)
+        """`record` is what a restarted elector finds on disk; `first_sequence` must be above all that it ever sent.
+
+        `on_chain(head, round)`: whether `head` names the manifest of that round, not after our tip, in our history.
+        """
+        super().__init__(me, incarnation, rules, sealer, check_signature, pace, tip, now, intent, tip_commit, on_chain)
         self._sequence = first_sequence
         self._rules: tuple[tuple[str, int, Callable[[float], bool]], ...] = tuple(
             (rule.name, rule.needs, getattr(self, f"_rule_{rule.name}")) for rule in RULES
@@ -252,6 +256,25 @@ class Core(Hearing, Reducing, Voting, Speaking):
             self._enter(commit.manifest, now)
         return self._advance(now)
 
+    def switched(self, commit: Commit, incarnation: int, now: float) -> list[Action]:
+        """Another history won: `commit` is the committed state here, in place of our rounds since they parted.
+
+        `incarnation` is a new one where our earlier votes for the child of `commit` can not be stood by any more.
+        """
+        self.incarnation = incarnation
+        self._commit = commit
+        self._strays.clear()
+        self._enter(commit.manifest, now)
+        return self._advance(now)
+
+    def stays(self, head: Hash, now: float) -> list[Action]:
+        """The history that ends in `head` has lost against ours: who stands on it is not asked about it again."""
+        if len(self._outdone) >= MOST_REMEMBERED:
+            del self._outdone[next(iter(self._outdone))]
+        self._outdone[head] = None
+        self.round.adopting = False
+        return self._advance(now)
+
     def catch_up_failed(self, now: float) -> list[Action]:
         """The holder could not serve what it said it has; another is asked."""
         self.round.adopting = False
@@ -275,6 +298,12 @@ class Core(Hearing, Reducing, Voting, Speaking):
         self.intent = replace(self.intent, can_vote=True)
         self._forget_staged()
         return self._advance(now)
+
+    def greet(self, known: Iterable[PeerId]) -> None:
+        """Peers of the run that were found somewhere: those who are no members hear our next statuses."""
+        named = {member.peer for member in self.tip.members} | {self.me}
+        strangers = sorted(peer for peer in known if peer not in named)
+        self.seeds = tuple(sorted(strangers, key=lambda peer: peer in self.seeds)[:MAX_SEEDS])
 
     def wish(self, intent: Intent, now: float) -> list[Action]:
         """What this peer wants has changed (join, leave, claims)."""
@@ -333,22 +362,27 @@ class Core(Hearing, Reducing, Voting, Speaking):
         return True
 
     def _rule_follow(self, now: float) -> bool:
-        """Somebody stands on a later manifest, or our child is certified and cannot be staged: fetch it by hash."""
+        """Somebody stands on a later manifest, or on one that is not in our history: fetch it by hash, or compare.
+
+        Also where our child is certified and cannot be staged.
+        """
         current = self.round
-        ahead = [
-            contact
-            for peer, contact in self.contacts.items()
-            if contact.status.round > current.tip.round and self.alive(peer, now)
-        ]
+        ahead, strays = [], []
+        for peer, contact in self.contacts.items():
+            if contact.status.head != current.head and contact.status.head not in self._outdone:
+                if contact.status.round > current.tip.round and self.alive(peer, now):
+                    ahead.append(contact)
+                elif self._is_stray(contact.status) and self.alive(peer, now):
+                    strays.append(contact)
         if not ahead:
             self._ahead_since = None
-            return False
-        if self._ahead_since is None:
+        elif self._ahead_since is None:
             self._ahead_since = now
-        if current.adopting or not self._is_left_behind(ahead, now):
+        if current.adopting:
             return False
         limit = now - self.pace.deadline_seconds(0)
-        not_asked = [c for c in ahead if self._asked.get(c.status.peer, float("-inf")) < limit]
+        asked = [*strays, *ahead] if ahead and self._is_left_behind(ahead, now) else strays
+        not_asked = [c for c in asked if self._asked.get(c.status.peer, float("-inf")) < limit]
         if not not_asked:
             return False
         best = max(not_asked, key=lambda contact: (contact.status.round, contact.status.peer))

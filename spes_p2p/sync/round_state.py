@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.swarm.membership import electors, is_majority, leader_order
 from spes_p2p.sync.actions import Action, Notice, Persist
-from spes_p2p.sync.knowledge import Contact, Heard, Key, RoundState, Wanted
+from spes_p2p.sync.knowledge import MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
 from spes_p2p.sync.messages import (
     Ballots,
     Commit,
@@ -42,6 +43,7 @@ class CoreState:
         now: float,
         intent: Intent | None = None,
         tip_commit: Commit | None = None,
+        on_chain: Callable[[Hash, int], bool] = lambda head, round: True,
     ) -> None:
         self.me = me
         self.incarnation = incarnation
@@ -67,6 +69,9 @@ class CoreState:
         self._probed: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self._ahead_since: float | None = None
+        self._on_chain = on_chain
+        self._strays: dict[Hash, bool] = {}
+        self._outdone: dict[Hash, None] = {}
         self._out: list[Action] = []
         self._commit = tip_commit
         self._elector: dict[PeerId, int] = {}
@@ -100,6 +105,16 @@ class CoreState:
             return True
         contact = self.contacts.get(peer)
         return contact is not None and peer not in self._gone and now - contact.at <= self.pace.suspect_seconds
+
+    def _is_stray(self, status: Status) -> bool:
+        """Whether a peer that is no further than we are stands on another history of the run than ours."""
+        if status.head == self.head or not 0 <= status.round <= self.tip.round:
+            return False
+        if status.head not in self._strays:
+            if len(self._strays) >= MOST_REMEMBERED:
+                self._strays.clear()
+            self._strays[status.head] = not self._on_chain(status.head, status.round)
+        return self._strays[status.head]
 
     def _is_majority(self, count: int) -> bool:
         """Whether `count` of the electors of our head are a strict majority of them."""

@@ -54,7 +54,7 @@ class Summary:
         self.runs += 1
         self.kinds[kind] += 1
         self.fired.update(result.fired)
-        for name in ("rounds", "commits", "degraded", "forks", "restarts", "messages"):
+        for name in ("rounds", "commits", "degraded", "forks", "switches", "restarts", "messages"):
             self.totals[name] += getattr(result, name)
         self.totals["extinct"] += result.extinct
         self.longest_stall = max(self.longest_stall, result.longest_stall)
@@ -99,7 +99,8 @@ def _run(world: World, until: Callable[[], bool]) -> None:
 
 def _arrived(world: World, goal: int) -> bool:
     """Everybody who runs stands on a late enough manifest of one chain."""
-    return all(peer.disk.tip.round >= goal for peer in world.up() if not peer.intent.leaving)
+    staying = [peer for peer in world.up() if not peer.intent.leaving]
+    return all(peer.disk.tip.round >= goal for peer in staying) and world.is_one_history()
 
 
 def _conclude(world: World) -> Result:

@@ -6,14 +6,14 @@ truth that no peer has: who was up when, who heard whom. See docs/protocol.md, "
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.swarm.membership import electors
-from spes_p2p.sync.messages import DEGRADED, Certificate, Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.swarm.membership import electors, is_weighty_half
+from spes_p2p.sync.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
 from spes_p2p.sync.rules import RunRules, check_certificate, check_child
 from spes_p2p.sync.votes import VoteRecord
 from spes_p2p.testing.sim_state import (
@@ -158,6 +158,14 @@ class Judge:
         if name not in siblings:
             siblings.append(name)
         self._check_siblings(certificate, name, siblings)
+
+    def saw_switch(self, peer: PeerId, left: Sequence[Commit], taken: Sequence[Commit]) -> None:
+        """A peer goes over to another history: never from a majority's child to that of a minority."""
+        kinds = (left[0].certificate.kind, taken[0].certificate.kind)
+        if kinds == (MAJORITY, DEGRADED):
+            voters = [member.peer for member in electors(self.known[left[0].manifest.parent].manifest.members)]
+            if not is_weighty_half(left[0].manifest.parent, taken[0].certificate.heard, voters):
+                raise Violation("fork", f"{peer} leaves what a majority has committed for a degraded history")
 
     def _check_siblings(self, certificate: Certificate, name: Hash, siblings: list[Hash]) -> None:
         """Two contents on one parent: only where a degraded certificate was signed by peers that gave others up."""

@@ -36,14 +36,16 @@ LOOK_SECONDS = 0.05
 class MemorySwarm:
     """An organiser and any number of peers of one run, on a seeded in-memory network.
 
-    `leased`: whether the run has a dataset whose positions are leased; else peers use data of their own.
+    `leased`: whether the run has a dataset whose positions are leased; else peers use data of their own. `archive`:
+    whether the organiser keeps the newest state.
     """
 
-    def __init__(self, config: Config, folder: Path, seed: int = 0, leased: bool = True) -> None:
+    def __init__(self, config: Config, folder: Path, seed: int = 0, leased: bool = True, archive: bool = False) -> None:
         self.config = config
         self.folder = folder
         self.network = MemoryNetwork(seed)
         self.clock = LoopClock()
+        self.archive = archive
         self.layout = Layout(state_tensors(config.model), config.sync.tile_values)
         self.info = describe_run(config, sha256(b"some data") if leased else NO_HASH, ORGANISER)
         self.rules = rules_of(config, self.info, self.layout)
@@ -69,11 +71,13 @@ class MemorySwarm:
         if self._organiser_store.latest() is None:
             initial = InitialState(self.layout, self.config.run.seed, self.config.model.init_std)
             self._organiser_store.create_initial(initial)
+        self._archive_store = StateStore(self.folder / "archive", self.layout) if self.archive else None
         self.organiser_said: list[str] = []
         self.organiser = Organiser(
             self.info, self.rules, self.config.swarm.min_peers, self.config.swarm.heartbeat_seconds, net.transport,
             KeySealer(net.signer), EnvelopeChecker(net.verifier), Chain(self.folder / ORGANISER / "chain"),
-            self._organiser_store, self.clock, self.organiser_said.append,
+            self._organiser_store, self.clock, self.organiser_said.append, self._archive_store,
+            first_sequence=int(self.clock.now() * 1000),
         )  # fmt: skip
         await self.organiser.start()
 
@@ -81,6 +85,8 @@ class MemorySwarm:
         self.network.kill(ORGANISER)
         await self.organiser.stop()
         self._organiser_store.close()
+        if self._archive_store is not None:
+            self._archive_store.close()
 
     async def add(self, name: str, work: PretendWork | None = None, intent: Intent | None = None) -> PretendPeer:
         """One more peer, or the same again after its end, with the disk that it left."""

@@ -119,7 +119,7 @@ class PretendPeer:
         core = Core(
             self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
             Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
-            place.tip, first_sequence=int(now * 1000),
+            place.tip, first_sequence=int(now * 1000), on_chain=place.chain.has,
         )  # fmt: skip
         core.seeds = tuple(await self._sources())
         self.driver = Driver(
@@ -178,6 +178,9 @@ class PretendPeer:
     def _keeps_its_place(self, event: Applied) -> bool:
         """Whether what was trained and not counted still has its place in the data; else it is lost."""
         left = self._used
+        if event.switched:
+            self._used, self._tokens, self._steps = (), 0, 0
+            return False
         if event.counted is not None:
             left = take(left, event.counted.sequences)[1]
             self._tokens = self._steps = 0

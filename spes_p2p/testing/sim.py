@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.forks import best
 from spes_p2p.sync.messages import Envelope, Manifest, manifest_hash
 from spes_p2p.sync.round import Core
 from spes_p2p.sync.rules import genesis_manifest
@@ -48,6 +49,7 @@ class Result:
     commits: int = 0
     degraded: int = 0
     forks: int = 0
+    switches: int = 0
     restarts: int = 0
     seconds: float = 0.0
     messages: int = 0
@@ -192,31 +194,7 @@ class World:
         peer = self.peers.get(to)
         if peer is None or peer.core is None or not self.reaches(sender, to):
             return
-        if self.judge.forks and self._meet(sender, to):
-            return
         peer.receive(sender, envelope)
-
-    def _meet(self, one: PeerId, other: PeerId) -> bool:
-        """Where chains meet the losing side stops: choosing a chain and going over to it is not simulated."""
-        loser = self.loser(self.peers[one], self.peers[other])
-        if loser is not None:
-            loser.lose()
-        return loser is not None
-
-    def loser(self, one: SimPeer, other: SimPeer) -> SimPeer | None:
-        """Whose chain loses: that with no majority at the fork, then that of fewer tokens, then of the higher hash."""
-        mine, theirs = self.judge.branch_of(one.disk.tip), self.judge.branch_of(other.disk.tip)
-        if not mine or not theirs or mine[0] in theirs or theirs[0] in mine:
-            return None
-        shared = set(mine) & set(theirs)
-        fork = [next(name for name in reversed(branch) if name not in shared) for branch in (mine, theirs)]
-        majority = [any(c.kind == "majority" for c in self.judge.known[name].certificates) for name in fork]
-        if majority[0] != majority[1]:
-            return other if majority[0] else one
-        tokens = (one.disk.tip.tokens, other.disk.tip.tokens)
-        if tokens[0] != tokens[1]:
-            return other if tokens[0] > tokens[1] else one
-        return other if fork[0] < fork[1] else one
 
     # ---------------------------------------------------------------- what the judge asks
 
@@ -244,13 +222,22 @@ class World:
     # ---------------------------------------------------------------- progress
 
     def newest(self) -> Manifest:
-        """The newest manifest that a running peer stands on, on the winning chain."""
-        best = None
-        for peer in self.up():
-            loser = self.loser(best, peer) if best is not None and self.judge.forks else None
-            if best is None or loser is best or (loser is None and peer.disk.tip.round > best.disk.tip.round):
-                best = peer
-        return best.disk.tip if best is not None else self.genesis
+        """The newest manifest that a running peer stands on, in the history that wins."""
+        chains = [peer.disk.chain for peer in self.up()]
+        if not chains:
+            return self.genesis
+        if self.judge.forks:
+            line = best(self.genesis, [tuple(chain) for chain in chains])
+        else:
+            line = tuple(max(chains, key=len))
+        return line[-1].manifest if line else self.genesis
+
+    def is_one_history(self) -> bool:
+        """Whether all who run, and do not leave, stand on one chain."""
+        longest = max((peer.disk.chain for peer in self.up()), key=lambda chain: len(chain), default=[])
+        names = [manifest_hash(self.genesis), *(commit.certificate.manifest for commit in longest)]
+        tips = [peer.disk.tip for peer in self.up() if not peer.intent.leaving]
+        return all(tip.round < len(names) and names[tip.round] == manifest_hash(tip) for tip in tips)
 
     def note_commit(self, manifest: Manifest) -> None:
         """A peer adopted a commit: the first to do so, on the winning chain, ends a stall."""

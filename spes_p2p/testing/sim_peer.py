@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from spes_p2p.data.leases import count
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256, short
 from spes_p2p.sync import actions as do
+from spes_p2p.sync.forks import best
 from spes_p2p.sync.messages import (
     Commit,
     Envelope,
@@ -90,10 +91,12 @@ class SimPeer:
         self.heard_voting.clear()
         self._trained, self._work, self._training_since = None, Work(), None
         self.disk.restart()
+        self.disk.arrive(world.next_incarnation, restarted=True)
         self.disk.full = False
         self.core = world.core_class(
             self.name, self.disk.incarnation, world.rules, FakeSealer(self.name), check_fake, Pace(HEARTBEAT_SECONDS),
             self.disk.tip, now, self.disk.record, self.intent, self.disk.tip_commit, first_sequence=int(now * 1000),
+            on_chain=self.disk.is_on_chain,
         )  # fmt: skip
         self.world.tell(f"{self.name} starts, incarnation {self.disk.incarnation}, at round {self.disk.tip.round}")
         self.core.seeds = tuple(peer for peer in world.peers if peer != self.name)
@@ -110,12 +113,6 @@ class SimPeer:
         self.core = None
         if self.restart_plan is not None:
             self.restart_plan()
-
-    def lose(self) -> None:
-        """Our chain has lost against another: the peer stops."""
-        self.restart_plan = None
-        self.is_gone_for_good = True
-        self.crash()
 
     def wipe(self) -> None:
         """The disk is lost: what starts next is a new incarnation."""
@@ -474,24 +471,39 @@ class SimPeer:
             return
         holder = self.world.available(self.name, action.holder)
         broken = self.world.random.random() < self.world.weather.broken_transfer
-        commits = [] if holder is None else holder.disk.chain[self.disk.tip.round :]
-        if holder is None or broken or not commits:
+        if holder is None or broken:
             self._do(core.catch_up_failed(self.world.now))
             return
-        if commits[0].certificate.parent != core.head:
-            loser = self.world.loser(self, holder)
-            if loser is None:
-                raise Violation("state", f"{self.name} can not follow {holder.name}")
-            loser.lose()
-            if loser is not self:
-                self._do(core.catch_up_failed(self.world.now))
+        common = self.disk.shared_with(holder.disk)
+        ours, theirs = tuple(self.disk.chain[common:]), tuple(holder.disk.chain[common:])
+        if not theirs:
+            self._do(core.catch_up_failed(self.world.now))
             return
-        for commit in commits:
+        if ours and best(self.disk.manifest(common), (ours, theirs)) == ours:
+            self._do(core.stays(action.head, self.world.now))
+            return
+        for commit in theirs:
             self.world.judge.saw_commit(commit)
-        if root_of(holder.disk.state) != commits[-1].manifest.state_root:
+        if root_of(holder.disk.state) != theirs[-1].manifest.state_root:
             raise Violation("state", f"{holder.name} serves another state than it committed")
-        self.disk.publish(commits, holder.disk.state)
-        self._later(0.005, self._applied, commits)
+        if not ours:
+            self.disk.publish(theirs, holder.disk.state)
+            self._later(0.005, self._applied, list(theirs))
+            return
+        self.world.judge.saw_switch(self.name, ours, theirs)
+        self.disk.switch(common, theirs, holder.disk.state)
+        self.disk.arrive(self.world.next_incarnation, restarted=False)
+        self._later(0.005, self._switched, theirs[-1])
+
+    def _switched(self, commit: Commit) -> None:
+        """Another history won: what was trained on ours is lost."""
+        core = self._the_core
+        self.world.tell(f"{self.name} goes over to round {commit.manifest.round} {short(commit.certificate.manifest)}")
+        self.world.result.switches += 1
+        self._work, self._trained, self._training_since = Work(), None, None
+        self.world.note_commit(commit.manifest)
+        self._do(core.switched(commit, self.disk.incarnation, self.world.now))
+        self._after_commit()
 
     def _applied(self, commits: list[Commit]) -> None:
         """The commits are durable here; work that none of them counted is carried on if its data is still ours."""
@@ -507,6 +519,9 @@ class SimPeer:
         self.world.note_commit(newest.manifest)
         self.world.tell(f"{self.name} stands on round {newest.manifest.round} {short(newest.certificate.manifest)}")
         self._do(core.applied(newest, self.world.now))
+        self._after_commit()
+
+    def _after_commit(self) -> None:
         if self.core is None:
             return
         if self.intent.leaving and not self.core.is_member():

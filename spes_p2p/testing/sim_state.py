@@ -6,12 +6,12 @@ the hash of what it was and what came. Whoever computes a root from other tiles 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from spes_p2p.data.leases import Range, take
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.sync.messages import (
     Acceptance,
     Commit,
@@ -23,6 +23,7 @@ from spes_p2p.sync.messages import (
     Signed,
     Slice,
     Work,
+    manifest_hash,
     signing_bytes,
 )
 from spes_p2p.sync.rules import RunRules
@@ -123,6 +124,7 @@ class Disk:
     record: VoteRecord | None = None
     staged: dict[int, Hash] = field(default_factory=dict)
     finished: dict[Hash, State] = field(default_factory=dict)
+    left: set[Hash] = field(default_factory=set)
     full: bool = False
 
     @property
@@ -132,6 +134,19 @@ class Disk:
     @property
     def tip_commit(self) -> Commit | None:
         return self.chain[-1] if self.chain else None
+
+    def manifest(self, round: int) -> Manifest:
+        """That of a round up to our tip's."""
+        return self.chain[round - 1].manifest if round else self.genesis
+
+    def is_on_chain(self, head: Hash, round: int) -> bool:
+        return round <= len(self.chain) and manifest_hash(self.manifest(round)) == head
+
+    def shared_with(self, other: Disk) -> int:
+        """How many commits both chains begin with."""
+        pairs = zip(self.chain, other.chain, strict=False)
+        different = (at for at, (a, b) in enumerate(pairs) if a.certificate.manifest != b.certificate.manifest)
+        return next(different, min(len(self.chain), len(other.chain)))
 
     def has(self, piece: Slice, hashes: bytes) -> bool:
         """Whether these tiles of a slice are staged."""
@@ -159,6 +174,20 @@ class Disk:
         self.state = state
         self.staged.clear()
         self.finished.clear()
+
+    def switch(self, common: int, line: Sequence[Commit], state: State) -> None:
+        """Another history in the place of ours from `common` commits on; notes what we voted on (`VoteBook.leave`)."""
+        if self.record is not None and self.record != VoteRecord(self.record.parent):
+            self.left.add(self.record.parent)
+        del self.chain[common:]
+        self.publish(line, state)
+
+    def arrive(self, new_incarnation: Callable[[], int], restarted: bool) -> None:
+        """Who can not stand by its votes is a new incarnation (`VoteBook.arrive`, `joining`)."""
+        head, parent = manifest_hash(self.tip), self.record.parent if self.record is not None else NO_HASH
+        known = parent == NO_HASH or any(self.is_on_chain(parent, round) for round in range(len(self.chain), -1, -1))
+        if parent != head and (head in self.left or (restarted and not known)):
+            self.record, self.left, self.incarnation = None, set(), new_incarnation()
 
     def restart(self) -> None:
         """What a process finds after a crash: staging survives only where it is finished."""

@@ -11,7 +11,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.requests import TILES, Request, Serving
 from spes_p2p.sync.tasks import Tasks
@@ -120,13 +120,44 @@ def test_headers_on_disk_are_not_fetched_again(tmp_path: Path) -> None:
     run_virtual(main())
 
 
-def test_headers_of_another_branch_are_replaced(tmp_path: Path) -> None:
+def test_another_history_is_compared_and_not_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        other = MADE.certified(MADE.child(ahead.commits[0].manifest, sha256(b"another state"), sha256(b"wire")))
+        ahead.chain.append(other)
+        with pytest.raises(Parted, match="another history"):
+            await ahead.catch_up.headers(0, HOLDER, 2)
+        meeting = await ahead.catch_up.meet(1, HOLDER, 2)
+        assert meeting.common == ahead.commits[0].manifest
+        assert (meeting.ours, meeting.theirs) == ((other,), tuple(ahead.commits[1:]))
+        assert ahead.chain.newest == other
+
+    run_virtual(main())
+
+
+def test_headers_without_a_state_do_not_count_as_ours(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
         other = MADE.child(ahead.commits[0].manifest, sha256(b"another state"), sha256(b"wire"))
         ahead.chain.append(MADE.certified(other))
-        assert await ahead.catch_up.headers(0, HOLDER, 2) == ahead.commits[2]
-        assert ahead.chain.commit(1) == ahead.commits[1]
+        meeting = await ahead.catch_up.meet(0, HOLDER, 2)
+        assert meeting.ours == ()
+        assert meeting.winner == ahead.commits[2]
+
+    run_virtual(main())
+
+
+def test_the_last_common_manifest_is_found_far_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        parent, mine = ahead.commits[1], ahead.chain
+        mine.append(parent)
+        for round in range(2, 40):
+            parent = MADE.certified(MADE.child(parent.manifest, sha256(b"%d" % round), sha256(b"wire")))
+            mine.append(parent)
+        meeting = await ahead.catch_up.meet(39, HOLDER, 2)
+        assert meeting.common == ahead.commits[1].manifest
+        assert (len(meeting.ours), meeting.theirs) == (38, (ahead.commits[2],))
 
     run_virtual(main())
 

@@ -140,6 +140,8 @@ def test_a_folder_of_another_state_is_refused(folder: Path) -> None:
         staged = store.staged(newest)
         assert staged is not None
         staged.publish()
+        for older in store.rounds()[:-1]:  # else it goes on from that one
+            store.drop(older)
         store.close()
         with pytest.raises(StateError, match="is not the one that was committed") as caught:
             await swarm.add("b")
