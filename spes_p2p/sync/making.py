@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from spes_p2p import steps
-from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError
+from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
 from spes_p2p.steps import reached
@@ -61,6 +61,7 @@ class Making:
         self._held_bytes = 0
         self._freed = asyncio.Condition()
         self._slow: tuple[Hash, set[PeerId]] = (core.head, set())
+        self._told: tuple[Hash, set[tuple[PeerId, str]]] = (core.head, set())
         self.lock = asyncio.Lock()
         """Held by who uses the bench, or publishes what lies on it."""
 
@@ -87,9 +88,17 @@ class Making:
         if self._is_wanted(report):
             for peer, reason in left_out.items():
                 if report.contributors or reason != LOST:  # else it is we who reach nobody
-                    self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
+                    self._note_left_out(peer, piece, reason, head)
             report = replace(report, left_out=tuple(sorted(left_out.items())))
             self._run(self._core.reduced(report, self._now()))
+
+    def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
+        """Once a round for each peer and reason: it is seldom one slice alone."""
+        if self._told[0] != head:
+            self._told = (head, set())
+        if (peer, reason) not in self._told[1]:
+            self._told[1].add((peer, reason))
+            self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
 
     @asynccontextmanager
     async def _memory_for(self, piece: Slice) -> AsyncIterator[None]:
@@ -198,7 +207,7 @@ class Making:
                     return
                 await self._gather(action.slices, action.hashes, self._others())
                 root, merge = await self._tasks.in_thread(lambda: self._bench.build(action.alpha))
-        except NetworkError as error:
+        except (NetworkError, TileDamaged) as error:  # what is damaged is mended beside
             if self._core.head == head:
                 self._notice(do.Notice("missing", f"what was staged is not here any more: {error}"))
                 self._run(self._core.unstaged([piece.key for piece in action.slices], self._now()))
@@ -214,7 +223,7 @@ class Making:
                 if self._core.head != head:
                     return
                 await self._make(proposal)
-        except (NetworkError, RemoteProtocolError) as error:
+        except (NetworkError, RemoteProtocolError, TileDamaged) as error:
             if self._core.head == head:
                 self._notice(do.Notice("refused", f"could not make the proposed state: {error}", proposal.leader))
                 self._run(self._core.verify_failed(self._now()))
