@@ -5,6 +5,7 @@
 #   SPES_CONFIG    the run: a YAML file or the name of a bundled config (required the first time and ever after)
 #   SPES_DATA      folder of the run's token shards (leave it out with data.source=local)
 #   SPES_FOLDER    identity, genesis and certificates: keep it (default: ./bootstrap-node)
+#   SPES_ARCHIVE   folder that keeps the newest state too, so that the run outlives its peers (three times the model)
 #   SPES_PORT      TCP port (default: 31337)
 #   SPES_ANNOUNCE  multiaddresses that others should dial, separated by spaces, such as /dns4/host.example.org/tcp/31337
 #   SPES_PROGRAM   the program (default: spes-p2p)
@@ -25,6 +26,9 @@ arguments=(
 )
 if [ -n "${SPES_DATA:-}" ]; then
     arguments+=(--data "$SPES_DATA")
+fi
+if [ -n "${SPES_ARCHIVE:-}" ]; then
+    arguments+=(--archive "$SPES_ARCHIVE")
 fi
 for address in ${SPES_ANNOUNCE:-}; do
     arguments+=(--announce-maddrs "$address")

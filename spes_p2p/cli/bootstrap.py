@@ -23,6 +23,10 @@ def bootstrap(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of identity and certificates.")] = Path(
         "bootstrap-node"
     ),
+    archive: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps the newest state too, so that the run outlives its peers."),
+    ] = None,
     initial_peers: Annotated[
         list[str] | None, typer.Option(help="Join the DHT of these nodes instead of founding one.", show_default=False)
     ] = None,
@@ -46,5 +50,5 @@ def bootstrap(
         False,
         use_relay,
     )
-    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()))
+    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive)
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))

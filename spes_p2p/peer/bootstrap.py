@@ -19,7 +19,7 @@ from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.peer.connection import MonotonicClock, open_network
-from spes_p2p.peer.folder import claim_folder, make_folder
+from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.options import NetworkOptions, config_path
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
@@ -43,13 +43,17 @@ HERALD_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BootstrapOptions:
-    """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state."""
+    """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
+
+    `archive`: where to keep the newest state too (None: nowhere).
+    """
 
     network: NetworkOptions
     folder: Path
     config_path: Path | None = None
     data: str | None = None
     overrides: tuple[str, ...] = ()
+    archive: Path | None = None
 
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
@@ -119,6 +123,10 @@ async def _organise(
         stack.callback(store.close)
         chain = Chain(folder / "chain")
         await _make_initial(store, layout, config, say)
+        archive = None
+        if options.archive is not None:
+            archive = StateStore(claim_archive(options.archive, info), layout)
+            stack.callback(archive.close)
         organiser = Organiser(
             info,
             rules_of(config, info, layout),
@@ -131,6 +139,8 @@ async def _organise(
             store,
             MonotonicClock(),
             say,
+            archive,
+            first_sequence=time.time_ns() // 1_000_000,
         )
         stack.push_async_callback(organiser.stop)
         await organiser.start()

@@ -26,13 +26,13 @@ FINGERPRINT = "fingerprint"
 CHECKPOINTS = "checkpoints"
 
 
-def make_folder(output: Path) -> None:
+def make_folder(output: Path, flag: str = "--output") -> None:
     """Raises ConfigError where it cannot be made."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the output folder {output} cannot be made: {error.strerror}", fix="give another with --output"
+            f"the folder {output} of {flag} cannot be made: {error.strerror}", fix=f"give another with {flag}"
         ) from error
 
 
@@ -76,6 +76,24 @@ def claim_folder(folder: Path, info: RunInfo, layout: Layout) -> None:
         StateStore(folder / STATE, layout).close()
         shutil.rmtree(folder / STATE)
     write_whole(marker, name.encode())
+
+
+def claim_archive(folder: Path, info: RunInfo) -> Path:
+    """Makes a folder the archive of `info`, for ever; where in it the states are.
+
+    Raises ConfigError where it cannot be made or is the archive of another run.
+    """
+    make_folder(folder, "--archive")
+    marker, name = folder / FINGERPRINT, info.fingerprint.hex()
+    if not marker.exists():
+        write_whole(marker, name.encode())
+    if (found := marker.read_text()) != name:
+        raise ConfigError(
+            f"{folder} is the archive of another run: its fingerprint is {found[:16]}, "
+            f"that of {info.run_id} is {name[:16]}",
+            fix="choose another --archive",
+        )
+    return folder / STATE
 
 
 def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:

@@ -61,7 +61,7 @@ class Speaking(CoreState):
             statuses += self._passed_on(theirs, beat_at)
         if theirs.round < current.tip.round:
             return Envelope(self.me, statuses, commit=self._commit if self._once(sent, "tip") else None)
-        if theirs.head != current.head:
+        if theirs.head != current.head or self._looks_on(theirs):
             return Envelope(self.me, statuses)
         relay = beat_at is not None
         vote, degraded = current.own_vote, current.own_degraded
@@ -75,6 +75,10 @@ class Speaking(CoreState):
             degraded_votes=(degraded,) if degraded and self._once(sent, degraded.value) else (),
             commit=current.decided if relay and current.decided and self._once(sent, "decided") else None,
         )
+
+    def _looks_on(self, theirs: Status) -> bool:
+        """Whether a peer takes no part in rounds, such as an archive."""
+        return not theirs.intent.joining and all(member.peer != theirs.peer for member in self.tip.members)
 
     def _passed_on(self, theirs: Status, now: float) -> tuple[Signed[Status], ...]:
         """Fresh statuses of electors that do not reach `theirs` themselves."""

@@ -39,12 +39,13 @@ def test_everything_can_be_set_and_overrides_go_through(tmp_path: Path) -> None:
         SPES_DATA="/srv/my tokens",
         SPES_FOLDER="/var/lib/node",
         SPES_PORT="4001",
+        SPES_ARCHIVE="/srv/state",
         SPES_ANNOUNCE="/dns4/a.example.org/tcp/1 /ip4/203.0.113.7/tcp/2",
     )
     assert result.stdout.splitlines() == [
         *("bootstrap", "--config", "my run.yaml", "--output", "/var/lib/node"),
         *("--identity-path", "/var/lib/node/identity.key", "--host-maddrs", "/ip4/0.0.0.0/tcp/4001"),
-        *("--data", "/srv/my tokens"),
+        *("--data", "/srv/my tokens", "--archive", "/srv/state"),
         *("--announce-maddrs", "/dns4/a.example.org/tcp/1", "--announce-maddrs", "/ip4/203.0.113.7/tcp/2"),
         "swarm.min_peers=4",
     ]

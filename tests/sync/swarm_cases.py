@@ -53,11 +53,12 @@ def in_swarm(
     seed: int = 0,
     leased: bool = True,
     max_virtual_seconds: float = 3600.0,
+    archive: bool = False,
 ) -> T:
     """Plays one story on a virtual clock; a driver that broke fails it."""
 
     async def main() -> T:
-        swarm = MemorySwarm(config or small_config(), folder, seed, leased)
+        swarm = MemorySwarm(config or small_config(), folder, seed, leased, archive)
         guard = asyncio.create_task(guard_promises(swarm))
         result = await play(swarm)
         guard.cancel()

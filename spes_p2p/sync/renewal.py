@@ -1,0 +1,161 @@
+"""Whether a run needs its organiser again: nobody who votes is left, and others wait to go on. Decides, does nothing.
+
+Pure: news and time come in. What an elector must be to count as left is what `round_state` asks of one: it says, in the
+incarnation that may vote, that it can, and it has the newest state. How long nobody may be heard is what a minority
+waits before it goes on without a majority (`Pace.degraded_wait_seconds`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.swarm.membership import electors
+from spes_p2p.sync.messages import Manifest, Status, manifest_hash
+from spes_p2p.sync.timing import Pace
+
+MOST_HEARD = 256
+"""Strangers that are kept in mind."""
+LONGER = 10
+"""So many times the wait where the newest state is lost: work would be lost with it, and who has it may come back."""
+
+
+@dataclass
+class _Heard:
+    """The newest word of a peer, when it came, and since when it has come without a break."""
+
+    status: Status
+    at: float
+    since: float
+
+
+class Vigil:
+    """Whom the bootstrap node hears, and whether anybody of them can carry on the run on top of `tip`."""
+
+    def __init__(self, pace: Pace, tip: Manifest, now: float) -> None:
+        self._pace = pace
+        self._heard: dict[PeerId, _Heard] = {}
+        self._gone: set[PeerId] = set()
+        self._probed: dict[PeerId, float] = {}
+        self._voting_at: dict[PeerId, float] = {}
+        self._last_tick = now
+        self._entered = now
+        self.tip = tip
+        self._enter(tip, now)
+
+    def enter(self, tip: Manifest, now: float) -> None:
+        """There may be another manifest than before. Silence goes on over rounds."""
+        if manifest_hash(tip) == manifest_hash(self.tip):
+            return
+        if tip.round == self.tip.round + 1 and self.is_led(now):
+            self._pace.observe_round(now - self._entered)
+        self._enter(tip, now)
+
+    def _enter(self, tip: Manifest, now: float) -> None:
+        before = self._voting_at
+        self.tip, self._entered = tip, now
+        self._elector = {member.peer: member.incarnation for member in electors(tip.members)}
+        self._voting_at = {peer: before.get(peer, now) for peer in self._elector}
+
+    def hear(self, status: Status, now: float) -> None:
+        """A peer itself has said this."""
+        peer = status.peer
+        known = self._heard.get(peer)
+        if known is None and len(self._heard) >= MOST_HEARD and peer not in self._elector:
+            self._forget_silent(now)
+            if len(self._heard) >= MOST_HEARD:
+                return
+        kept = known is not None and self._is_fresh(known, now) and _waits(known.status)
+        if known is not None:
+            self._pace.observe_gap(now - known.at)
+        self._heard[peer] = _Heard(status, now, known.since if known is not None and kept else now)
+        self._gone.discard(peer)
+        self._probed.pop(peer, None)
+        if self._may_lead(status):
+            self._voting_at[peer] = now
+
+    def gone(self, peer: PeerId) -> None:
+        """The host of `peer` refused a fresh dial."""
+        self._gone.add(peer)
+
+    def tick(self, now: float) -> None:
+        """Time passed. After a sleep of this machine all waits begin anew: it was we who heard nobody."""
+        if now - self._last_tick > self._pace.suspect_seconds:
+            self._voting_at = dict.fromkeys(self._voting_at, now)
+            self._heard.clear()
+            self._gone.clear()
+            self._probed.clear()
+        self._last_tick = now
+
+    def to_probe(self, now: float) -> list[PeerId]:
+        """Electors that are silent and should be called, each now and then: they may not know our address."""
+        pause = self._pace.deadline_seconds(0)
+        found = [
+            peer
+            for peer, at in self._voting_at.items()
+            if now - at > self._pace.suspect_seconds and now - self._probed.get(peer, float("-inf")) >= pause
+        ]
+        self._probed.update(dict.fromkeys(found, now))
+        return found
+
+    def is_led(self, now: float) -> bool:
+        """Whether an elector that can vote was heard of late."""
+        return any(now - at <= self._pace.suspect_seconds for at in self._voting_at.values())
+
+    def standing_on(self, round: int, head: bytes, now: float) -> list[PeerId]:
+        """Who was heard of late and has this state: it stands on this manifest, or on a child of it."""
+        return [
+            peer
+            for peer, heard in self._heard.items()
+            if self._is_fresh(heard, now)
+            and (heard.status.head == head or heard.status.round == round + 1)
+            and peer not in self._gone
+        ]
+
+    def waiting(self, now: float) -> list[Status]:
+        """Who would take part, by peer."""
+        return [
+            heard.status
+            for _, heard in sorted(self._heard.items())
+            if self._is_fresh(heard, now) and _waits(heard.status)
+        ]
+
+    def is_due(self, min_peers: int, is_state_lost: bool, now: float) -> bool:
+        """Whether those who are waiting should become the members: nobody was heard who could name them.
+
+        Less than `min_peers` must have waited for as long as the electors were silent.
+        """
+        waiting = self.waiting(now)
+        wait = self.wait_seconds(is_state_lost)
+        if not waiting or any(now - at < wait for at in self._voting_at.values()):
+            return False
+        first = min(self._heard[status.peer].since for status in waiting)
+        return len(waiting) >= min_peers or now - first >= wait
+
+    def wait_seconds(self, is_state_lost: bool) -> float:
+        """How long nobody may be heard."""
+        refused = all(self._is_gone(peer) for peer in self._elector)
+        return self._pace.degraded_wait_seconds(refused) * (LONGER if is_state_lost else 1)
+
+    def _may_lead(self, status: Status) -> bool:
+        return (
+            self._elector.get(status.peer) == status.incarnation
+            and status.intent.can_vote
+            and status.round >= self.tip.round
+        )
+
+    def _is_gone(self, peer: PeerId) -> bool:
+        """Refused by its host, or back without its voting record."""
+        heard = self._heard.get(peer)
+        return peer in self._gone or (heard is not None and heard.status.incarnation != self._elector[peer])
+
+    def _is_fresh(self, heard: _Heard, now: float) -> bool:
+        return now - heard.at <= self._pace.suspect_seconds
+
+    def _forget_silent(self, now: float) -> None:
+        for peer in [peer for peer, heard in self._heard.items() if not self._is_fresh(heard, now)]:
+            del self._heard[peer]
+
+
+def _waits(status: Status) -> bool:
+    return status.intent.joining and not status.intent.leaving and status.head != NO_HASH
