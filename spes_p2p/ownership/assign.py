@@ -1,26 +1,32 @@
 """The next ownership from the present one and what the members wish: one pure function, the same everywhere.
 
-Order of business: owners that are gone or release a column lose it; explicit claims are granted; columns below the
-target number of replicas go to the members with most room; last, a member that owns much less than another takes
-columns over from it, so that a newcomer without a claim gets its share. Budgets (how many columns fit) bind always
-but for orphans when nobody has room: those stay without owner and are counted stale.
+Order of business: owners that are gone or release a column lose it; who owns more than fits gives up the rest;
+explicit claims are granted; columns below the target number of replicas find owners, one replica for every column
+before a second for any; last, who owns much less than another takes columns over from it, so that a newcomer without a
+claim gets its share. Nobody ever owns more than fits: a column for which nobody has room stays without owner and is
+counted stale. What need not move stays where it is, since moving costs optimizer moments.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
 
+_Gift = tuple[PeerId, int]
+"""Who would give up its column, and the column that it would take instead."""
+
 
 @dataclass(frozen=True)
 class Wish:
     """What one member wants of ownership.
 
-    `claims` are columns that it asks for by number (`--owned-experts`); without claims it takes what it is given, at
-    most `max_columns`. `releases` are columns that it gives up.
+    `max_columns` is how many fit into its memory. `claims` are columns that it asks for by number (`--owned-experts`):
+    it gets others only where nobody without claims has room, and gives them up first. `releases` are columns that it
+    gives up.
     """
 
     max_columns: int
@@ -30,64 +36,146 @@ class Wish:
 
 def assign(ownership: Ownership, wishes: Mapping[PeerId, Wish], target_replicas: int) -> Ownership:
     """Ownership of the next round. `wishes` has one entry for each next member, and nobody else."""
-    owners = [
-        {owner for owner in present if owner in wishes and column not in wishes[owner].releases}
-        for column, present in enumerate(ownership)
-    ]
-    _grant_claims(owners, wishes)
-    _fill(owners, wishes, target_replicas)
-    _balance(owners, wishes, target_replicas)
-    return tuple(tuple(sorted(present)) for present in owners)
+    table = _Table(ownership, wishes)
+    table.shed()
+    table.grant_claims()
+    for replicas in range(1, min(target_replicas, len(wishes)) + 1):
+        table.fill(replicas)
+    table.balance()
+    while table.relieve(target_replicas):
+        table.balance()
+    return tuple(tuple(sorted(owners)) for owners in table.owners)
 
 
-def _load(owners: list[set[PeerId]], peer: PeerId) -> int:
-    return sum(peer in present for present in owners)
+class _Table:
+    """Ownership in the making: `owners` by column, `held` by peer. All is tried in a fixed order."""
 
+    def __init__(self, ownership: Ownership, wishes: Mapping[PeerId, Wish]) -> None:
+        self.wishes = {peer: wishes[peer] for peer in sorted(wishes)}
+        self.claims = {peer: frozenset(wish.claims) - frozenset(wish.releases) for peer, wish in self.wishes.items()}
+        self.releases = {peer: frozenset(wish.releases) for peer, wish in self.wishes.items()}
+        self.owners: list[set[PeerId]] = [set() for _ in ownership]
+        self.held: dict[PeerId, set[int]] = {peer: set() for peer in self.wishes}
+        for column, present in enumerate(ownership):
+            for peer in present:
+                if peer in self.wishes and column not in self.releases[peer]:
+                    self._give(peer, column)
 
-def _room(owners: list[set[PeerId]], wishes: Mapping[PeerId, Wish], peer: PeerId) -> int:
-    return wishes[peer].max_columns - _load(owners, peer)
+    def shed(self) -> None:
+        """Who owns more than fits gives up what is missed least, claimed columns last."""
+        for peer in self.wishes:
+            while self._room(peer) < 0 and self.held[peer]:
+                self._take(peer, self._least_missed(peer, self._unclaimed(peer) or self.held[peer]))
 
+    def grant_claims(self) -> None:
+        """Beside the present owners. Who has no room makes it, if it owns what it did not claim."""
+        for peer, claims in self.claims.items():
+            for column in sorted(claims - self.held[peer]):
+                if not 0 <= column < len(self.owners):
+                    continue
+                if self._room(peer) <= 0 and self._unclaimed(peer):
+                    self._take(peer, self._least_missed(peer, self._unclaimed(peer)))
+                if self._room(peer) > 0:
+                    self._give(peer, column)
 
-def _grant_claims(owners: list[set[PeerId]], wishes: Mapping[PeerId, Wish]) -> None:
-    for peer in sorted(wishes):
-        for column in wishes[peer].claims:
-            wanted = 0 <= column < len(owners) and column not in wishes[peer].releases and peer not in owners[column]
-            if wanted and _room(owners, wishes, peer) > 0:
-                owners[column].add(peer)
-
-
-def _fill(owners: list[set[PeerId]], wishes: Mapping[PeerId, Wish], target_replicas: int) -> None:
-    """One replica for every column before a second for any."""
-    for replicas in range(1, target_replicas + 1):
-        for column, present in enumerate(owners):
+    def fill(self, replicas: int) -> None:
+        """Every column that has fewer owners than `replicas` gets one more, if there is any way to room for it."""
+        for column, present in enumerate(self.owners):
             if len(present) < replicas:
-                takers = [
-                    peer
-                    for peer in sorted(wishes)
-                    if peer not in present
-                    and column not in wishes[peer].releases
-                    and _room(owners, wishes, peer) > 0
-                    and (not wishes[peer].claims or not present)
-                ]
-                if takers:
-                    present.add(min(takers, key=lambda peer: (_load(owners, peer), peer)))
+                self._add_owner(column, replicas)
 
+    def _add_owner(self, column: int, replicas: int) -> None:
+        """The shortest chain of peers of which each takes a column and gives up another one to the next.
 
-def _balance(owners: list[set[PeerId]], wishes: Mapping[PeerId, Wish], target_replicas: int) -> None:
-    """Moves columns from the most to the least loaded member, both without claims, until they are within one."""
-    movable = [peer for peer in sorted(wishes) if not wishes[peer].claims]
-    while True:
-        takers = [peer for peer in movable if _room(owners, wishes, peer) > 0]
-        if not takers:
-            return
-        poor = min(takers, key=lambda peer: (_load(owners, peer), peer))
-        rich = max(movable, key=lambda peer: (_load(owners, peer), peer))
-        columns = [
-            column
-            for column, present in enumerate(owners)
-            if rich in present and poor not in present and column not in wishes[poor].releases
+        It ends with a peer that has room, or one that can give up a column which has owners to spare. Mostly it is a
+        chain of one; longer ones are what makes the number of covered columns the greatest possible (a maximum flow).
+        """
+        came_from: dict[int, _Gift] = {}
+        queue, asked = deque([column]), set[PeerId]()
+        while queue:
+            wanted = queue.popleft()
+            takers = [peer for peer in self._in_order() if peer not in asked and self._may_take(peer, wanted)]
+            for peer in takers:
+                spare = [given for given in self._unclaimed(peer) if len(self.owners[given]) > replicas]
+                if self._room(peer) <= 0 and spare:
+                    self._take(peer, self._least_missed(peer, spare))
+                if self._room(peer) > 0:
+                    self._hand_on(peer, wanted, came_from)
+                    return
+            for peer in takers:
+                asked.add(peer)
+                for given in sorted(self._unclaimed(peer)):
+                    if given != column and given not in came_from:
+                        came_from[given] = (peer, wanted)
+                        queue.append(given)
+
+    def _hand_on(self, peer: PeerId, column: int, came_from: Mapping[int, _Gift]) -> None:
+        self._give(peer, column)
+        while column in came_from:
+            giver, wanted = came_from[column]
+            self._take(giver, column)
+            self._give(giver, wanted)
+            column = wanted
+
+    def relieve(self, target_replicas: int) -> bool:
+        """Who named its columns gives up others as soon as somebody who named none has room; whether anybody did."""
+        extras = [(peer, column) for peer in self.wishes if self.claims[peer] for column in self._unclaimed(peer)]
+        return sum(self._relieve(peer, column, target_replicas) for peer, column in sorted(extras)) > 0
+
+    def _relieve(self, peer: PeerId, column: int, target_replicas: int) -> bool:
+        takers = [
+            other
+            for other in self._in_order()
+            if not self.claims[other] and self._room(other) > 0 and self._may_take(other, column)
         ]
-        if _load(owners, rich) - _load(owners, poor) < 2 or not columns:
-            return
-        owners[columns[-1]].remove(rich)
-        owners[columns[-1]].add(poor)
+        spare = len(self.owners[column]) > target_replicas
+        if takers or spare:
+            self._take(peer, column)
+        if takers and not spare:
+            self._give(takers[0], column)
+        return bool(takers) or spare
+
+    def balance(self) -> None:
+        """Moves columns from the most to the least loaded member, both without claims, until they are within one."""
+        while (move := self._next_move()) is not None:
+            rich, poor, column = move
+            self._take(rich, column)
+            self._give(poor, column)
+
+    def _next_move(self) -> tuple[PeerId, PeerId, int] | None:
+        movable = [peer for peer in self._in_order() if not self.claims[peer]]
+        for poor in movable:
+            if self._room(poor) <= 0:
+                continue
+            for rich in sorted(movable, key=lambda peer: (-len(self.held[peer]), peer)):
+                if len(self.held[rich]) - len(self.held[poor]) < 2:
+                    break
+                columns = [column for column in self.held[rich] if self._may_take(poor, column)]
+                if columns:
+                    return rich, poor, max(columns)
+        return None
+
+    def _in_order(self) -> list[PeerId]:
+        """Whom to ask first: who named no columns, then who owns least."""
+        return sorted(self.wishes, key=lambda peer: (bool(self.claims[peer]), len(self.held[peer]), peer))
+
+    def _room(self, peer: PeerId) -> int:
+        return self.wishes[peer].max_columns - len(self.held[peer])
+
+    def _unclaimed(self, peer: PeerId) -> set[int]:
+        return self.held[peer] - self.claims[peer]
+
+    def _may_take(self, peer: PeerId, column: int) -> bool:
+        return peer not in self.owners[column] and column not in self.releases[peer]
+
+    def _least_missed(self, peer: PeerId, columns: set[int] | list[int]) -> int:
+        """The column with most owners, the last of them."""
+        return max(columns, key=lambda column: (len(self.owners[column]), column))
+
+    def _give(self, peer: PeerId, column: int) -> None:
+        self.owners[column].add(peer)
+        self.held[peer].add(column)
+
+    def _take(self, peer: PeerId, column: int) -> None:
+        self.owners[column].discard(peer)
+        self.held[peer].discard(column)

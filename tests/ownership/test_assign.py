@@ -32,8 +32,7 @@ def test_only_members_own_and_nobody_gets_more_than_fits(case: tuple[Ownership, 
     after = assign(before, wanted, replicas)
     assert len(after) == len(before)
     for peer, wish in wanted.items():
-        had = [column for column in columns_of(before, peer) if column not in wish.releases]
-        assert len(columns_of(after, peer)) <= max(wish.max_columns, len(had))
+        assert len(columns_of(after, peer)) <= wish.max_columns
         assert not set(columns_of(after, peer)) & set(wish.releases)
     assert all(owner in wanted for owners in after for owner in owners)
     assert all(list(owners) == sorted(set(owners)) for owners in after)
@@ -61,8 +60,6 @@ def test_the_order_in_which_wishes_came_does_not_matter(case: tuple[Ownership, d
 def test_nothing_moves_when_nothing_changes(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
     before, wanted, replicas = case
     settled = assign(before, wanted, replicas)
-    for _ in range(3):
-        settled = assign(settled, wanted, replicas)
     assert assign(settled, wanted, replicas) == settled
 
 
@@ -94,6 +91,41 @@ def test_a_claim_is_granted_beside_the_present_owner() -> None:
     before = assign(nobody(4), {ANNA: Wish(4)}, 1)
     after = assign(before, {ANNA: Wish(4), BEA: Wish(1, claims=(2,))}, 1)
     assert columns_of(after, BEA) == (2,)
+
+
+def test_who_named_its_columns_adopts_others_only_where_nobody_else_has_room() -> None:
+    named = Wish(4, claims=(0, 1))
+    before = assign(nobody(4), {ANNA: named, BEA: Wish(2)}, 1)
+    assert (columns_of(before, ANNA), columns_of(before, BEA)) == ((0, 1), (2, 3))
+    alone = assign(before, {ANNA: named}, 1)
+    assert columns_of(alone, ANNA) == (0, 1, 2, 3)
+    assert columns_of(assign(alone, {ANNA: named, CARL: Wish(4)}, 1), ANNA) == (0, 1)
+
+
+def test_a_claim_takes_the_place_of_a_column_that_was_adopted() -> None:
+    before = assign(nobody(4), {ANNA: Wish(2), BEA: Wish(2)}, 1)
+    wanted = {ANNA: Wish(2, claims=columns_of(before, BEA)), BEA: Wish(2)}
+    after = assign(before, wanted, 1)
+    assert columns_of(after, ANNA) == columns_of(before, BEA)
+    assert orphans(after) == ()  # Bea is relieved of two columns, and takes Anna's
+
+
+def test_a_replica_gives_way_to_a_column_that_has_no_owner() -> None:
+    before = assign(nobody(4), {peer: Wish(4) for peer in (ANNA, BEA)}, 2)
+    assert orphans(assign(before, {ANNA: Wish(2), BEA: Wish(2)}, 2)) == ()
+
+
+def test_a_peer_with_less_room_than_before_gives_up_the_rest() -> None:
+    before = assign(nobody(4), {ANNA: Wish(4)}, 1)
+    after = assign(before, {ANNA: Wish(1), BEA: Wish(3)}, 1)
+    assert (len(columns_of(after, ANNA)), orphans(after)) == (1, ())
+
+
+def test_replicas_change_places_where_that_makes_room() -> None:
+    """Carl has room, but owns all that lacks a replica: he takes over from Bea, who takes that."""
+    before = ((ANNA, BEA), (ANNA, BEA), (CARL,))
+    after = assign(before, {ANNA: Wish(2), BEA: Wish(2), CARL: Wish(2)}, 2)
+    assert all(len(owners) == 2 for owners in after)
 
 
 def test_restricted_forgets_everybody_else() -> None:
