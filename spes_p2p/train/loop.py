@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Warning
-from spes_p2p.steps import reached
+from spes_p2p.steps import INNER_STEP, reached
 from spes_p2p.train.trainer import StepResult, Trainer
 
 MOST_SKIPPED_IN_ROW = 10
@@ -48,7 +48,7 @@ def run_inner_steps(
     done = tokens = sequences = skipped = 0
     while done < steps and not should_stop() and _has(loader, size):
         result = trainer.train_step(loader.next_batch(size))
-        reached(steps.INNER_STEP)
+        reached(INNER_STEP)
         sequences += size
         if result.skipped:
             skipped += 1
