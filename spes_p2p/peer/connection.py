@@ -136,6 +136,17 @@ class Connection:
         contacts = list(core.contacts.items())
         return [contact.status for peer, contact in contacts if core.alive(peer, now)]
 
+    def lost_round(self) -> int | None:
+        """The newest round by the word of the bootstrap node, where nobody who is heard has its state."""
+        core = self.driver.core
+        known = max([core.tip.round, *(status.round for status in self.others())])
+        return core.told_round if core.told_round > known else None
+
+    def is_archive_behind(self, round: int) -> bool:
+        """Whether the bootstrap node keeps states, has not that of `round` yet, and nobody else stays to give it."""
+        others = [status for status in self.others() if not status.intent.leaving]
+        return bool(others) and all(s.peer == self._info.organiser and s.round < round for s in others)
+
     # ---- the network's thread ----
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:

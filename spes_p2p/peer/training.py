@@ -122,7 +122,12 @@ class TrainingLoop:
     def _explain_waiting(self) -> None:
         """Who is no member can only wait; says once for what."""
         text = "this peer trains as soon as a round names it as a member"
-        if not self._connection.others():
+        if (lost := self._connection.lost_round()) is not None:
+            text = (
+                f"nobody who answers has the state of round {lost}, the newest: it is lost unless a former peer comes "
+                "back with --resume; a bootstrap node with --archive DIR goes on from the state that it keeps"
+            )
+        elif not self._connection.others():
             text = "no member of the run answers: it stands still until one comes back"
         if text != self._explained and not self._gate.stopping:
             self._explained = text
@@ -164,6 +169,7 @@ class TrainingLoop:
                 newest = news.applied[-1].commit.manifest
                 if self._nobody_counts_on_us(newest):
                     self._save_last(turn, newest)
+                    self._wait_for_archive(newest, until)
                     return
 
     def _nobody_counts_on_us(self, newest: Manifest) -> bool:
@@ -171,6 +177,11 @@ class TrainingLoop:
         members = {member.peer for member in newest.members}
         leaving = {status.peer for status in self._connection.others() if status.intent.leaving}
         return self._me not in members or members <= leaving | {self._me}
+
+    def _wait_for_archive(self, newest: Manifest, until: float) -> None:
+        """Whoever comes next goes on from there, where nobody else stays."""
+        while time.monotonic() < until and self._connection.is_archive_behind(newest.round):
+            self._gate.wait(time.monotonic() + 0.2, heed_stop=False)
 
     def _save_last(self, turn: _Turn, newest: Manifest) -> None:
         """What a later life goes on from: the state that we leave behind, and moments as new as it."""

@@ -186,6 +186,8 @@ class Hearing(CoreState):
 
     def _hear_commit(self, commit: Commit, sender: PeerId, now: float) -> bool:
         current, manifest = self.round, commit.manifest
+        if sender == self.rules.organiser:
+            self.told_round = manifest.round
         if manifest.round <= current.tip.round or current.decided is not None:
             return False
         if manifest.parent != current.head:

@@ -52,6 +52,8 @@ class CoreState:
         self.intent = intent or Intent()
         self.contacts: dict[PeerId, Contact] = {}
         self.seeds: tuple[PeerId, ...] = ()
+        self.told_round = tip.round
+        """The newest round by the word of the bootstrap node, which need not have its state."""
         self.fired: Counter[str] = Counter()
         self.degraded_set: Heard = ()
         self.record = VoteRecord(NO_HASH)

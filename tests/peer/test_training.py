@@ -74,6 +74,7 @@ class Story:
         return SimpleNamespace(
             gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda: True,
             disk=SimpleNamespace(store=self.store, inputs=self.inputs), others=lambda: self.others,
+            lost_round=lambda: None, is_archive_behind=lambda round: False,
             progress=SimpleNamespace(tokens=0), leave=self._leave,
         )  # fmt: skip
 
