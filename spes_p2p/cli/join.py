@@ -28,7 +28,10 @@ def join(
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     owned_experts: Annotated[
-        str | None, typer.Option(help="Expert columns to claim, such as 0,3-5 (default: as many as the run says).")
+        str | None, typer.Option(help="Expert columns to claim, such as 0,3-5 (default: what the others lack).")
+    ] = None,
+    max_experts: Annotated[
+        int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one a visible GPU).", min=1)] = None,
@@ -65,6 +68,7 @@ def join(
         run_id=run_id,
         fingerprint=fingerprint,
         owned_experts=None if owned_experts is None else parse_columns(owned_experts),
+        max_experts=max_experts,
         device=device,
         local_ranks=local_ranks,
         resume=resume,

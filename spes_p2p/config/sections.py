@@ -213,7 +213,9 @@ class SwarmConfig(Section):
     """Who takes part."""
 
     min_peers: Positive = agreed("Peers that must have come before the first round starts.", 1)
-    experts_per_peer: Positive = agreed("Most expert columns that a peer gets if it names none (--owned-experts).")
+    experts_per_peer: Positive = agreed(
+        "Expert columns that every peer must have memory for; one that has more takes more where owners lack."
+    )
     target_replicas: Positive = agreed("Owners that each column should have.", 1)
     heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, gt=0, le=60)
 

@@ -106,9 +106,12 @@ class Connection:
             raise
         return self, config, info
 
-    def enter(self) -> Commit:
-        """Waits for genesis, opens the disk and begins to take part; the commit to start training from."""
-        return self._thread.run(self._unless_stopped(self._enter()))
+    def enter(self, columns_that_fit: int = 0) -> Commit:
+        """Waits for genesis, opens the disk and begins to take part; the commit to start training from.
+
+        `columns_that_fit`: expert columns that this machine's memory has room for.
+        """
+        return self._thread.run(self._unless_stopped(self._enter(columns_that_fit)))
 
     # ---- what others may look at; written on the network's thread ----
 
@@ -171,6 +174,7 @@ class Connection:
         self.layout = Layout(state_tensors(self.config.model), self.config.sync.tile_values)
         if options.owned_experts is not None:
             check_columns(options.owned_experts, self.layout.num_columns)
+        column_budget(options, self.config.swarm.experts_per_peer, 0, self.layout.num_columns)
         self._say(f"run {self._info.run_id}, fingerprint {self._info.fingerprint.hex()[:16]}")
         return self.config, self._info
 
@@ -182,10 +186,10 @@ class Connection:
         split_overrides(options.overrides)
         return None if options.config_path is None else load_config(config_path(options.config_path))
 
-    async def _enter(self) -> Commit:
+    async def _enter(self, columns_that_fit: int) -> Commit:
         network, config, info = self._network, self.config, self._info
         assert network is not None
-        intent = self.intent = self._first_intent()
+        intent = self.intent = self._first_intent(columns_that_fit)
         sealer, checker = KeySealer(network.signer), EnvelopeChecker(network.verifier)
         self._announcer = Announcer(
             info, network.transport, network.directory, self._describe, self._newest, self.gate.failed, self._contacts,
@@ -222,13 +226,12 @@ class Connection:
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
         return place.tip
 
-    def _first_intent(self) -> Intent:
-        options, config = self._options, self.config
-        claims = options.owned_experts or ()
+    def _first_intent(self, columns_that_fit: int) -> Intent:
+        options, experts_per_peer = self._options, self.config.swarm.experts_per_peer
         return Intent(
             joining=True,
-            max_columns=len(claims) if options.owned_experts is not None else config.swarm.experts_per_peer,
-            claims=claims,
+            max_columns=column_budget(options, experts_per_peer, columns_that_fit, self.layout.num_columns),
+            claims=options.owned_experts or (),
             link_class=LINK_PRIVATE if options.network.client_mode else LINK_PUBLIC,
         )
 

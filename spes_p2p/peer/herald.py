@@ -21,7 +21,7 @@ def expected_coverage(config: Config) -> str | None:
         return None
     return (
         f"warning: {peers} {peers_text(peers)} with {each} columns each cover {peers * each} of {columns} expert "
-        "columns; the others stay as they are until more peers come, or some claim more with --owned-experts"
+        "columns; the others stay as they are until more peers come, unless some have memory for more"
     )
 
 

@@ -29,9 +29,9 @@ class PeerOptions:
     """Everything about one peer that is not the run's.
 
     `fingerprint`: hexadecimal digits with which the run's fingerprint must begin. `owned_experts`: columns to claim
-    (None: as many as the run's config says). `rounds`: stop once the run has committed this round (None: go on until
-    told to stop). `dump_rounds`: folder for what goes in and out of each round. `config_path`: the run must have this
-    config.
+    (None: none by number). `max_experts`: most columns that it ever owns (None: what fits into memory). `rounds`: stop
+    once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
+    out of each round. `config_path`: the run must have this config.
     """
 
     network: NetworkOptions
@@ -40,6 +40,7 @@ class PeerOptions:
     run_id: str | None = None
     fingerprint: str | None = None
     owned_experts: tuple[int, ...] | None = None
+    max_experts: int | None = None
     device: str = "auto"
     local_ranks: int | None = None
     resume: bool = False
@@ -78,3 +79,20 @@ def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
             f"--owned-experts names column {wrong[0]}, the run has {num_experts} (0 to {num_experts - 1})",
             fix=f"choose columns below {num_experts}",
         )
+
+
+def column_budget(options: PeerOptions, experts_per_peer: int, fit: int, num_experts: int) -> int:
+    """Most columns that this peer may be given. `fit`: how many its memory has room for, by a rough measure.
+
+    What the organiser asks of everybody, and what was claimed by number, is believed to fit. Raises ConfigError where
+    more is claimed than `--max-experts` allows.
+    """
+    claimed = len(options.owned_experts or ())
+    if options.max_experts is None:
+        return min(num_experts, max(fit, claimed or experts_per_peer))
+    if claimed > options.max_experts:
+        raise ConfigError(
+            f"--owned-experts names {claimed} columns, --max-experts is {options.max_experts}",
+            fix="claim fewer columns, or raise --max-experts",
+        )
+    return min(num_experts, options.max_experts)

@@ -15,12 +15,14 @@ from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
+from spes_p2p.ownership.budget import columns_that_fit
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.folder import CHECKPOINTS, holds_run, prepare_folder
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.training import TrainingLoop
+from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.actions import Notice
 from spes_p2p.sync.driver import Applied
@@ -29,6 +31,7 @@ from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.messages import DEGRADED, ORGANISER, Commit
 from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.memory import free_and_total_bytes
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
 
@@ -101,7 +104,7 @@ def _train(
     checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
     again = options.resume and holds_run(options.output)
     resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit) if again else None
-    tip = connection.enter()
+    tip = connection.enter(_columns_that_fit(connection.layout, choose_device(options.device)))
     say(f"peer {me} is in, round {tip.manifest.round}")
     show(me, lambda step: steps_per_round_at(config, step))
     saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
@@ -151,6 +154,12 @@ def _restore(
         return False  # the moments are kept, the values are those of the newest commit
     loop.uncounted = resumed.uncounted
     return True
+
+
+def _columns_that_fit(layout: Layout, device: torch.device) -> int:
+    """Asked for when the trainer's model is there and owns nothing yet."""
+    free, total = free_and_total_bytes(device)
+    return columns_that_fit(free, total, layout.blocks[0].size, layout.blocks[-1].size)
 
 
 def choose_device(name: str) -> torch.device:

@@ -94,7 +94,8 @@ def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config
 def test_claims_are_granted_and_what_nobody_claims_is_said_aloud(tmp_path: Path, serving: Serve) -> None:
     with serving() as organiser:
         data = ("--data", str(organiser.data))
-        assert organiser.join(tmp_path / "peer", *data, "--rounds", "1", "--owned-experts", "0,5-6").exit_code == 0
+        claims = ("--owned-experts", "0,5-6", "--max-experts", "3")
+        assert organiser.join(tmp_path / "peer", *data, "--rounds", "1", *claims).exit_code == 0
     assert rounds(tmp_path / "peer")[0].stale_columns == (1, 2, 3, 4, 7)
     assert "warning: 5 of 8 expert columns have no owner: 1-4,7" in organiser.said
 

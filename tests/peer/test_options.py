@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.peer.options import check_columns, config_path, parse_columns
+from spes_p2p.peer.options import (
+    NetworkOptions,
+    PeerOptions,
+    check_columns,
+    column_budget,
+    config_path,
+    parse_columns,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +49,32 @@ def test_a_config_is_a_file_or_a_bundled_name(tmp_path: Path, monkeypatch: pytes
     assert config_path(Path("small")) == Path("small")
     with pytest.raises(ConfigError, match="no config named tinny"):
         config_path(Path("tinny"))
+
+
+def options(owned: tuple[int, ...] | None = None, most: int | None = None) -> PeerOptions:
+    return PeerOptions(NetworkOptions(), Path("peer"), owned_experts=owned, max_experts=most)
+
+
+@pytest.mark.parametrize(
+    ("owned", "most", "fit", "budget"),
+    [
+        (None, None, 5, 5),
+        (None, None, 99, 8),  # no more than there are
+        (None, None, 0, 2),  # what the organiser asks of everybody
+        ((0, 3, 4), None, 0, 3),
+        ((0,), None, 0, 1),
+        ((0,), None, 6, 6),
+        (None, 1, 5, 1),
+        (None, 6, 0, 6),
+        (None, 0, 5, 0),
+    ],
+)
+def test_a_budget_is_what_fits_or_what_a_person_says(
+    owned: tuple[int, ...] | None, most: int | None, fit: int, budget: int
+) -> None:
+    assert column_budget(options(owned, most), experts_per_peer=2, fit=fit, num_experts=8) == budget
+
+
+def test_a_claim_above_the_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names 3 columns, --max-experts is 2"):
+        column_budget(options((0, 1, 2), 2), experts_per_peer=2, fit=8, num_experts=8)

@@ -1,0 +1,25 @@
+"""How much memory the device of a trainer has left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """(free, all) bytes of the device; on the CPU what the system could give without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(total, _available_bytes(total)), total
+
+
+def _available_bytes(otherwise: int) -> int:
+    if not _MEMINFO.exists():
+        return otherwise
+    lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+    return next((int(parts[1]) * 1024 for parts in lines if parts[0] == "MemAvailable:"), otherwise)
