@@ -20,8 +20,8 @@ from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.ownership.expert_map import columns_of
-from spes_p2p.peer.folder import claim_folder
-from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, config_path
+from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
+from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.peer.stopping import until_stopped
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
@@ -199,8 +199,9 @@ class Connection:
         folder = self._options.output / "run"
         claim_folder(folder, info, self.layout)
         joining = Joining(
-            info, config, self.layout, folder, network.transport, network.signer, network.verifier, sealer, self._say
-        )
+            info, config, self.layout, folder, network.transport, network.signer, network.verifier, sealer, self._say,
+            checkpoints=self._options.output / CHECKPOINTS,
+        )  # fmt: skip
         place = await joining.enter(intent, self._announcer.sources)
         self._disk = Disk(place.store, place.chain, place.votes, Inputs(folder / "inputs", self.layout))
         core = Core(

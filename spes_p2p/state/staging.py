@@ -237,6 +237,7 @@ class Staging:
             raise StateError(f"tile {tile_id} of round {self.round} was not staged", fix="fetch it from another peer")
         data = self.parent.tile(tile_id)
         if hash_tile(data) != self.parent.tile_hashes[tile_id]:  # damage must not spread under the hash of the true
+            self.parent.damaged.add(tile_id)
             raise self.parent.damage(tile_id)
         return data
 

@@ -140,13 +140,20 @@ class CatchUp:
         return round <= newest and self._chain.commit(round).manifest == commit.manifest
 
     async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Staging:
-        """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders."""
+        """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders.
+
+        What is in another version or in a checkpoint on this disk is not fetched.
+        """
         layout = self._store.layout
-        theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
+        base, root = self._store.version(base_round), manifest.state_root
+        same = base.root == root  # a round without work, or a renewal: nobody needs to be asked
+        theirs = base.tile_hashes if same else await self._transfers.hash_list(holders, root, manifest.round)
         staging = self._staging(manifest, base_round)
-        ours = self._store.version(base_round).tile_hashes
-        differ = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
-        missing = {tile_id: theirs[tile_id] for tile_id in differ if not staging.has(tile_id)}
+        pairs = enumerate(zip(base.tile_hashes, theirs, strict=True))
+        differ = [at for at, (mine, other) in pairs if mine != other or at in base.damaged]
+        wanted = {tile_id: theirs[tile_id] for tile_id in differ if not staging.has(tile_id)}
+        await self._in_thread(lambda: [staging.write_state(*tile) for tile in self._store.recall(wanted)])
+        missing = {tile_id: tile_hash for tile_id, tile_hash in wanted.items() if not staging.has(tile_id)}
 
         async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
             await self._in_thread(lambda: [staging.write_state(*tile) for tile in tiles])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from spes_p2p import steps
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull, TileDamaged
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -35,6 +35,7 @@ from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.reducing import LOST
 from spes_p2p.sync.requests import Request, Serving
 from spes_p2p.sync.round import Core
+from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
@@ -181,6 +182,7 @@ class Driver:
         self._recover()
         await self._transport.serve(self)
         self._tasks.spawn(self._tick_for_ever())
+        self._tasks.spawn(self._scrubber().run())
 
     def halt(self) -> None:
         """From now on nothing is begun, said or answered; `stop` waits for what is under way."""
@@ -338,7 +340,7 @@ class Driver:
             reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
             staging = await self._catching_up.state(newest.manifest, tip, [action.holder, *others])
             reached(steps.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
-        except (NetworkError, RemoteProtocolError) as error:
+        except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
             self._run(self.core.catch_up_failed(self._clock.now()))
             return
@@ -466,6 +468,18 @@ class Driver:
             self._full_until = None
             self._run(self.core.disk_has_room(self._clock.now()))
             self._recover()
+
+    def _scrubber(self) -> Scrubber:
+        transfers = Transfers(self._transport, self._layout, self._stall_seconds)  # its bytes are no part of a round
+        return Scrubber(
+            self._disk.store, Mender(self._disk.store, transfers, self._tasks.in_thread), self._tasks.in_thread,
+            lambda: self.core.tip.round, self._holders, self._hooks.notice, self._hooks.failed,
+            self.core.pace.heartbeat_seconds,
+        )  # fmt: skip
+
+    def _holders(self) -> list[PeerId]:
+        now = self._clock.now()
+        return [*(peer for peer in self.core.contacts if self.core.alive(peer, now)), *self.core.seeds]
 
     # ---------------------------------------------------------------- small things
 

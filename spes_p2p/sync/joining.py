@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.state.initial import InitialState
-from spes_p2p.state.layout import Layout
+from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Signer, Transport, Verifier
 from spes_p2p.swarm.records import RunGroup
@@ -26,7 +27,9 @@ from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
 from spes_p2p.sync.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work, manifest_hash
+from spes_p2p.sync.rebuild import rebuild
 from spes_p2p.sync.rules import RunRules
+from spes_p2p.sync.scrub import Mender
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.transfer import Transfers, fetch_run
 from spes_p2p.sync.votes import VoteRecord
@@ -35,6 +38,8 @@ from spes_p2p.wire import pack, unpack
 T = TypeVar("T")
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 WITHDRAW_SECONDS = 2.0
+LONG_CHECK_BYTES = 2**30
+"""A larger state takes seconds to hash: that is said."""
 
 
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
@@ -106,8 +111,12 @@ class Joining:
         sealer: Sealer,
         say: Callable[[str], None],
         new_incarnation: Callable[[], int] = wall_clock_microseconds,
+        checkpoints: Path | None = None,
     ) -> None:
-        """`say` is told what a person should read; `new_incarnation` gives numbers that rise over restarts."""
+        """`say` is told what a person should read; `new_incarnation` gives numbers that rise over restarts.
+
+        `checkpoints` is a folder of this peer from which lost parts of the state may be taken.
+        """
         self._info = info
         self._config = config
         self._layout = layout
@@ -119,6 +128,7 @@ class Joining:
         self._say = say
         self._said: set[str] = set()
         self._new_incarnation = new_incarnation
+        self._checkpoints = checkpoints
         self._rules = rules_of(config, info, layout)
         self._transfers = Transfers(transport, layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds))
 
@@ -139,16 +149,21 @@ class Joining:
         chain = Chain(self._folder / "chain")
         votes = VoteBook(self._folder / "votes", self._new_incarnation)
         for problem in store.problems:
-            self._say(f"{problem}; it is fetched again")
+            self._say(str(problem))
+        if self._checkpoints is not None:
+            await _in_thread(partial(rebuild, store, chain, self._checkpoints, self._say))
         for round in [round for round in store.rounds() if round >= max(chain.length, 1)]:
             store.drop(round)  # a state without a certificate is none
-        if store.latest() is None:
+        is_new = store.latest() is None
+        if is_new:
             self._say("computing the initial state")
             initial = InitialState(self._layout, self._config.run.seed, self._config.model.init_std)
             await _in_thread(lambda: store.create_initial(initial))
         if chain.length == 0:
             chain.append(await self._genesis(intent, votes.incarnation, sources))
         tip = await self._tip(store, chain, sources)
+        if not is_new:
+            tip = await self._whole(store, chain, tip, sources)
         votes.arrive(manifest_hash(tip.manifest))
         if not _stands_by(votes.record, store, chain, tip):
             self._say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
@@ -226,26 +241,60 @@ class Joining:
     async def _replace_initial(self, store: StateStore, chain: Chain, genesis: Commit, sources: Sources) -> Commit:
         """Our arithmetic gave another initial state than the organiser's: fetch what differs, or a newer state."""
         self._say("the initial state came out differently on this machine; fetching it instead")
-        catch_up = CatchUp(self._info, self._rules, self._checker.check, chain, store, self._transfers, _in_thread)
         reasons: list[str] = []
+        found = await self._fetch_instead(store, chain, genesis, sources, reasons)
+        if found is None:
+            raise NetworkError(
+                f"the initial state {short(genesis.manifest.state_root)} could not be fetched: "
+                f"{'; '.join(reasons) or 'nobody to ask'}",
+                fix="keep the bootstrap node running until all peers have started",
+            )
+        return found
+
+    async def _fetch_instead(
+        self, store: StateStore, chain: Chain, tip: Commit, sources: Sources, reasons: list[str]
+    ) -> Commit | None:
+        """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`."""
+        catch_up = CatchUp(self._info, self._rules, self._checker.check, chain, store, self._transfers, _in_thread)
         for peer in await sources():
-            for commit in dict.fromkeys((await self._newest(catch_up, peer, genesis), genesis)):
+            known = chain.length - 1  # perhaps from somebody who has no state
+            for commit in dict.fromkeys((await self._newest(catch_up, peer, tip, known), tip)):
                 try:
-                    (await catch_up.state(commit.manifest, 0, [peer])).publish()
+                    (await catch_up.state(commit.manifest, tip.manifest.round, [peer])).publish()
                     return commit
                 except (NetworkError, RemoteProtocolError) as error:
                     reasons.append(f"{short(peer)}: {error}")
-        raise NetworkError(
-            f"the initial state {short(genesis.manifest.state_root)} could not be fetched: "
-            f"{'; '.join(reasons) or 'nobody to ask'}",
-            fix="keep the bootstrap node running until all peers have started",
-        )
+        return None
 
-    async def _newest(self, catch_up: CatchUp, peer: PeerId, genesis: Commit) -> Commit:
+    async def _newest(self, catch_up: CatchUp, peer: PeerId, tip: Commit, known: int) -> Commit:
         try:
-            return await catch_up.headers(0, peer, 0)
+            return await catch_up.headers(tip.manifest.round, peer, known)
         except (NetworkError, RemoteProtocolError):
-            return genesis
+            return tip
+
+    async def _whole(self, store: StateStore, chain: Chain, tip: Commit, sources: Sources) -> Commit:
+        """Hashes the state of the tip, and mends it; a newer tip where nobody has its bytes any more.
+
+        Raises TileDamaged where nobody has those either.
+        """
+        version = store.version(tip.manifest.round)
+        size_bytes = self._layout.num_values * VALUE_BYTES
+        if size_bytes > LONG_CHECK_BYTES:
+            self._say(f"checking the state of round {version.round} ({size_bytes / 1e9:.0f} GB)")
+        damaged = await _in_thread(lambda: list(version.damaged_tiles()))
+        if not damaged:
+            return tip
+        holders = tuple(await sources())
+        left = await Mender(store, self._transfers, _in_thread).mend(version, damaged, holders)
+        mended = len(damaged) - len(left)
+        if mended:
+            self._say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were mended")
+        if not left:
+            return tip
+        newer = await self._fetch_instead(store, chain, tip, sources, [])
+        if newer is None:
+            raise version.damage(left[0])
+        return newer
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

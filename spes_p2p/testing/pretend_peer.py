@@ -102,7 +102,7 @@ class PretendPeer:
         sealer = KeySealer(self.net.signer)
         joining = Joining(
             swarm.info, swarm.config, swarm.layout, self.folder, self.net.transport, self.net.signer,
-            self.net.verifier, sealer, self.said.append, swarm.new_incarnation,
+            self.net.verifier, sealer, self.said.append, swarm.new_incarnation, self.folder / "checkpoints",
         )  # fmt: skip
         place = await joining.enter(self.intent, self._sources)
         self._turn: _Turn | None = None
