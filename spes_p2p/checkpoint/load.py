@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,15 +49,15 @@ class Checkpoint:
         return read_private(self.folder)
 
 
-def load_latest(root: Path) -> tuple[Checkpoint, tuple[str, ...]]:
+def load_latest(root: Path, store: Path | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
     """The newest whole checkpoint under `root`, and a warning for each damaged one that had to be passed over.
 
-    Raises CheckpointError where there is none.
+    `store`: see `load_checkpoint`. Raises CheckpointError where there is none.
     """
     refused: list[tuple[Path, CheckpointError]] = []
     for folder in reversed(checkpoint_folders(root)):
         try:
-            checkpoint = load_checkpoint(folder)
+            checkpoint = load_checkpoint(folder, store=store)
         except CheckpointError as error:
             refused.append((folder, error))
         else:
@@ -68,10 +68,12 @@ def load_latest(root: Path) -> tuple[Checkpoint, tuple[str, ...]]:
     raise CheckpointError(f"no usable checkpoint in {root}{reasons}", fix="start without --resume")
 
 
-def load_checkpoint(folder: Path, verify_state: bool = True) -> Checkpoint:
+def load_checkpoint(folder: Path, verify_state: bool = True, store: Path | None = None) -> Checkpoint:
     """Opens one checkpoint after checking the size and hash of all its files.
 
-    `verify_state=False` checks only the sizes of the block files. Raises CheckpointError naming the damaged file.
+    `verify_state=False` checks only the sizes of the block files; so does `store`, a state store's folder, for those
+    that are the same files as there: who uses the store checks them, and mends them. Raises CheckpointError naming the
+    damaged file.
     """
     metadata = read_metadata(folder)
     files: dict[str, dict[str, Any]] = metadata["files"]
@@ -81,7 +83,8 @@ def load_checkpoint(folder: Path, verify_state: bool = True) -> Checkpoint:
     for name in files.keys() - blocks.keys():
         _check_hash(folder / name, files[name]["sha256"])
     if verify_state:
-        _check_blocks(folder, blocks, metadata["tile_values"] * VALUE_BYTES)
+        shared = frozenset() if store is None else _shared_with(store, folder, metadata["round"], blocks)
+        _check_blocks(folder, blocks, metadata["tile_values"] * VALUE_BYTES, shared)
     return Checkpoint(folder, metadata["step"], metadata["round"], metadata["run"])
 
 
@@ -121,13 +124,24 @@ def _check_hash(path: Path, expected: str) -> None:
             _refuse(path, "is damaged: its bytes do not match the hash in metadata.json")
 
 
-def _check_blocks(folder: Path, blocks: dict[str, dict[str, Any]], tile_bytes: int) -> None:
+def _shared_with(store: Path, folder: Path, round: int, names: Iterable[str]) -> frozenset[str]:
+    """Those of the block files that are hard links to the store's version of the round."""
+    version = store / f"round-{round:08d}"
+    pairs = ((name, version / Path(name).name) for name in names)
+    return frozenset(name for name, other in pairs if other.is_file() and other.samefile(folder / name))
+
+
+def _check_blocks(
+    folder: Path, blocks: dict[str, dict[str, Any]], tile_bytes: int, unread: frozenset[str] = frozenset()
+) -> None:
     joined, at = (folder / STATE_FOLDER / HASHES_FILE).read_bytes(), 0
     for name, record in sorted(blocks.items()):
         expected = joined[at : at + HASH_BYTES * -(-record["bytes"] // tile_bytes)]
         at += len(expected)
         if sha256(expected).hex() != record["sha256"]:
             _refuse(folder / name, f"does not fit {HASHES_FILE}")
+        if name in unread:
+            continue
         for number, tile_hash in enumerate(hash_tiles(_tiles(folder / name, tile_bytes))):
             if tile_hash != expected[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
                 _refuse(folder / name, f"is damaged in its tile {number}")

@@ -81,13 +81,16 @@ class Resumed:
         self._step = checkpoint.step
 
     @classmethod
-    def load(cls, folder: Path, info: RunInfo, layout: Layout, emit: Callable[[Event], None]) -> Resumed | None:
+    def load(
+        cls, folder: Path, info: RunInfo, layout: Layout, emit: Callable[[Event], None], store: Path | None = None
+    ) -> Resumed | None:
         """None, with a warning, where no checkpoint can be used: then the committed state is all there is.
 
-        Raises CheckpointError for a checkpoint of another run.
+        `store`: the state store that the peer uses, and so checks itself. Raises CheckpointError for a checkpoint of
+        another run.
         """
         try:
-            checkpoint, warnings = load_latest(folder)
+            checkpoint, warnings = load_latest(folder, store)
         except CheckpointError as error:
             emit(Warning(f"{error}; training goes on from the committed state, with fresh optimizer moments"))
             return None

@@ -17,7 +17,7 @@ from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
 from spes_p2p.ownership.budget import columns_that_fit
 from spes_p2p.peer.connection import Connection
-from spes_p2p.peer.folder import CHECKPOINTS, holds_run, prepare_folder
+from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
@@ -103,7 +103,8 @@ def _train(
 ) -> None:
     checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
     again = options.resume and holds_run(options.output)
-    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit) if again else None
+    store = options.output / RUN / STATE
+    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if again else None
     tip = connection.enter(_columns_that_fit(connection.layout, choose_device(options.device)))
     say(f"peer {me} is in, round {tip.manifest.round}")
     show(me, lambda step: steps_per_round_at(config, step))

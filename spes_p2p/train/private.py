@@ -1,8 +1,9 @@
 """What a peer must save beside the committed state to go on exactly: values in training, moments, counts, RNG.
 
-`private_state` gives a tree of plain values and CPU tensors (copies), the same at every rank; `load_private_state`
-takes it back, on rank 0 from the tree and on the others by broadcast. Foreign experts are not in it: they come with the
-committed state, which must have been adopted first.
+`private_state` gives a tree of plain values and the very tensors that are trained, on their device, so that saving them
+one after the other takes no memory; it is the same at every rank. `load_private_state` takes a tree back, on rank 0
+from the tree and on the others by broadcast. Foreign experts are not in it: they come with the committed state, which
+must have been adopted first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FIX = "resume from another checkpoint of this run, or join without --resume"
 
 
 def private_state(trainer: RankTrainer) -> dict[str, Any]:
-    """The tree; see `load_private_state`."""
+    """The tree; see `load_private_state`. The next step changes it: save it, or copy it, before."""
     device = trainer.ranks.device
     return {
         "format": FORMAT,
@@ -75,18 +76,14 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
 def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
     moments = group.moments
     tensors = {
-        name: {"value": _copy(parameter), **{key: _copy(value) for key, value in moments.get(name, {}).items()}}
+        name: {"value": parameter.detach(), **{key: value.detach() for key, value in moments.get(name, {}).items()}}
         for name, parameter in group.tensors.items()
     }
     return {"column": group.column, "ramped": group.ramped, "steps": group.steps, "tensors": tensors}
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _received(trainer: RankTrainer, entry: Mapping[str, Tensor] | None, key: str, like: Tensor) -> Tensor:
-    flat = None if entry is None else entry[key].reshape(-1).numpy()
+    flat = None if entry is None else entry[key].reshape(-1).cpu().numpy()
     received = torch.from_numpy(broadcast_array(trainer.ranks, flat, like.numel()))
     return received.view(like.shape).to(like.device, copy=True)
 

@@ -19,7 +19,9 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
+from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.private import load_private_state, outline, private_state
 from spes_p2p.train.rank import RankTrainer
 from spes_p2p.train.step import StepResult
@@ -107,12 +109,24 @@ class Trainer:
         """Present values of block 0 or of an owned column: flat fp32, a copy."""
         return self._rank.contribution(block)
 
+    def moments(self, column: int) -> Moments:
+        """The optimizer moments of an owned column, a copy: what a new owner may go on from."""
+        return read_moments(self._rank, column)
+
+    def take_moments(self, column: int, moments: Moments) -> None:
+        """Goes on with a former owner's moments for an owned column. They must have been checked (`check_moments`)."""
+        with self._command("take_moments", column=column, steps=moments.steps):
+            take_moments(self._rank, column, moments.steps, moments)
+
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token over `batches`, in nats, by rank 0 alone; NaN where there is no target."""
         return self._rank.evaluate(batches)
 
     def private_state(self) -> dict[str, Any]:
-        """What must be saved beside the committed state to go on exactly: a tree with CPU tensors, all copies."""
+        """What must be saved beside the committed state to go on exactly: a tree with the tensors that are trained.
+
+        No copies: whoever keeps it beyond the next step or `adopt` must make them.
+        """
         return private_state(self._rank)
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -59,7 +60,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks: LocalRanks) -> None:
     config = small_config()
     whole = trainer_of(config, ranks=two_ranks.ranks)
     whole.train_step(batch_of(0))
-    state = whole.private_state()
+    state = copy.deepcopy(whole.private_state())
     loss = whole.train_step(batch_of(1)).loss
     resumed = trainer_of(config, (3,), ranks=two_ranks.ranks)
     resumed.load_private_state(state)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -185,7 +187,7 @@ def test_on_cuda_in_bf16_the_loss_falls_and_masters_stay_fp32() -> None:
     trainer.adopt((1, 4), initial(config), 0)
     results = [trainer.train_step(batch_of(0)) for _ in range(30)]
     assert results[-1].loss < 0.6 * results[0].loss
-    state, loss = trainer.private_state(), trainer.train_step(batch_of(1)).loss
+    state, loss = copy.deepcopy(trainer.private_state()), trainer.train_step(batch_of(1)).loss
     resumed = Trainer(config, small_layout(config), torch.device("cuda"))
     resumed.adopt((1, 4), initial(config), 0)
     resumed.load_private_state(state)
