@@ -49,6 +49,7 @@ class PretendWork:
     """How a trainer pretends: `step_seconds` an inner step, each adding normal values times `change`.
 
     `alter(round, block, values)` may spoil what is handed in on top of a round. `saves`: a checkpoint every round.
+    `finishes_steps`: a running step is not broken off when the round closes, as with a real trainer.
     """
 
     step_seconds: float = 0.1
@@ -56,6 +57,7 @@ class PretendWork:
     seed: int = 0
     alter: Alter = _as_trained
     saves: bool = False
+    finishes_steps: bool = False
 
 
 @dataclass
@@ -74,6 +76,7 @@ class _Turn:
     started: dict[int, Values]
     steps: int = 0
     handed_in: bool = False
+    closing: bool = False
 
 
 @dataclass
@@ -144,7 +147,10 @@ class PretendPeer:
     # ---- Hooks ----
 
     def close_training(self) -> None:
-        self._hand_in()
+        if self._turn is not None and self._training is not None and self.work.finishes_steps:
+            self._turn.closing = True
+        else:
+            self._hand_in()
 
     def rounds_in_use(self) -> frozenset[int]:
         return frozenset()
@@ -210,7 +216,7 @@ class PretendPeer:
         config = self.swarm.config
         batch = config.optimizer.batch_sequences
         leased = turn.manifest.leases.of(self.name)
-        while turn.steps < turn.manifest.steps_per_round:
+        while turn.steps < turn.manifest.steps_per_round and not turn.closing:
             data, _ = take(take(leased, count(self._used))[1], batch)
             if self.swarm.rules.leased and count(data) < batch:
                 break
