@@ -76,6 +76,17 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """This peer newly owns expert columns, and trains them from the round after this one on."""
+
+    event: ClassVar[str] = "columns"
+    round: int
+    adopted: tuple[int, ...]
+    fresh: tuple[int, ...]
+    """Those of them that begin with fresh optimizer moments: no former owner handed its own over."""
+
+
+@dataclass(frozen=True)
 class Eval:
     """Held-out loss of the committed model."""
 
@@ -108,8 +119,8 @@ class Error:
         return cls(str(error), error.fix)
 
 
-Event = Step | Round | Peer | Eval | Warning | Error
-KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Step, Round, Peer, Eval, Warning, Error)}
+Event = Step | Round | Peer | Columns | Eval | Warning | Error
+KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Step, Round, Peer, Columns, Eval, Warning, Error)}
 
 
 def to_json(time: float, event: Event) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spes_p2p.ids import short
-from spes_p2p.observe.events import Error, Eval, Event, Peer, Round, Step, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, Event, Peer, Round, Step, Warning
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 
 
@@ -21,6 +21,8 @@ def line(event: Event) -> str:
             return _round_line(event)
         case Peer():
             return f"peer {short(event.who)} {event.change} (round {event.round})"
+        case Columns():
+            return _columns_line(event)
         case Eval():
             return f"eval at step {event.step} (round {event.round}): held-out loss {event.loss:.4f}"
         case Warning():
@@ -57,6 +59,14 @@ def _round_line(event: Round) -> str:
 
 
 def scalars(event: Event) -> tuple[int, dict[str, float]]:
+def _columns_line(event: Columns) -> str:
+    own = f"own columns {span_text(event.adopted)} from round {event.round} on"
+    if not event.fresh:
+        return f"{own}, with the optimizer moments of their former owners"
+    which = "" if event.fresh == event.adopted else f" for {span_text(event.fresh)}"
+    return f"{own}, with fresh optimizer moments{which}"
+
+
     """(global step, name to number) of what a dashboard plots; no numbers for events that are only text."""
     match event:
         case Step():

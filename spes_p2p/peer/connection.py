@@ -16,14 +16,15 @@ from spes_p2p import __version__
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import ConfigError, NetworkError
-from spes_p2p.ids import PeerId
+from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
-from spes_p2p.peer.stopping import until_stopped
+from spes_p2p.peer.stopping import Stopped, until_stopped
 from spes_p2p.state.layout import Layout
+from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
@@ -35,14 +36,17 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.messages import Commit, Intent, Status
+from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.round import Core
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.timing import Pace
+from spes_p2p.sync.transfer import Transfers
 
 T = TypeVar("T")
 ANSWER_SECONDS = 15.0
 LEAVE_SECONDS = 8.0
 LINGER_SECONDS = 10.0
+MOMENTS_PAUSE_SECONDS = 0.1
 
 
 class MonotonicClock:
@@ -150,7 +154,29 @@ class Connection:
         others = [status for status in self.others() if not status.intent.leaving]
         return bool(others) and all(s.peer == self._info.organiser and s.round < round for s in others)
 
+    def fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
+        """Optimizer moments as `holder` had them on top of `head`, unchecked; None where it has none to give.
+
+        Asks again until it offers them, or until `until` (monotonic seconds), or the gate says stop.
+        """
+        try:
+            return self._thread.run(self._unless_stopped(self._fetch_moments(holder, head, column, until)))
+        except (Stopped, TimeoutError, NetworkError):
+            return None
+
     # ---- the network's thread ----
+
+    async def _fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
+        assert self._network is not None
+        core = self.driver.core
+        transfers = Transfers(self._network.transport, self.layout, lambda: core.pace.suspect_seconds)
+        async with asyncio.timeout(until - self.clock.now()):
+            while core.alive(holder, self.clock.now()):
+                try:
+                    return await transfers.moments(holder, head, column)
+                except RemoteProtocolError:  # its training thread may not have come to it yet
+                    await asyncio.sleep(MOMENTS_PAUSE_SECONDS)
+        return None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, broken off and unwound when the gate says stop."""
@@ -203,7 +229,8 @@ class Connection:
             checkpoints=self._options.output / CHECKPOINTS,
         )  # fmt: skip
         place = await joining.enter(intent, self._announcer.sources)
-        self._disk = Disk(place.store, place.chain, place.votes, Inputs(folder / "inputs", self.layout))
+        inputs, moments = Inputs(folder / "inputs", self.layout), MomentShelf(folder / "moments", self.layout)
+        self._disk = Disk(place.store, place.chain, place.votes, inputs, moments)
         core = Core(
             me=network.signer.peer_id,
             incarnation=place.votes.incarnation,

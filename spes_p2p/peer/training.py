@@ -23,6 +23,7 @@ from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.observe.events import Eval, Event, Step, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
+from spes_p2p.peer.handover import HandOver
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.membership import leader_order
@@ -88,6 +89,7 @@ class TrainingLoop:
         self._dump = dump
         self._last_round = last_round
         self._me = connection.peer_id
+        self._moments = HandOver(connection, config, trainer, emit)
         self._turn: _Turn | None = None
         self._handed_in = NO_HASH
         self._reported = 0.0
@@ -161,14 +163,17 @@ class TrainingLoop:
                 return
             self._hand_in(turn)
         self._connection.leave()
+        self._moments.offer_all(turn.manifest)
         while time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
             if news.applied:
                 self._dump_round(news.applied[0])
                 self._note_counted(news.applied[0])
                 newest = news.applied[-1].commit.manifest
+                self._moments.still_stand(news.applied)
                 if self._nobody_counts_on_us(newest):
                     self._save_last(turn, newest)
+                    self._moments.wait_until_taken(newest, until)
                     self._wait_for_archive(newest, until)
                     return
 
@@ -205,6 +210,7 @@ class TrainingLoop:
     def _on_step(self, result: StepResult, own_steps: int) -> None:
         now = time.monotonic()
         speed = result.tokens / max(result.seconds, 1e-9)
+        self._moments.step_seconds = result.seconds
         progress = self._connection.progress
         progress.step, progress.tokens_per_second = result.step, speed
         progress.tokens += result.tokens
@@ -256,6 +262,8 @@ class TrainingLoop:
         self._dump_round(events[0])
         newest = events[-1].commit.manifest
         self._taken = newest.round
+        if turn is not None:
+            self._moments.offer(turn.manifest, newest)
         if not self._connection.is_member():
             self._turn = None
             self._gate.use(newest.round)
@@ -321,7 +329,9 @@ class TrainingLoop:
                 self.uncounted = Uncounted()
             if first and isinstance(self._loader, LeasedLoader):
                 self._restart_loader(manifest.leases.of(self._me))
+            new = set(owned) - set(self._trainer.owned)
             self._trainer.adopt(owned, carried or base, manifest.step)
+            self._moments.take(manifest, new)
             self._save(manifest, base, self.uncounted)
         self._gate.use(manifest.round)
         self._evaluate(manifest)

@@ -31,6 +31,7 @@ from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
+from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.reducing import LOST
 from spes_p2p.sync.requests import Request, Serving
@@ -121,6 +122,8 @@ class Disk:
     chain: Chain
     votes: VoteBook
     inputs: Inputs
+    moments: MomentShelf | None = None
+    """What is handed over to new owners of columns; none where nothing is trained."""
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Driver:
         self._hooks = hooks
         self._clock = clock
         self._tasks = Tasks(self._task_failed)
-        self._serving = Serving(info, disk.chain, disk.store, disk.inputs.serve)
+        self._serving = Serving(info, disk.chain, disk.store, disk.inputs.serve, disk.moments)
         self._transfers = Transfers(transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused)
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice

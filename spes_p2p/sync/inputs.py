@@ -16,7 +16,7 @@ import numpy as np
 from spes_p2p.errors import LocalProtocolError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.state.files import reserve, write_at
-from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Values
+from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.version import DTYPE, block_file, bytes_of, map_block
 
 
@@ -52,17 +52,10 @@ class Inputs:
                 shutil.rmtree(older)
 
     def _store(self, folder: Path, block: int, values: Values) -> Values:
-        path, size = folder / block_file(block), self._layout.blocks[block].size
-        trained = np.ascontiguousarray(values, DTYPE)
-        if trained.shape != (size,):
-            raise LocalProtocolError(f"block {block} has {size} values, the snapshot {trained.shape}")
-        try:
-            reserve(path, size * VALUE_BYTES)
-            write_at(path, 0, bytes_of(trained))
-        except StorageFull:
-            path.unlink(missing_ok=True)
-            return np.array(trained)
-        return map_block(path, size)
+        size = self._layout.blocks[block].size
+        if values.shape != (size,):
+            raise LocalProtocolError(f"block {block} has {size} values, the snapshot {values.shape}")
+        return on_disk(folder / block_file(block), values)
 
     @property
     def parent(self) -> Hash:
@@ -91,6 +84,18 @@ class Inputs:
         """The bytes of `values`."""
         found = self.values(parent, first_tile, count)
         return None if found is None else bytes_of(found)
+
+
+def on_disk(path: Path, values: Values) -> Values:
+    """The same values, written to `path` and mapped; a copy in memory where the disk is full."""
+    kept = np.ascontiguousarray(values, DTYPE)
+    try:
+        reserve(path, kept.nbytes)
+        write_at(path, 0, bytes_of(kept))
+    except StorageFull:
+        path.unlink(missing_ok=True)
+        return np.array(kept)
+    return map_block(path, kept.size)
 
 
 class Carried:

@@ -17,11 +17,13 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.bench import whole_state
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.wire import pack
 
 VALUES = "values"
 TILES = "tiles"
 HASHES = "hashes"
+MOMENTS = "moments"
 CHAIN = "chain"
 RUN = "run"
 MAX_TILES_AT_ONCE = 64
@@ -31,8 +33,8 @@ MAX_CHAIN_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Request:
-    """`kind` and what it needs: VALUES (name: parent manifest, first tile, count), TILES (hashes, joined),
-    HASHES (name: state root, first: round), CHAIN (first round, count), RUN."""
+    """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count),
+    TILES (hashes, joined), HASHES (name: state root, first: round), CHAIN (first round, count), RUN."""
 
     kind: str
     name: Hash = NO_HASH
@@ -57,8 +59,10 @@ class Serving:
         chain: Chain,
         store: StateStore | None,
         inputs: Callable[[Hash, int, int], memoryview | bytes | None],
+        moments: MomentShelf | None = None,
     ) -> None:
         """`inputs(parent, first tile, count)` gives own contributed values as bytes, or None."""
+        self._moments = moments
         self._info = info
         self._chain = chain
         self._store = store
@@ -75,11 +79,21 @@ class Serving:
             if data is None:
                 raise RemoteProtocolError(f"no values of our own on top of {short(request.name)}")
             return Blob(data)
+        if request.kind == MOMENTS:
+            return self._offered(request)
         if request.kind == TILES:
             return self._tiles(request.hashes)
         if request.kind == HASHES:
             return self._hashes(request.name, request.first)
         raise RemoteProtocolError(f"nothing is known of {request.kind[:20]!r}")
+
+    def _offered(self, request: Request) -> Blob:
+        if self._moments is None or request.count > MAX_TILES_AT_ONCE:
+            raise RemoteProtocolError(f"a request for the moments of {request.count} tiles")
+        found = self._moments.serve(request.name, request.first, request.count)
+        if found is None:
+            raise RemoteProtocolError(f"no moments on top of {short(request.name)} are offered here")
+        return Blob(found[1], pack(found[0]))
 
     def _commits(self, first: int, count: int) -> Blob:
         count = min(max(count, 0), MAX_COMMITS_AT_ONCE)

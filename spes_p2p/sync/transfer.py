@@ -16,9 +16,11 @@ from spes_p2p.errors import NetworkError, PeerRefused, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
+from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync import requests
 from spes_p2p.sync.messages import Commit, Slice
+from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
@@ -59,6 +61,38 @@ class Transfers:
         if len(data) != size:
             raise RemoteProtocolError(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
         return np.frombuffer(data, np.dtype("<f4"))
+
+    async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:
+        """The optimizer moments of a column that `peer` offers; None where it says that there are none.
+
+        Raises NetworkError, or RemoteProtocolError for what it does not offer (yet). Numbers are unchecked.
+        """
+        block, tiles = self._layout.blocks[1 + column], self._layout.tiles_of(1 + column)
+        mean, square = np.empty(block.size, np.float32), np.empty(block.size, np.float32)
+        seen: set[int] = set()
+        for at in range(0, len(tiles), TILES_A_FETCH):
+            some = tiles[at : at + TILES_A_FETCH]
+            part = slice(some[0].start, some[-1].stop)
+            steps, values = await self._some_moments(peer, head, some[0].id, len(some), part.stop - part.start)
+            seen.add(steps)
+            if not steps:
+                return None
+            mean[part], square[part] = values
+        if len(seen) != 1:
+            raise RemoteProtocolError(f"{short(peer)} sent moments of a column that differ in their steps")
+        return Moments(seen.pop(), mean, square)
+
+    async def _some_moments(
+        self, peer: PeerId, head: Hash, first_tile: int, count: int, size: int
+    ) -> tuple[int, Values]:
+        """(steps, means and squares [2, size]) of some tiles."""
+        request = Request(requests.MOMENTS, name=head, first=first_tile, count=count)
+        async with self._slots:
+            header, data = await self._fetch_blob(peer, request, 2 * size * VALUE_BYTES)
+        steps = unpack(MomentsHead, header).steps
+        if len(data) != (2 * size * VALUE_BYTES if steps else 0):
+            raise RemoteProtocolError(f"{short(peer)} sent {len(data)} bytes for two moments of {size} values")
+        return steps, np.frombuffer(data, np.dtype("<f4")).reshape(2, -1)
 
     async def tiles(
         self, wanted: Mapping[int, Hash], holders: Sequence[PeerId], take: TakeTiles, spread: bool = False
@@ -128,13 +162,16 @@ class Transfers:
             return await self._fetch(peer, request, max_bytes)
 
     async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
+        return (await self._fetch_blob(peer, request, max_bytes))[1]
+
+    async def _fetch_blob(self, peer: PeerId, request: Request, max_bytes: int) -> tuple[bytes, bytes]:
         try:
-            _, data = await self._transport.fetch(peer, pack(request), self._stall_seconds(), max_bytes)
+            header, data = await self._transport.fetch(peer, pack(request), self._stall_seconds(), max_bytes)
         except PeerRefused:
             self._on_refused(peer)
             raise
         self._on_bytes()
-        return data
+        return header, data
 
     def _checked(self, holder: PeerId, data: bytes, sizes: Sequence[int], hashes: Sequence[Hash]) -> list[bytes]:
         if len(data) != sum(sizes):

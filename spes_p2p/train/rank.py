@@ -9,7 +9,7 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.interop.hf import place_table
 from spes_p2p.model.losses import LossWeights
-from spes_p2p.model.params import load_block, read_block
+from spes_p2p.model.params import Place, load_block, read_block
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
@@ -103,6 +103,10 @@ class RankTrainer:
         if block and block - 1 not in self.owned:
             raise LocalProtocolError(f"block {block} was asked for, but column {block - 1} is not among {self.owned}")
         return read_block(self.model, self._table, block)
+
+    def places(self, block: int) -> Sequence[Place]:
+        """Where the tensors of a block are in the model, in the order of the block."""
+        return self._table[block]
 
     def trained_tensors(self) -> Iterator[tuple[Group, str, Tensor]]:
         """(group, name, values) of everything that is trained, the same order at every rank."""

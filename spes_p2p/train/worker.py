@@ -26,6 +26,7 @@ from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.state.layout import Layout
 from spes_p2p.train.child import Child
+from spes_p2p.train.moments import take_moments
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.private import load_private_state
 from spes_p2p.train.rank import RankTrainer
@@ -71,6 +72,7 @@ _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
     "value_hashes": lambda trainer, arguments: trainer.value_hashes(),
 }
+    "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),
 
 
 class LocalRanks:

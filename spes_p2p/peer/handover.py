@@ -1,0 +1,140 @@
+"""Optimizer moments from owner to owner: offering those of columns that others now own too, taking over those of ours.
+
+Runs in the training thread. Moments forget within some tens of steps, so the wait for them is short, and worth no more
+than the steps in which fresh ones would find their way; whoever does not get them begins afresh and says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.observe.events import Columns, Event, Warning
+from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.peer.connection import Connection
+from spes_p2p.state.moments import NO_MOMENTS, Moments, check_moments
+from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.messages import Manifest, Status, manifest_hash
+from spes_p2p.train.schedule import RAMP_STEPS
+from spes_p2p.train.trainer import Trainer
+
+SHORTEST_WAIT_SECONDS = 2.0
+LONGEST_WAIT_SECONDS = 10.0
+"""A peer that leaves has gone by then."""
+OFFER_SECONDS = 2.0
+"""A leaver that could write no more in this time could send no more either."""
+LOOK_SECONDS = 0.05
+
+
+def new_owners(before: Ownership, after: Ownership, column: int) -> frozenset[PeerId]:
+    """Who owns a column by the later ownership and did not by the earlier."""
+    return frozenset(after[column]) - frozenset(before[column])
+
+
+def former_owners(before: Ownership, after: Manifest, column: int, me: PeerId) -> tuple[PeerId, ...]:
+    """Who has moments of a column that we newly own: first those who stay in the run, then those who leave it."""
+    members = {member.peer for member in after.members}
+    others = [peer for peer in before[column] if peer != me]
+    return tuple(sorted(others, key=lambda peer: (peer not in members, peer not in after.ownership[column], peer)))
+
+
+def _may_ask(status: Status, newest: Manifest) -> bool:
+    """Whether a peer may still ask for moments: it has not trained on top of `newest` yet."""
+    on_it = status.round == newest.round and not status.work.steps
+    return not status.intent.leaving and (on_it or status.round < newest.round)
+
+
+class HandOver:
+    """One peer's side of it, in both directions."""
+
+    def __init__(self, connection: Connection, config: Config, trainer: Trainer, emit: Callable[[Event], None]) -> None:
+        self._connection = connection
+        self._config = config
+        self._trainer = trainer
+        self._emit = emit
+        self._me = connection.peer_id
+        self.step_seconds = 0.0
+        """How long an inner step takes of late."""
+
+    # ---------------------------------------------------------------- giving
+
+    def offer(self, trained_on: Manifest, newest: Manifest) -> None:
+        """Keeps the moments of columns that `newest` gives to others, before they are dropped here."""
+        if manifest_hash(trained_on) != newest.parent:  # nobody would ask for what was trained so long ago
+            return
+        wanted = [
+            column
+            for column in self._trainer.owned
+            if new_owners(trained_on.ownership, newest.ownership, column) - {self._me}
+        ]
+        self._offer(newest.parent, wanted, float("inf"))
+
+    def offer_all(self, trained_on: Manifest) -> None:
+        """Keeps all of them: this peer is about to leave, and does not know yet who comes after it."""
+        self._offer(manifest_hash(trained_on), self._trainer.owned, time.monotonic() + OFFER_SECONDS)
+
+    def _offer(self, head: Hash, columns: Collection[int], until: float) -> None:
+        shelf = self._connection.disk.moments
+        if shelf is None:
+            return
+        if not columns:
+            shelf.clear()
+            return
+
+        def moments_of(column: int) -> Moments:
+            return self._trainer.moments(column) if time.monotonic() < until else NO_MOMENTS
+
+        shelf.offer(head, ((column, moments_of(column)) for column in columns))
+
+    def still_stand(self, applied: Iterable[Applied]) -> None:
+        """Rounds were committed in which a leaver trained nothing more."""
+        for event in applied:
+            if self._connection.disk.moments is not None:
+                self._connection.disk.moments.stands(manifest_hash(event.commit.manifest))
+
+    def wait_until_taken(self, newest: Manifest, until: float) -> None:
+        """Serves the new owners of columns that nobody else could hand over, until they train or `until`."""
+        parent = self._connection.disk.chain.commit(newest.round - 1).manifest
+        staying = {member.peer for member in newest.members} - {self._me}
+        heirs: set[PeerId] = set()
+        for column in self._trainer.owned:
+            if not staying & set(parent.ownership[column]):
+                heirs |= new_owners(parent.ownership, newest.ownership, column) - {self._me}
+        while heirs and time.monotonic() < until:
+            heirs &= {status.peer for status in self._connection.others() if _may_ask(status, newest)}
+            self._connection.gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)
+
+    # ---------------------------------------------------------------- taking
+
+    def take(self, manifest: Manifest, columns: Collection[int]) -> None:
+        """Moments of these newly owned columns, from whoever owned them by the manifest before; says how it went."""
+        if not columns or not manifest.round:
+            return
+        parent = self._connection.disk.chain.commit(manifest.round - 1).manifest
+        until = time.monotonic() + self._patience_seconds()
+        taken = [column for column in sorted(columns) if self._take_column(manifest, parent, column, until)]
+        fresh = tuple(column for column in sorted(columns) if column not in taken)
+        self._emit(Columns(manifest.round, tuple(sorted(columns)), fresh))
+
+    def _take_column(self, manifest: Manifest, parent: Manifest, column: int, until: float) -> bool:
+        for holder in former_owners(parent.ownership, manifest, column, self._me):
+            moments = self._connection.fetch_moments(holder, manifest.parent, column, until)
+            if moments is not None and self._is_sound(moments, holder, column):
+                self._trainer.take_moments(column, moments)
+                return True
+        return False
+
+    def _is_sound(self, moments: Moments, holder: PeerId, column: int) -> bool:
+        optimizer = self._config.optimizer
+        try:
+            check_moments(moments, optimizer.betas, optimizer.grad_clip)
+        except RemoteProtocolError as error:
+            self._emit(Warning(f"peer {short(holder)}: column {column} begins afresh: it sent {error}"))
+            return False
+        return True
+
+    def _patience_seconds(self) -> float:
+        return min(max(RAMP_STEPS * self.step_seconds, SHORTEST_WAIT_SECONDS), LONGEST_WAIT_SECONDS)

@@ -1,0 +1,88 @@
+"""Optimizer moments that a peer hands over: kept on disk for the new owners of its columns, as long as they may ask.
+
+Nothing is decided here. What is offered stands until the next offer; it is lost with a restart, and then the new owner
+begins with fresh moments.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.ids import Hash
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.moments import Moments
+from spes_p2p.state.version import bytes_of
+from spes_p2p.sync.inputs import on_disk
+
+
+@dataclass(frozen=True)
+class MomentsHead:
+    """Goes before the bytes of moments: how many steps they have seen. 0: there are none, do not ask again."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class _Offer:
+    heads: frozenset[Hash]
+    columns: dict[int, Moments]
+
+
+class MomentShelf:
+    """One offer at a time, in `directory`. Written by the trainer's thread, read by any."""
+
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._directory = directory
+        self._layout = layout
+        self._offer = _Offer(frozenset(), {})
+        self._count = 0
+
+    def offer(self, head: Hash, moments: Iterable[tuple[int, Moments]]) -> None:
+        """Replaces the offer by (column, its moments) as they are after training on top of manifest `head`.
+
+        Without arrays and steps: the column is owned, but was never trained. Maps of the earlier offer stay good.
+        """
+        self._count += 1
+        folder = self._directory / f"{self._count:08d}"
+        folder.mkdir()
+        columns = {column: self._kept(folder, column, one) for column, one in moments}
+        self._offer = _Offer(frozenset({head}), columns)  # at once: readers see the one or the other
+        for older in self._directory.iterdir():
+            if older != folder:
+                shutil.rmtree(older)
+
+    def _kept(self, folder: Path, column: int, moments: Moments) -> Moments:
+        if not moments.steps:
+            return moments
+        mean = on_disk(folder / f"column-{column:05d}.mean", moments.mean)
+        return Moments(moments.steps, mean, on_disk(folder / f"column-{column:05d}.square", moments.square))
+
+    def stands(self, head: Hash) -> None:
+        """Nothing was trained since: what is offered is as good on top of `head`."""
+        self._offer = _Offer(self._offer.heads | {head}, self._offer.columns)
+
+    def clear(self) -> None:
+        """Nothing is offered any more."""
+        if self._offer.columns:
+            self._offer = _Offer(frozenset(), {})
+            for folder in self._directory.iterdir():
+                shutil.rmtree(folder)
+
+    def serve(self, head: Hash, first_tile: int, count: int) -> tuple[MomentsHead, bytes] | None:
+        """Means, then squares, of consecutive tiles of one column; None where they are not offered."""
+        offer = self._offer
+        if head not in offer.heads or first_tile < 0 or count < 1:
+            return None
+        tiles = self._layout.tiles[first_tile : first_tile + count]
+        if len(tiles) != count or tiles[0].block != tiles[-1].block:
+            return None
+        moments = offer.columns.get(tiles[0].block - 1)
+        if moments is None or not moments.steps:
+            return None if moments is None else (MomentsHead(0), b"")
+        part = slice(tiles[0].start, tiles[-1].stop)
+        return MomentsHead(moments.steps), b"".join(bytes_of(values[part]) for values in (moments.mean, moments.square))

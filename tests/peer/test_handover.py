@@ -1,0 +1,193 @@
+"""Who gets whose optimizer moments: between real trainers, over manifests that the test makes up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.observe.events import Columns, Event, Warning
+from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.peer.handover import HandOver, former_owners
+from spes_p2p.state.moments import Moments
+from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.messages import Manifest, manifest_hash
+from spes_p2p.sync.moments import MomentShelf
+from tests.sync.chains import MadeRun
+from tests.train.small import batch_of, initial, small_config, small_layout, trainer_of
+
+CONFIG = small_config()
+LAYOUT = small_layout(CONFIG)
+GENESIS = MadeRun().chain(1)[0].manifest
+ANNA, BEA, CARL = PeerId("anna"), PeerId("bea"), PeerId("carl")
+COLUMNS = CONFIG.model.num_experts
+
+
+def manifest(parent: Manifest, members: tuple[PeerId, ...], **owners: tuple[int, ...]) -> Manifest:
+    """The child of `parent` by which these members own these columns."""
+    ownership: Ownership = tuple(
+        tuple(PeerId(peer) for peer in sorted(owners) if column in owners[peer]) for column in range(COLUMNS)
+    )
+    named = tuple(Member(peer, 1, True, 0) for peer in members)
+    return replace(parent, round=parent.round + 1, parent=manifest_hash(parent), members=named, ownership=ownership)
+
+
+FIRST = manifest(GENESIS, (ANNA, BEA, CARL), anna=(0, 1), bea=(2, 3), carl=(3,))
+
+
+class Side:
+    """One peer with a trained model."""
+
+    def __init__(self, folder: Path, me: PeerId, owned: tuple[int, ...], sides: dict[PeerId, Side]) -> None:
+        sides[me] = self
+        self.sides = sides
+        self.chain = {0: GENESIS, 1: FIRST}
+        self.shelf = MomentShelf(folder / me, LAYOUT)
+        self.trainer = trainer_of(CONFIG, owned)
+        for seed in range(3):
+            self.trainer.train_step(batch_of(seed))
+        self.said: list[Event] = []
+        self.asked: list[tuple[PeerId, int]] = []
+        self.statuses: list[Any] = []
+        connection: Any = SimpleNamespace(
+            peer_id=me,
+            disk=SimpleNamespace(
+                moments=self.shelf, chain=SimpleNamespace(commit=lambda at: SimpleNamespace(manifest=self.chain[at]))
+            ),
+            fetch_moments=self._fetch,
+            others=lambda: self.statuses,
+            gate=SimpleNamespace(wait=lambda until, heed_stop: self.statuses.clear()),
+        )
+        self.hand_over = HandOver(connection, CONFIG, self.trainer, self.said.append)
+
+    def _fetch(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
+        self.asked.append((holder, column))
+        ids = LAYOUT.tile_ids_of(1 + column)
+        found = self.sides[holder].shelf.serve(head, ids[0], len(ids)) if holder in self.sides else None
+        if found is None or not found[0].steps:
+            return None
+        return Moments(found[0].steps, *np.frombuffer(found[1], np.float32).reshape(2, -1))
+
+    def adopt(self, newest: Manifest, *owned: int) -> None:
+        """As at the start of a round."""
+        new = set(owned) - set(self.trainer.owned)
+        self.trainer.adopt(owned, initial(CONFIG), 3)
+        self.hand_over.take(newest, new)
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> dict[PeerId, Side]:
+    found: dict[PeerId, Side] = {}
+    for me, owned in ((ANNA, (0, 1)), (BEA, (2, 3)), (CARL, (3,))):
+        Side(tmp_path, me, owned, found)
+    return found
+
+
+def test_a_column_that_moves_takes_its_moments_along(sides: dict[PeerId, Side]) -> None:
+    anna, bea = sides[ANNA], sides[BEA]
+    second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1, 2), bea=(3,), carl=(3,))
+    had = bea.trainer.moments(2)
+    bea.hand_over.offer(FIRST, second)
+    bea.adopt(second, 3)
+    anna.adopt(second, 0, 1, 2)
+    assert np.array_equal(anna.trainer.moments(2).square, had.square)
+    assert anna.trainer.moments(2).steps == 3
+    assert anna.said == [Columns(2, (2,), ())]
+    assert bea.said == []
+
+
+def test_a_column_whose_owner_is_gone_begins_afresh_and_it_is_said(sides: dict[PeerId, Side]) -> None:
+    anna = sides[ANNA]
+    del sides[BEA]
+    second = manifest(FIRST, (ANNA, CARL), anna=(0, 1, 2), carl=(3,))
+    anna.adopt(second, 0, 1, 2)
+    assert anna.trainer.moments(2).steps == 0
+    assert anna.said == [Columns(2, (2,), (2,))]
+    anna.trainer.train_step(batch_of(9))
+    assert anna.trainer.moments(2).steps == 1
+
+
+def test_a_replica_is_asked_before_who_leaves(sides: dict[PeerId, Side]) -> None:
+    anna = sides[ANNA]
+    second = manifest(FIRST, (ANNA, CARL), anna=(0, 1, 2, 3), carl=(3,))
+    assert former_owners(FIRST.ownership, second, 3, ANNA) == (CARL, BEA)
+    sides[CARL].hand_over.offer(FIRST, second)
+    sides[BEA].hand_over.offer_all(FIRST)
+    anna.adopt(second, 0, 1, 2, 3)
+    assert anna.asked == [(BEA, 2), (CARL, 3)]
+    assert anna.said == [Columns(2, (2, 3), ())]
+
+
+def test_a_leaver_serves_also_on_top_of_rounds_that_it_waited_for(sides: dict[PeerId, Side]) -> None:
+    anna, bea = sides[ANNA], sides[BEA]
+    bea.hand_over.offer_all(FIRST)
+    second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1), bea=(2, 3), carl=(3,))
+    third = manifest(second, (ANNA, CARL), anna=(0, 1, 2), carl=(3,))
+    commits: Any = [SimpleNamespace(commit=SimpleNamespace(manifest=made)) for made in (second, third)]
+    bea.hand_over.still_stand(commits)
+    anna.chain[2] = second
+    anna.adopt(third, 0, 1, 2)
+    assert anna.said == [Columns(3, (2,), ())]
+
+
+def test_moments_that_no_training_gives_are_refused_and_another_owner_is_asked(sides: dict[PeerId, Side]) -> None:
+    anna, bea = sides[ANNA], sides[BEA]
+    second = manifest(FIRST, (ANNA, BEA), anna=(0, 1, 3), bea=(2, 3))
+    true = bea.trainer.moments(3)
+    bea.shelf.offer(manifest_hash(FIRST), [(3, replace(true, square=-true.square))])
+    sides[CARL].hand_over.offer_all(FIRST)
+    anna.adopt(second, 0, 1, 3)
+    assert anna.asked == [(BEA, 3), (CARL, 3)]
+    warning, columns = anna.said
+    assert isinstance(warning, Warning)
+    assert "negative mean of squares" in warning.message
+    assert columns == Columns(2, (3,), ())
+
+
+def test_nothing_is_kept_where_nobody_would_ask(sides: dict[PeerId, Side]) -> None:
+    bea = sides[BEA]
+    second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1), bea=(2, 3), carl=(3,))
+    late = manifest(second, (ANNA, BEA, CARL), anna=(0, 1, 2), bea=(3,), carl=(3,))
+    for trained_on, newest in ((FIRST, second), (FIRST, late)):
+        bea.hand_over.offer(trained_on, newest)
+        assert bea.shelf.serve(newest.parent, LAYOUT.tile_ids_of(3)[0], 1) is None
+
+
+def status(peer: PeerId, round: int, steps: int, leaving: bool = False) -> Any:
+    return SimpleNamespace(
+        peer=peer, round=round, work=SimpleNamespace(steps=steps), intent=SimpleNamespace(leaving=leaving)
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "waits"),
+    [
+        (status(ANNA, 2, 0), True),
+        (status(ANNA, 1, 9), True),  # of the round before
+        (status(ANNA, 2, 1), False),
+        (status(ANNA, 3, 0), False),
+        (status(ANNA, 2, 0, leaving=True), False),
+        (status(CARL, 2, 0), False),  # no heir
+    ],
+)
+def test_a_leaver_waits_for_heirs_that_have_not_begun(sides: dict[PeerId, Side], told: Any, waits: bool) -> None:
+    bea = sides[BEA]
+    second = manifest(FIRST, (ANNA, CARL), anna=(0, 1, 2), carl=(3,))
+    looks: list[float] = []
+
+    def look(until: float, heed_stop: bool) -> None:
+        looks.append(until)
+        bea.statuses = []  # it is not heard any more
+
+    bea.hand_over._connection.gate.wait = look  # type: ignore[method-assign, assignment]
+    bea.statuses = [told]
+    bea.hand_over.wait_until_taken(second, time.monotonic() + 60.0)
+    assert len(looks) == 1 + waits
+    bea.hand_over.wait_until_taken(manifest(FIRST, (ANNA, CARL), anna=(0, 1), carl=(3,)), time.monotonic() + 60.0)
+    assert len(looks) == 1 + waits

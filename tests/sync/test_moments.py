@@ -1,0 +1,134 @@
+"""Optimizer moments on offer: who asks gets exactly those, and nothing that is not on offer any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.state.moments import NO_MOMENTS, Moments
+from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.moments import MomentsHead, MomentShelf
+from spes_p2p.sync.requests import MOMENTS, Request, Serving
+from spes_p2p.sync.transfer import Transfers
+from spes_p2p.testing.virtual_time import run_virtual
+from spes_p2p.wire import pack, unpack
+from tests.state.small import file_size_limit
+from tests.sync.chains import A, B, MadeRun
+
+MADE = MadeRun()
+P, Q = sha256(b"p"), sha256(b"q")
+SIZE = MADE.layout.blocks[2].size
+
+
+def moments(seed: int, steps: int = 7) -> Moments:
+    rng = np.random.default_rng(seed)
+    return Moments(steps, rng.standard_normal(SIZE, np.float32), rng.random(SIZE, np.float32))
+
+
+def same(left: Moments | None, right: Moments) -> bool:
+    assert left is not None
+    return (
+        left.steps == right.steps
+        and np.array_equal(left.mean, right.mean)
+        and np.array_equal(left.square, right.square)
+    )
+
+
+class Giver:
+    """Serves what is on a shelf."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shelf = MomentShelf(folder / "moments", MADE.layout)
+        self._serving = Serving(MADE.info, Chain(folder / "chain"), None, lambda *request: None, self.shelf)
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        return b""
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        return self._serving.answer(unpack(Request, request))
+
+
+class Liar(Giver):
+    """Answers with the bytes of a true answer, changed."""
+
+    def __init__(self, folder: Path, header: bytes | None, cut: int) -> None:
+        super().__init__(folder)
+        self._header, self._cut = header, cut
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        blob = await super().on_fetch(caller, request)
+        return Blob(
+            bytes(blob.data)[: len(blob.data) - self._cut], blob.header if self._header is None else self._header
+        )
+
+
+def ask(giver: Giver, head: Hash, column: int) -> Moments | None:
+    async def main() -> Moments | None:
+        network = MemoryNetwork(1)
+        await network.peer(B).transport.serve(giver)
+        return await Transfers(network.peer(A).transport, MADE.layout, lambda: 5.0).moments(B, head, column)
+
+    return run_virtual(main())
+
+
+def test_what_is_offered_arrives_as_it_was(tmp_path: Path) -> None:
+    giver = Giver(tmp_path)
+    giver.shelf.offer(P, [(1, moments(1)), (2, moments(2, steps=3)), (3, NO_MOMENTS)])
+    assert same(ask(giver, P, 1), moments(1))
+    assert same(ask(giver, P, 2), moments(2, steps=3))
+    assert ask(giver, P, 3) is None
+
+
+def test_other_columns_and_other_manifests_are_refused(tmp_path: Path) -> None:
+    giver = Giver(tmp_path)
+    giver.shelf.offer(P, [(1, moments(1))])
+    for head, column in ((P, 2), (Q, 1)):
+        with pytest.raises(RemoteProtocolError, match="no moments on top of"):
+            ask(giver, head, column)
+    giver.shelf.stands(Q)
+    assert same(ask(giver, Q, 1), moments(1))
+    assert same(ask(giver, P, 1), moments(1))
+
+
+def test_only_the_last_offer_stands(tmp_path: Path) -> None:
+    giver = Giver(tmp_path)
+    giver.shelf.offer(P, [(1, moments(1))])
+    giver.shelf.offer(Q, [(2, moments(2))])
+    with pytest.raises(RemoteProtocolError):
+        ask(giver, P, 1)
+    assert len(list((tmp_path / "moments").iterdir())) == 1
+    giver.shelf.clear()
+    assert list((tmp_path / "moments").iterdir()) == []
+    with pytest.raises(RemoteProtocolError):
+        ask(giver, Q, 2)
+
+
+def test_a_full_disk_offers_from_memory(tmp_path: Path) -> None:
+    giver = Giver(tmp_path)
+    with file_size_limit(64):
+        giver.shelf.offer(P, [(1, moments(1))])
+    assert same(ask(giver, P, 1), moments(1))
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0), (0, 10**6), (2**70, 1), (0, 65), (0, 1)])
+def test_requests_that_make_no_sense_are_refused(tmp_path: Path, first: int, count: int) -> None:
+    giver = Giver(tmp_path)
+    giver.shelf.offer(P, [(1, moments(1))])
+    with pytest.raises(RemoteProtocolError):
+        giver._serving.answer(Request(MOMENTS, P, first, count))
+
+
+@pytest.mark.parametrize(
+    ("header", "cut"), [(None, 4), (pack(MomentsHead(0)), 0), (b"", 0), (b"x" * 100, 0), (pack((7, 7)), 0)]
+)
+def test_answers_of_the_wrong_size_or_shape_are_refused(tmp_path: Path, header: bytes | None, cut: int) -> None:
+    giver = Liar(tmp_path, header, cut)
+    giver.shelf.offer(P, [(1, moments(1))])
+    with pytest.raises((RemoteProtocolError, NetworkError)):
+        ask(giver, P, 1)
