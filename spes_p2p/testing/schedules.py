@@ -47,7 +47,7 @@ def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) 
     chance = random.Random(seed ^ 0x5EED)
     kinds = [kind for kind in KINDS if only in (None, kind.name)]
     kind = chance.choices(kinds, [kind.weight for kind in kinds])[0]
-    founders = chance.choice((3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7))
+    founders = chance.choice((3, 3, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7))
     weather = Weather(
         longest_delay=chance.choice((0.1, 0.3, 1.0)),
         loss=chance.choice((0.0, 0.0, 0.02, 0.1)),
@@ -187,6 +187,17 @@ def long_cut(world: World, chance: random.Random) -> None:
         world.after(chance.uniform(60.0, 80.0), cut, world, chance)
 
 
+def split_and_meet(world: World, chance: random.Random) -> None:
+    """The parts go on alone for several rounds, then meet; while one history wins there is more trouble."""
+    parts = chance.choice((2, 2, 2, 3))
+    world.partition({name: chance.randrange(parts) for name in world.peers})
+    met = chance.uniform(75.0, 105.0)
+    world.after(met, world.heal)
+    for _ in range(chance.choice((0, 1, 1, 2))):
+        trouble = chance.choice((crash, quick_restart, isolate, cut, sleep, join, power_cut))
+        world.after(met + chance.uniform(-3.0, 12.0), trouble, world, chance)
+
+
 def isolate(world: World, chance: random.Random) -> None:
     """One peer reaches nobody for a while."""
     peer = _leader(world, chance) if chance.random() < 0.6 else _victim(world, chance)
@@ -282,9 +293,10 @@ KINDS = (
     Kind("power", (power_cut, quick_restart), 1, 2),
     Kind("many", (crash_of_many,), 1, 1, weight=2),
     Kind("cuts", (cut, isolate), 1, 4, weight=2),
-    Kind("long cut", (long_cut,), 1, 1, weight=2, mended_seconds=95.0, slowness=8.0),
+    Kind("long cut", (long_cut,), 1, 1, mended_seconds=95.0, slowness=8.0),
+    Kind("meeting", (split_and_meet,), 1, 1, mended_seconds=125.0, slowness=8.0),
     Kind("sleep", (sleep,), 1, 3, slowness=4.0),
-    Kind("disk", (full_disk, quick_restart), 1, 3),
+    Kind("disk", (full_disk, quick_restart), 1, 3, slowness=2.0),
     Kind("members", (join, leave, leave), 1, 4, weight=2),
-    Kind("mixed", ALL, 3, 7, weight=3),
+    Kind("mixed", ALL, 3, 7, weight=2),
 )
