@@ -179,10 +179,14 @@ class Connection:
         return None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`, broken off and unwound when the gate says stop."""
+        """`work`, broken off and unwound when the gate says stop. Raises what the peer failed with, or Stopped."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         with self.gate.on_stop(lambda: loop.call_soon_threadsafe(stop.set)):
-            return await until_stopped(stop, work)
+            try:
+                return await until_stopped(stop, work)
+            except Stopped:
+                self.gate.check()
+                raise
 
     async def _find(self) -> tuple[Config, RunInfo]:
         options = self._options

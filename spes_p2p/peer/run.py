@@ -79,7 +79,7 @@ def _run_connected(
         dataset = open_dataset(config)
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with (
-            _ranks(options, device, outer, config.optimizer.batch_sequences) as ranks,
+            _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks,
             closing(
                 Trainer(config, connection.layout, device, ranks)  # memory runs out here, before others count on us
             ) as trainer,
@@ -130,8 +130,14 @@ def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: Pee
 
 
 @contextlib.contextmanager
-def _ranks(options: PeerOptions, device: torch.device, outer: Ranks | None, batch_sequences: int) -> Iterator[Ranks]:
-    """Those of an outer torchrun, else processes of our own."""
+def _ranks(
+    options: PeerOptions,
+    device: torch.device,
+    outer: Ranks | None,
+    batch_sequences: int,
+    lost: Callable[[SpesError], None],
+) -> Iterator[Ranks]:
+    """Those of an outer torchrun, else processes of our own; `lost` is told when one of these ends."""
     if outer is not None:
         yield outer
         return
@@ -141,7 +147,7 @@ def _ranks(options: PeerOptions, device: torch.device, outer: Ranks | None, batc
             f"a batch of {batch_sequences} sequences cannot be split over {count} ranks",
             fix="use --local-ranks with a number that divides optimizer.batch_sequences",
         )
-    with LocalRanks(count, device) as local:
+    with LocalRanks(count, device, lost) as local:
         yield local.ranks
 
 

@@ -70,9 +70,18 @@ class Gate:
         self._on_notice(notice)
 
     def failed(self, error: BaseException) -> None:
+        """The peer must end: who waits for news, or for the run to begin, hears of it at once. For any thread."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+            calls = tuple(self._on_stop)
+        for call in calls:
+            call()
+
+    def check(self) -> None:
+        """Raises what the peer failed with."""
+        if self._failure is not None:
+            raise self._failure
 
     # ---- anybody ----
 
@@ -89,7 +98,7 @@ class Gate:
     def on_stop(self, call: Callable[[], object]) -> Iterator[None]:
         """`call` is made when the peer should end, by whoever says so; at once where that has happened already."""
         with self._changed:
-            late = self._stopping
+            late = self._stopping or self._failure is not None
             self._on_stop.append(call)
         if late:
             call()

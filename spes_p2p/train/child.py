@@ -58,6 +58,19 @@ class Child:
             self._process.kill()
             self._thread.join()
 
+    def kill(self) -> None:
+        """SIGKILL; `on_end` is called as ever."""
+        if self._process is not None:
+            self._process.kill()
+
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped it."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+
     def _run(self) -> None:
         try:
             with open(self._log, "wb") as log:

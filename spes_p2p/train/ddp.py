@@ -7,6 +7,7 @@ torch.distributed is not even imported. Who starts the processes is `worker`'s j
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 ANSWER_TIMEOUT = timedelta(minutes=10)
-"""How long one rank waits for another in the middle of work. A rank that ends is noticed at once."""
+"""How long one rank waits for another in the middle of work. One that ends is noticed at once, one that is frozen by
+rank 0's watchdog."""
 _IDLE_TIMEOUT = timedelta(days=365)
 _CHUNK_VALUES = 2**26
 _CPU = torch.device("cpu")
@@ -30,6 +32,10 @@ _CPU = torch.device("cpu")
 
 def _nothing_to_check() -> None:
     """One rank alone, or ranks that somebody else watches."""
+
+
+def _nothing_to_watch(command: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Ranks:
     """Raises SpesError where another rank has ended. On rank 0 only."""
     explain: Callable[[], None] = _nothing_to_check
     """As `check`, when something broke: gives a rank a moment to be seen as ended."""
+    watch: Callable[[str], AbstractContextManager[None]] = _nothing_to_watch
+    """Put around each command that all ranks carry out: notices where it takes far too long."""
 
 
 def connect(
@@ -56,6 +64,7 @@ def connect(
     store: Store | None = None,
     check: Callable[[], None] = _nothing_to_check,
     explain: Callable[[], None] = _nothing_to_check,
+    watch: Callable[[str], AbstractContextManager[None]] = _nothing_to_watch,
 ) -> Ranks:
     """Joins the process groups; every rank calls it. Without a `store`, MASTER_ADDR and MASTER_PORT tell where."""
     if world_size == 1:
@@ -68,7 +77,7 @@ def connect(
     dist.init_process_group(backend, timeout=ANSWER_TIMEOUT, store=store, rank=rank, world_size=world_size)
     # time-outs are each rank's own: rank 0 never waits long for one that takes a command
     control = dist.new_group(backend="gloo", timeout=ANSWER_TIMEOUT if rank == 0 else _IDLE_TIMEOUT)
-    return Ranks(rank, world_size, device, dist.group.WORLD, control, check, explain)
+    return Ranks(rank, world_size, device, dist.group.WORLD, control, check, explain, watch)
 
 
 def disconnect(ranks: Ranks) -> None:

@@ -165,8 +165,9 @@ class Trainer:
         if self._broken:
             raise LocalProtocolError(f"{name} after a failure or close: the ranks are not in step any more")
         try:
-            broadcast_object(self._ranks, [name, arguments])
-            yield
+            with self._ranks.watch(name):
+                broadcast_object(self._ranks, [name, arguments])
+                yield
             self._ranks.check()
         except BaseException as error:
             self._broken = True

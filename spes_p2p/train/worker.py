@@ -11,7 +11,6 @@ import ctypes
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,16 +25,19 @@ from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.state.layout import Layout
 from spes_p2p.train.child import Child
-from spes_p2p.train.moments import take_moments
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
+from spes_p2p.train.moments import take_moments
 from spes_p2p.train.private import load_private_state
 from spes_p2p.train.rank import RankTrainer
+from spes_p2p.train.scratch import Scratch
 from spes_p2p.train.trainer import unpacked
+from spes_p2p.train.watchdog import Watchdog
 
 _START_SECONDS = 120.0
 _NOTICE_SECONDS = 5.0
 _CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
 _PR_SET_PDEATHSIG = 1
+_FROZEN_FIX = "look at that process's device and at the machine's memory; then go on with --resume"
 
 
 def serve(ranks: Ranks) -> None:
@@ -70,9 +72,9 @@ _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "adopt": _adopt,
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
+    "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),
     "value_hashes": lambda trainer, arguments: trainer.value_hashes(),
 }
-    "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),
 
 
 class LocalRanks:
@@ -81,23 +83,28 @@ class LocalRanks:
     `ranks` is for the Trainer. With one rank nothing is started.
     """
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, world_size: int, device: torch.device, lost: Callable[[SpesError], None] = lambda error: None
+    ) -> None:
         """Starts the processes and connects. On CUDA, rank r uses GPU r.
 
-        Raises ConfigError for more ranks than GPUs, SpesError where a rank ends or does not come up in time.
+        `lost` is told, in another thread, that a rank has ended, also while rank 0 does something else. Raises
+        ConfigError for more ranks than GPUs, SpesError where a rank ends or does not come up in time.
         """
         self.ranks = Ranks(device=device)
         self._children: list[Child] = []
         self._ended: list[Child] = []
         self._news = threading.Event()
+        self._lost = lost
+        self._frozen: SpesError | None = None
         self._closing = False
         if world_size == 1:
             return
         _check_devices(world_size, device)
-        with_folder = tempfile.TemporaryDirectory(prefix="spes-p2p-ranks-")
-        self._folder = with_folder
+        self._folder = Scratch()
+        self._watchdog = Watchdog(self._on_frozen)
         try:
-            self._start(world_size, device.type, Path(with_folder.name))
+            self._start(world_size, device.type, self._folder.path)
         except BaseException:
             self.close()
             raise
@@ -108,7 +115,9 @@ class LocalRanks:
         return tuple(child.pid for child in self._children)
 
     def check(self) -> None:
-        """Raises SpesError where a rank has ended, naming the first one and how it ended."""
+        """Raises SpesError where a rank has ended, naming the first one and how it ended, or which one is frozen."""
+        if self._frozen is not None:
+            raise self._frozen
         if self._ended and not self._closing:
             raise self._ended[0].loss()
 
@@ -119,15 +128,16 @@ class LocalRanks:
 
     def close(self) -> None:
         """Ends all processes, by force those that the Trainer's `close` has not ended."""
-        if self._closing or not self._children:
+        if self._closing or not hasattr(self, "_watchdog"):
             return
         self._closing = True
+        self._watchdog.close()
         abort(self.ranks)
         disconnect(self.ranks)
         deadline = time.monotonic() + _CLOSE_SECONDS
         for child in self._children:
             child.end(max(0.0, deadline - time.monotonic()))
-        self._folder.cleanup()
+        self._folder.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +163,7 @@ class LocalRanks:
         self._wait_until_ready(store, world_size)
         device = torch.device(_device_of(0, device_type))
         try:
-            self.ranks = connect(0, world_size, device, store, self.check, self.explain)
+            self.ranks = connect(0, world_size, device, store, self.check, self.explain, self._watchdog.watching)
         except RuntimeError:
             self.explain()
             raise
@@ -172,6 +182,17 @@ class LocalRanks:
         self._news.set()
         if not self._closing:
             abort(self.ranks)
+            self._lost(self._frozen or child.loss())
+
+    def _on_frozen(self, command: str, seconds: float, longest: float) -> None:
+        """Nobody can be waited for any more: the others are ended, which frees rank 0 from where it waits."""
+        stopped = [child for child in self._children if child.is_stopped()]
+        named = ", ".join(str(child.rank) for child in stopped or self._children)
+        how = "was stopped by a signal" if stopped else "hangs"
+        took = f"; {command} took {longest:.1f} s at most until now" if longest else ""
+        self._frozen = SpesError(f"local rank {named} {how}: no answer for {seconds:.0f} s{took}", fix=_FROZEN_FIX)
+        for child in self._children:
+            child.kill()
 
 
 def ranks_from_environment(device: torch.device) -> Ranks | None:

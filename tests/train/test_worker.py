@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
 from spes_p2p.errors import LocalProtocolError, SpesError
+from spes_p2p.train import watchdog
 from spes_p2p.train.ddp import broadcast_object
+from spes_p2p.train.scratch import Scratch
 from spes_p2p.train.worker import LocalRanks
 from tests.train.small import CPU, batch_of, small_config, trainer_of
 
@@ -46,6 +49,46 @@ def test_a_killed_rank_is_named_and_nothing_hangs() -> None:
         trainer.close()
     assert not psutil.pid_exists(pid)
     trainer_of(small_config()).train_step(batch_of(0))  # a peer of one rank goes on in this process
+
+
+def test_a_rank_that_ends_is_heard_of_while_nobody_asks_it_anything() -> None:
+    heard, news = list[SpesError](), threading.Event()
+
+    def lost(error: SpesError) -> None:
+        heard.append(error)
+        news.set()
+
+    with LocalRanks(2, CPU, lost) as ranks:
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        assert news.wait(10.0)
+    assert [str(error) for error in heard] == ["local rank 1 was killed by SIGKILL"]
+
+
+def test_a_frozen_rank_is_named_within_a_time_learnt_from_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "FLOOR_SECONDS", 0.5)
+    with LocalRanks(2, CPU) as ranks:
+        trainer = trainer_of(small_config(), ranks=ranks.ranks)
+        trainer.train_step(batch_of(0))
+        (pid,) = ranks.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(SpesError, match=r"local rank 1 was stopped by a signal: no answer for \d+ s; train_step"):
+            trainer.train_step(batch_of(0))
+        trainer.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_folders_of_killed_peers_are_removed_by_the_next_one() -> None:
+    program = "import os\nfrom spes_p2p.train.scratch import Scratch\nprint(Scratch().path)\nos._exit(0)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    left = Path(done.stdout.strip())
+    assert left.is_dir()
+    mine = Scratch()
+    assert not left.exists()
+    others = Scratch()
+    assert mine.path.is_dir()  # its process lives
+    for scratch in (mine, others):
+        scratch.remove()
+        assert not scratch.path.exists()
 
 
 def test_ranks_end_when_rank_0_is_killed() -> None:
