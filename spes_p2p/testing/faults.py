@@ -108,15 +108,24 @@ Fits = Callable[[Fault, str], bool]
 class Faults:
     """The listener: watches the steps go by and acts at those that were planned. A context manager.
 
-    `me` is the peer of steps that name none; `fits(fault, peer)` may refuse a victim.
+    `me`: all steps are those of this peer, by this name. `fits(fault, peer)` may refuse a victim, before the step is
+    counted as passed unharmed; `claim(fault, peer)` has the last word.
     """
 
-    def __init__(self, planned: Iterable[Fault], act: Act, me: str = "", fits: Fits = lambda fault, peer: True) -> None:
+    def __init__(
+        self,
+        planned: Iterable[Fault],
+        act: Act,
+        me: str = "",
+        fits: Fits = lambda fault, peer: True,
+        claim: Fits = lambda fault, peer: True,
+    ) -> None:
         self._left = {fault: fault.times or -1 for fault in planned}
         self._skip = {fault: fault.skip for fault in self._left}
         self._act = act
         self._me = me
         self._fits = fits
+        self._claim = claim
         self._rounds: dict[str, int] = {}
         self._lock = threading.Lock()
         self.done: list[tuple[Fault, str]] = []
@@ -125,7 +134,7 @@ class Faults:
     def __call__(self, step: str, facts: Mapping[str, Any]) -> None:
         if step == steps.STREAM:
             step = f"{step} {unpack(Request, facts['request']).kind}"
-        peer = str(facts.get("peer") or self._me)
+        peer = self._me or str(facts.get("peer", ""))
         for fault in self._due(step, peer, facts):
             self._act(fault, peer, facts)
 
@@ -138,6 +147,8 @@ class Faults:
                     continue
                 if self._skip[fault]:
                     self._skip[fault] -= 1
+                    continue
+                if not self._claim(fault, peer):
                     continue
                 self._left[fault] -= 1
                 self.done.append((fault, peer))
@@ -157,20 +168,53 @@ class Faults:
 # ---- real processes ----
 
 
-class ProcessFaults:
-    """What faults do to the process that they happen in. `jump(seconds)` moves its wall clock.
+PLANNED_VARIABLE = "SPES_P2P_FAULTS"
+NAME_VARIABLE = "SPES_P2P_FAULTS_NAME"
+FOLDER_VARIABLE = "SPES_P2P_FAULTS_FOLDER"
 
-    `claims` is a folder that the processes of a swarm share: a fault that names no peer happens to one of them only.
+
+class Armoury:
+    """A folder that the processes of a swarm share: who is to be hurt next, and who was.
+
+    A fault that happens once does so when it is armed, to the first process there; one that happens always needs none.
     """
 
-    def __init__(self, claims: Path | None = None, jump: Callable[[float], None] | None = None) -> None:
-        self._claims = claims
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def arm(self, fault: Fault) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._path(fault, "armed").touch()
+
+    def claim(self, fault: Fault, peer: str) -> bool:
+        """Whether it is `peer` that it happens to; true for one caller only."""
+        try:
+            self._path(fault, "armed").rename(self._path(fault, f"hit-{peer}"))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def victim(self, fault: Fault) -> str | None:
+        """Whom it has hit."""
+        hit = sorted(self.folder.glob(self._path(fault, "hit-*").name))
+        return hit[0].suffix.removeprefix(".hit-") if hit else None
+
+    def _path(self, fault: Fault, state: str) -> Path:
+        return self.folder / f"{fault.action} at {fault.step} {fault.peer or 'anybody'} {fault.round}.{state}"
+
+
+class ProcessFaults:
+    """What faults do to the process that they happen in, once they are armed. `jump(seconds)` moves its wall clock."""
+
+    def __init__(self, armoury: Armoury, jump: Callable[[float], None]) -> None:
+        self._armoury = armoury
         self._jump = jump
         self._last_step = time.monotonic()
 
+    def claim(self, fault: Fault, peer: str) -> bool:
+        return fault.times != 1 or self._armoury.claim(fault, peer)
+
     def __call__(self, fault: Fault, peer: str, facts: Mapping[str, Any]) -> None:
-        if not fault.peer and self._claims is not None and not self._claim(fault):
-            return
         match fault.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -179,19 +223,19 @@ class ProcessFaults:
             case "slow":
                 time.sleep(fault.seconds + (fault.factor - 1) * (time.monotonic() - self._last_step))
                 self._last_step = time.monotonic()
-            case "jump" if self._jump is not None:
+            case "jump":
                 self._jump(fault.seconds)
             case _:
                 raise_planted(fault)
 
-    def _claim(self, fault: Fault) -> bool:
-        assert self._claims is not None
-        name = f"{fault.step}-{fault.action}-{fault.round}".replace(" ", "-")
-        try:
-            (self._claims / name).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+
+def in_environment(name: str, armoury: Armoury, planned: Iterable[Fault]) -> dict[str, str]:
+    """Variables with which `testing/faulty_peer.py` is peer `name` with these faults."""
+    return {
+        PLANNED_VARIABLE: to_text(planned),
+        NAME_VARIABLE: name,
+        FOLDER_VARIABLE: str(armoury.folder),
+    }
 
 
 def raise_planted(fault: Fault) -> None:

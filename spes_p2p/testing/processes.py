@@ -21,11 +21,28 @@ from typing import Self
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Round
 from spes_p2p.observe.sinks import EventReader
+from spes_p2p.testing.faults import Armoury, Fault, in_environment
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+PROGRAM = "spes_p2p.cli.main"
+FAULTY_PROGRAM = "spes_p2p.testing.faulty_peer"
 START_SECONDS = 90.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported between fork and exec
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a process runs: its address, and the command that starts others there (`ip netns exec NAME`)."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+    @property
+    def maddr(self) -> str:
+        return f"/ip4/{self.address}/tcp/0"
+
+
+LOOPBACK = Host()
 
 
 @dataclass
@@ -68,6 +85,16 @@ class Process:
         if self.exit_code is None:
             os.kill(self.pid, number)
 
+    def freeze(self) -> None:
+        """SIGSTOP to it and all that it started, as when a laptop sleeps."""
+        for pid in (self.pid, *children(self.pid)):
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT to all of them."""
+        for pid in (*children(self.pid), self.pid):
+            os.kill(pid, signal.SIGCONT)
+
     def wait(self, timeout_seconds: float) -> int:
         """Its exit code. Raises SpesError with the end of its output when it does not end in time."""
         try:
@@ -92,18 +119,26 @@ class LocalSwarm:
     Use it from a thread that outlives it: for the kernel, that thread is whoever started the processes.
     """
 
-    def __init__(self, folder: Path, threads: int = 1, environment: Mapping[str, str] | None = None) -> None:
-        """`threads`: CPU threads of each process."""
+    def __init__(
+        self,
+        folder: Path,
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+        hosts: Mapping[str, Host] | None = None,
+    ) -> None:
+        """`threads`: CPU threads of each process. `hosts`: where each process runs, by name, if not on loopback."""
+        self._hosts = hosts or {}
         self.folder = folder
         self.processes: dict[str, Process] = {}
         self.address = ""
+        self.armoury = Armoury(folder / "faults")
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
 
     def bootstrap(self, config: str | Path, data: Path | None = None, overrides: Sequence[str] = ()) -> Process:
         """Starts the bootstrap node and waits until peers can come. Raises SpesError when it ends instead."""
         arguments = ["bootstrap", "--config", str(config), "--output", str(self.folder / "bootstrap")]
         arguments += ["--data", str(data)] if data is not None else []
-        process = self._start("bootstrap", [*arguments, "--host-maddrs", LOOPBACK, "--no-relay", *overrides])
+        process = self._start("bootstrap", [*arguments, *overrides])
         until = time.monotonic() + START_SECONDS
         while "spes-p2p join --initial-peers " not in process.output():
             if process.exit_code is not None or time.monotonic() > until:
@@ -114,16 +149,24 @@ class LocalSwarm:
         return process
 
     def peer(
-        self, name: str, data: Path | None = None, arguments: Sequence[str] = (), initial_peer: str | None = None
+        self,
+        name: str,
+        data: Path | None = None,
+        arguments: Sequence[str] = (),
+        initial_peer: str | None = None,
+        faults: Sequence[Fault] = (),
     ) -> Process:
-        """Starts one peer, or the same again with `--resume` among `arguments`."""
+        """Starts one peer, or the same again with `--resume` among `arguments`.
+
+        `faults` that happen once wait until `armoury.arm`.
+        """
         command = ["join", "--initial-peers", initial_peer or self.address, "--output", str(self.folder / name)]
         command += ["--data", str(data)] if data is not None else []
-        return self._start(name, [*command, "--host-maddrs", LOOPBACK, "--no-relay", *arguments])
+        return self._start(name, [*command, *arguments], faults)
 
     def ask(self, *arguments: str, timeout_seconds: float = 60.0) -> str:
         """What a short command such as `status` prints. Raises SpesError where it fails."""
-        command = [sys.executable, "-m", "spes_p2p.cli.main", *arguments]
+        command = [sys.executable, "-m", PROGRAM, *arguments]
         done = subprocess.run(
             command, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=timeout_seconds, check=False,
@@ -196,17 +239,18 @@ class LocalSwarm:
     ) -> None:
         self.close()
 
-    def _start(self, name: str, arguments: Sequence[str]) -> Process:
-        folder = self.folder / name
+    def _start(self, name: str, arguments: Sequence[str], faults: Sequence[Fault] = ()) -> Process:
+        folder, host = self.folder / name, self._hosts.get(name, LOOPBACK)
         folder.mkdir(parents=True, exist_ok=True)
+        program = [*host.prefix, sys.executable, "-m", FAULTY_PROGRAM if faults else PROGRAM]
         log = folder / "output.log"
         with open(log, "ab") as stream:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "spes_p2p.cli.main", *arguments],
+                [*program, *arguments, "--host-maddrs", host.maddr, "--no-relay"],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                env=self._environment,
+                env=self._environment | (in_environment(name, self.armoury, faults) if faults else {}),
                 start_new_session=True,
                 preexec_fn=_leave_with(os.getpid()),
             )
@@ -215,6 +259,14 @@ class LocalSwarm:
         process = Process(name, folder, log, popen, events, before.seen if before else [])
         self.processes[name] = process
         return process
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started and that still run, with theirs (from /proc: Linux only)."""
+    found: list[int] = []
+    for line in (text for task in Path(f"/proc/{pid}/task").glob("*/children") for text in task.read_text().split()):
+        found += [int(line), *children(int(line))]
+    return found
 
 
 def _leave_with(parent: int) -> Callable[[], None] | None:

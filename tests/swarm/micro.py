@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.dump import RoundDump
-from spes_p2p.testing.processes import LocalSwarm, Process
+from spes_p2p.testing.processes import Host, LocalSwarm, Process
 
 E = TypeVar("E", bound=Event)
 MICRO = (
@@ -86,9 +86,9 @@ def nothing_left() -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def local_swarm(folder: Path) -> Iterator[LocalSwarm]:
+def local_swarm(folder: Path, hosts: Mapping[str, Host] | None = None) -> Iterator[LocalSwarm]:
     """A swarm of which no process is left afterwards, daemons and ranks included, whatever happens in between."""
-    with nothing_left() as mark, LocalSwarm(folder, environment=mark) as swarm:
+    with nothing_left() as mark, LocalSwarm(folder, environment=mark, hosts=hosts) as swarm:
         try:
             yield swarm
         finally:
@@ -148,3 +148,10 @@ def peer_id_of(process: Process) -> str:
     """As it says itself when it is in."""
     line = next(line for line in process.output().splitlines() if line.startswith("peer ") and " is in, round" in line)
     return line.split()[1]
+
+
+def patience_seconds(process: Process) -> float:
+    """Ten deadlines and three rounds, both as this run has learnt them: the longest that a lost peer may cost."""
+    rounds = process.rounds()[-5:]
+    longest = max(sum(event.seconds.values()) for event in rounds)
+    return 10 * max(event.deadline_seconds for event in rounds) + 3 * longest

@@ -26,6 +26,7 @@ from tests.swarm.micro import (
     dump_initial_state,
     dumping,
     local_swarm,
+    patience_seconds,
     peer_id_of,
     recomputed_state,
 )
@@ -149,13 +150,6 @@ def in_the_middle_of_a_round(swarm: LocalSwarm, name: str) -> None:
         return any(isinstance(event, Step) for event in new[began:])
 
     swarm.wait_until(found, f"a step of {name} in a new round", [name])
-
-
-def patience_seconds(process: Process) -> float:
-    """Ten deadlines and three rounds, both as this run has learnt them: the longest that a lost peer may cost."""
-    rounds = process.rounds()[-5:]
-    longest = max(sum(event.seconds.values()) for event in rounds)
-    return 10 * max(event.deadline_seconds for event in rounds) + 3 * longest
 
 
 def test_rounds_with_two_owners_a_column_are_what_the_formulas_give(story: Story) -> None:
