@@ -16,7 +16,7 @@ from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 from spes_p2p.observe.sinks import PlainLines
 from spes_p2p.observe.view import PeerView
 
-_COLUMNS = ("step", "loss", "held-out", "tokens/s", "round", "peers", "sent", "received", "next sync")
+_COLUMNS = ("step", "loss", "held-out", "tokens/s", "round", "peers", "sent", "received", "deadline", "next sync")
 
 
 def row(view: PeerView) -> list[str]:
@@ -31,6 +31,7 @@ def row(view: PeerView) -> list[str]:
         "-" if view.roster_size is None else str(view.roster_size),
         bytes_text(view.bytes_sent),
         bytes_text(view.bytes_received),
+        "-" if view.deadline_seconds is None else seconds_text(view.deadline_seconds),
         "-" if wait is None else "now" if wait == 0 else f"in {seconds_text(wait)}",
     ]
 

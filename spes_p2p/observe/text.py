@@ -49,6 +49,7 @@ def _round_line(event: Round) -> str:
         f"sent {bytes_text(event.bytes_sent)}",
         f"received {bytes_text(event.bytes_received)}",
         f"{seconds_text(sum(event.seconds.values()))}",
+        f"deadline {seconds_text(event.deadline_seconds)}",
         f"model {event.model_hash[:10]}",
     ]
     if event.merge_alpha:
@@ -58,7 +59,6 @@ def _round_line(event: Round) -> str:
     return ", ".join(parts)
 
 
-def scalars(event: Event) -> tuple[int, dict[str, float]]:
 def _columns_line(event: Columns) -> str:
     own = f"own columns {span_text(event.adopted)} from round {event.round} on"
     if not event.fresh:
@@ -67,6 +67,7 @@ def _columns_line(event: Columns) -> str:
     return f"{own}, with fresh optimizer moments{which}"
 
 
+def scalars(event: Event) -> tuple[int, dict[str, float]]:
     """(global step, name to number) of what a dashboard plots; no numbers for events that are only text."""
     match event:
         case Step():
@@ -86,6 +87,7 @@ def _columns_line(event: Columns) -> str:
                 "round/bytes_received": event.bytes_received,
                 "round/merge_alpha": event.merge_alpha,
                 "round/stale_columns": len(event.stale_columns),
+                "round/deadline_seconds": event.deadline_seconds,
                 **{f"seconds/{phase}": seconds for phase, seconds in event.seconds.items()},
             }
         case Eval():

@@ -33,6 +33,8 @@ class PeerView:
         self.model_hash = ""
         self.tokens = 0
         """Counted by the rounds that this view has seen, all peers together."""
+        self.deadline_seconds: float | None = None
+        """What the newest round was given without progress: learnt, so that it shows how the network fares."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.eval_loss: float | None = None
@@ -76,6 +78,7 @@ class PeerView:
         self.rounds_applied += 1
         self.roster_size, self.commit, self.model_hash = event.roster_size, event.commit, event.model_hash
         self.tokens += event.tokens
+        self.deadline_seconds = event.deadline_seconds
         self.bytes_sent += event.bytes_sent
         self.bytes_received += event.bytes_received
         self._last_step_time = None  # the pause of the sync is not a step

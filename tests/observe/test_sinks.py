@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import resource
@@ -89,6 +90,7 @@ def test_lines_say_what_matters() -> None:
     assert line(STEP) == "step 3  loss 2.5000  100 tokens/s  lr 1.00e-03  grad norm 0.70"
     assert "stale columns 1, 5" in line(ROUND)
     assert "sent 10 B" in line(ROUND)
+    assert "deadline 6.5 s" in line(dataclasses.replace(ROUND, deadline_seconds=6.5))
     assert line(EVENTS[-1]) == "error: x is 3 / fix: make it 2"
 
 
