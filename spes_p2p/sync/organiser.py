@@ -152,7 +152,7 @@ class Organiser:
         return await self._tasks.in_thread(lambda: self._answer(asked))
 
     def _answer(self, asked: Request) -> Blob:
-        if self.archived is not None and asked.kind in (HASHES, TILES):
+        if self._archive is not None and self._archive.is_open and asked.kind in (HASHES, TILES):
             with contextlib.suppress(RemoteProtocolError):  # not here: perhaps it is of the initial state
                 return self._archive_serving.answer(asked)
         return self._serving.answer(asked)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
-from spes_p2p.state.store import StateStore
+from spes_p2p.state.store import Staging, StateStore
+from spes_p2p.swarm.memory_backend import MemoryTransport
+from spes_p2p.sync.archive import Archive, FewStreams
 from spes_p2p.sync.messages import MAJORITY, ORGANISER, Commit
+from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm
-from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, until
+from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config, until
 
 T = TypeVar("T")
 
@@ -20,7 +26,7 @@ T = TypeVar("T")
 def with_archive(
     folder: Path, play: Callable[[MemorySwarm], Awaitable[T]], config: Config | None = None, archive: bool = True
 ) -> T:
-    return in_swarm(folder, play, config, archive=archive)
+    return in_swarm(folder, play, config or small_config("swarm.heartbeat_seconds=0.2"), archive=archive)
 
 
 async def evening(swarm: MemorySwarm, rounds: int = 3) -> Commit:
@@ -32,6 +38,28 @@ async def evening(swarm: MemorySwarm, rounds: int = 3) -> Commit:
     for name in "abc":
         await swarm.peers[PeerId(name)].kill()
     return newest
+
+
+async def behind(swarm: MemorySwarm) -> Commit:
+    """An evening on which the archive could not get the last rounds. The newest commit, which it knows."""
+    await swarm.start(["a", "b", "c"])
+    await swarm.until_round(3)
+    await until(lambda: is_archived(swarm))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Archive, "keep", refused)
+        await swarm.until_round(swarm.up[0].round + 2)
+        await until(lambda: swarm.organiser.chain.newest == commits(swarm)[-1])
+        for name in "abc":
+            await swarm.peers[PeerId(name)].kill()
+        newest = swarm.organiser.chain.newest
+        assert newest is not None
+        await until(lambda: not swarm.organiser._archiving)
+    return newest
+
+
+async def refused(archive: Archive, commit: Commit, holders: object) -> bool:
+    """What comes of an attempt when nobody gives the state."""
+    return False
 
 
 def is_archived(swarm: MemorySwarm) -> bool:
@@ -62,7 +90,7 @@ def test_the_archive_keeps_the_newest_state_and_nothing_else(folder: Path) -> No
 def test_new_peers_go_on_in_the_morning(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         newest = await evening(swarm)
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(20.0)
         await asyncio.gather(swarm.add("d"), swarm.add("e"))
         await swarm.until_round(newest.manifest.round + 4, ["d", "e"])
         chain = commits(swarm, "d")
@@ -75,5 +103,250 @@ def test_new_peers_go_on_in_the_morning(folder: Path) -> None:
         assert {entry.peer for entry in chain[-1].manifest.roster} == {"d", "e"}
         check_agreement(swarm)
         check_leases(swarm)
+
+    with_archive(folder, play)
+
+
+def test_one_newcomer_goes_on_alone_after_a_second_wait(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        await swarm.add("d")
+        await swarm.until_round(newest.manifest.round + 2, ["d"])
+        assert [member.peer for member in commits(swarm, "d")[-1].manifest.members] == ["d"]
+        late = await swarm.add("e")
+        await until(late.driver.core.is_member)
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_a_former_peer_with_a_lost_disk_is_as_good_as_a_new_one(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        swarm.lose_disk("a")
+        await swarm.add("a")
+        await swarm.until_round(newest.manifest.round + 2, ["a"])
+        assert commits(swarm, "a")[newest.manifest.round + 1].certificate.kind == ORGANISER
+
+    with_archive(folder, play)
+
+
+def test_electors_that_come_back_need_no_organiser(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        await swarm.add("d")
+        for name in "ab":
+            await swarm.add(name)
+        await swarm.until_round(newest.manifest.round + 4)
+        kinds = {commit.certificate.kind for commit in commits(swarm, "d")[newest.manifest.round :]}
+        assert ORGANISER not in kinds
+        assert {member.peer for member in commits(swarm)[-1].manifest.members} >= {"a", "b", "d"}
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_an_elector_that_comes_back_later_joins_what_goes_on(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        await asyncio.gather(swarm.add("d"), swarm.add("e"))
+        await swarm.until_round(newest.manifest.round + 3, ["d", "e"])
+        back = await swarm.add("a")
+        await until(back.driver.core.is_member)
+        await until(lambda: back.round > newest.manifest.round + 3)
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_the_archive_goes_on_after_a_restart(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        await swarm.kill_organiser()
+        await asyncio.sleep(10.0)
+        await swarm.start_organiser()
+        await until(lambda: swarm.organiser.archived == newest.manifest)
+        await asyncio.gather(swarm.add("d"), swarm.add("e"))
+        await swarm.until_round(newest.manifest.round + 2, ["d", "e"])
+        await until(lambda: is_archived(swarm))
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_what_is_damaged_in_the_archive_is_not_given_to_anybody(folder: Path) -> None:
+    """The state before it is here still."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        await swarm.kill_organiser()
+        block = folder / "archive" / f"round-{newest.manifest.round:08d}" / "block-00000.f32"
+        block.write_bytes(bytes([block.read_bytes()[0] ^ 1]) + block.read_bytes()[1:])
+        await swarm.start_organiser()
+        await swarm.add("d")
+        await swarm.until_round(newest.manifest.round + 2, ["d"])
+        assert any("archive: " in text and "block-00000" in text for text in swarm.organiser_said)
+        chain = commits(swarm, "d")
+        renewed = chain[newest.manifest.round + 1].manifest
+        assert renewed.state_root == chain[newest.manifest.round - 1].manifest.state_root
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_a_lost_round_is_waited_for_and_its_tokens_are_told(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await behind(swarm)
+        kept = swarm.organiser.archived
+        assert kept is not None
+        before = swarm.clock.now()
+        await swarm.add("d")
+        await swarm.until_round(newest.manifest.round + 2, ["d"])
+        assert swarm.clock.now() - before > 10.0  # ten deadlines: a former peer would have had the time to come back
+        chain = commits(swarm, "d")
+        assert chain[newest.manifest.round] == newest
+        assert chain[newest.manifest.round + 1].manifest.state_root == kept.state_root
+        lost = newest.manifest.tokens - kept.tokens
+        assert any(f"{lost:,} tokens are lost" in text for text in swarm.organiser_said)
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_a_former_peer_that_comes_back_in_time_saves_the_lost_round(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await behind(swarm)
+        await swarm.add("d")
+        await swarm.add("a")
+        await swarm.until_round(newest.manifest.round + 3)
+        assert commits(swarm, "d")[newest.manifest.round + 1].certificate.kind != ORGANISER
+        check_agreement(swarm)
+
+    with_archive(folder, play)
+
+
+def test_without_an_archive_the_newest_state_is_waited_for(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await until(lambda: swarm.organiser.chain.length > 3)
+        for name in "abc":
+            await swarm.peers[PeerId(name)].kill()
+        newest = swarm.organiser.chain.length - 1
+        late = await swarm.add("d")
+        await asyncio.sleep(20.0)
+        assert swarm.organiser.chain.length == newest + 1
+        assert late.driver.core.told_round == newest > late.round
+        assert any("lost unless a former peer comes back" in text for text in swarm.organiser_said)
+        assert any("--archive" in text for text in swarm.organiser_said)
+        assert len(swarm.organiser_said) == len(set(swarm.organiser_said))
+        await swarm.add("a")
+        await swarm.until_round(newest + 2, ["a", "d"])
+
+    with_archive(folder, play, archive=False)
+
+
+def test_who_has_the_state_goes_on_without_an_archive(folder: Path) -> None:
+    """The only one left was a member without a vote."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        late = await swarm.add("late")
+        await until(late.driver.core.is_member)
+        for name in "abc":
+            await swarm.peers[PeerId(name)].kill()
+        assert not late.driver.core.is_elector()
+        stood = late.round
+        await swarm.until_round(stood + 3, ["late"])
+        assert commits(swarm, "late")[stood + 1].certificate.kind == ORGANISER
+        check_agreement(swarm)
+
+    with_archive(folder, play, archive=False)
+
+
+def test_the_organiser_renews_a_parent_once(folder: Path) -> None:
+    """What it has signed it gives again, after a restart in the worst moment too."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        await swarm.add("d")
+        await swarm.until_round(newest.manifest.round + 1, ["d"])
+        renewed = commits(swarm, "d")[newest.manifest.round + 1]
+        await swarm.peers[PeerId("d")].kill()
+        await swarm.kill_organiser()
+        for path in (folder / "organiser" / "chain").glob("*.commit"):
+            if int(path.stem) > newest.manifest.round:
+                path.unlink()
+        await swarm.start_organiser()
+        await swarm.add("e")
+        await swarm.until_round(newest.manifest.round + 3, ["e"])
+        assert commits(swarm, "e")[newest.manifest.round + 1] == renewed
+
+    with_archive(folder, play)
+
+
+def test_a_full_disk_pauses_the_archive_with_one_warning(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        await until(lambda: is_archived(swarm))
+        real = StateStore.stage
+
+        def full(store: StateStore, round: int, parent_round: int | None, label: str = "") -> Staging:
+            if store.directory == folder / "archive":
+                raise StorageFull("no room", fix="free space")
+            return real(store, round, parent_round, label)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StateStore, "stage", full)
+            await swarm.until_round(swarm.up[0].round + 6)
+        assert [text for text in swarm.organiser_said if "no newer state is taken" in text] == [
+            text for text in swarm.organiser_said if "no room" in text
+        ]
+        assert len([text for text in swarm.organiser_said if "no room" in text]) == 1
+        await until(lambda: is_archived(swarm))
+        assert sum("there is room again" in text for text in swarm.organiser_said) == 1
+
+    with_archive(folder, play)
+
+
+def test_the_archive_fetches_one_state_at_a_time_in_shares(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        under_way = most = 0
+        asked: dict[str, int] = {}
+        real = MemoryTransport.fetch
+
+        async def counted(self: MemoryTransport, peer: PeerId, *rest: Any) -> tuple[bytes, bytes]:
+            nonlocal under_way, most
+            if self.peer_id != ORGANISER_ID:
+                return await real(self, peer, *rest)
+            under_way += 1
+            most, asked[peer] = max(most, under_way), asked.get(peer, 0) + 1
+            try:
+                return await real(self, peer, *rest)
+            finally:
+                under_way -= 1
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MemoryTransport, "fetch", counted)
+            await swarm.start(["a", "b", "c"])
+            await swarm.until_round(6)
+            await until(lambda: is_archived(swarm))
+        assert most <= FewStreams.PARALLEL + 1  # and one for headers
+        assert set(asked) == {"a", "b", "c"}
+
+    with_archive(folder, play)
+
+
+def test_an_archive_of_one_machine_serves_a_newcomer_while_the_run_goes_on(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await until(lambda: is_archived(swarm))
+        late = await swarm.add("late")
+        await until(late.driver.core.is_member)
+        check_agreement(swarm)
+        assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {MAJORITY}
 
     with_archive(folder, play)
