@@ -157,7 +157,8 @@ def _columns(report: RunReport) -> list[str]:
     from spes_p2p.observe.text import span_text
 
     covered = len(report.columns) - len(report.uncovered)
-    lines = [f"expert columns: {covered} of {len(report.columns)} have an owner"]
+    behind = f", {len(report.stale)} stale: {span_text(report.stale)}" if report.stale else ""
+    lines = [f"expert columns: {covered} of {len(report.columns)} have an owner{behind}"]
 
     def same(column: ColumnLine) -> tuple[object, int]:
         return column.owners, column.stale_rounds

@@ -100,13 +100,20 @@ class RunReport:
         return tuple(column.index for column in self.columns if not column.owners)
 
     @property
+    def stale(self) -> tuple[int, ...]:
+        """Columns that are older than the newest: a round went on without them."""
+        newest = min((column.stale_rounds for column in self.columns), default=0)
+        return tuple(column.index for column in self.columns if column.stale_rounds > newest)
+
+    @property
     def live(self) -> tuple[PeerLine, ...]:
         """Members that were heard lately."""
         return tuple(peer for peer in self.peers if peer.state == "member")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
-        return {**dataclasses.asdict(self), "uncovered": self.uncovered, "live_peers": len(self.live)}
+        lists = {"uncovered": self.uncovered, "stale": self.stale}
+        return {**dataclasses.asdict(self), **lists, "live_peers": len(self.live)}
 
 
 async def read_report(

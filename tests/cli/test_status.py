@@ -65,11 +65,17 @@ def test_everything_about_a_run_fits_in_100_columns() -> None:
         "x silent - - - never - 0-2",
         "1 live member, 2.3k tokens/s together",
         "",
-        "expert columns: 4 of 5 have an owner",
+        "expert columns: 4 of 5 have an owner, 2 stale: 3-4",
         "0-2 Nanna1",
         "3 Nanna1, Nbenb2, last trained 2 rounds ago",
         "4 nobody, never trained",
     ]
+
+
+def test_a_round_in_which_nothing_was_trained_makes_no_column_stale() -> None:
+    empty = replace(REPORT, columns=tuple(ColumnLine(index, (ANNA,), 1) for index in range(3)))
+    assert lines(empty)[-2:] == ["expert columns: 3 of 3 have an owner", "0-2 Nanna1, last trained 1 round ago"]
+    assert (empty.stale, empty.to_json()["stale"], REPORT.to_json()["stale"]) == ((), (), (3, 4))
 
 
 def test_a_certificate_that_is_degraded_or_unproven_is_said_aloud() -> None:
