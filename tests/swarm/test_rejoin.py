@@ -1,0 +1,82 @@
+"""Real processes that come back: one that was killed, and a run of which nobody was left over night."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.ids import PeerId
+from spes_p2p.observe.events import Round
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.messages import MAJORITY, ORGANISER, Commit
+from spes_p2p.testing.processes import LocalSwarm
+from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+TWO_PEERS = ("swarm.min_peers=2", "swarm.experts_per_peer=4")
+
+
+def chain_of(swarm: LocalSwarm, name: str) -> list[Commit]:
+    chain = Chain(swarm.folder / name / "run" / "chain")
+    return [chain.commit(round) for round in range(chain.length)]
+
+
+def test_a_killed_peer_trains_again_within_one_round(tmp_path: Path, tokens: Path) -> None:
+    """Counted from the state that it catches up with: the running round names it, the next counts its work."""
+    with local_swarm(tmp_path) as swarm:
+        swarm.bootstrap("tiny", tokens, [*MICRO, *TWO_PEERS])
+        for name in ("p0", "p1"):
+            swarm.peer(name, tokens, LOCAL)
+        swarm.wait_for_round(2, ("p0", "p1"), 120.0)
+        me = PeerId(peer_id_of(swarm.processes["p1"]))
+        swarm.processes["p1"].end()
+        swarm.processes["p1"].read_events()
+        before = len(swarm.processes["p1"].seen)
+        swarm.peer("p1", tokens, ["--resume", *LOCAL])
+
+        def came() -> list[int]:
+            swarm.processes["p1"].read_events()
+            return [event.round for _, event in swarm.processes["p1"].seen[before:] if isinstance(event, Round)]
+
+        def counted() -> int | None:
+            rounds = [
+                commit.manifest.round
+                for commit in chain_of(swarm, "p0")
+                if came() and commit.manifest.round > came()[0] and me in {e.peer for e in commit.manifest.roster}
+            ]
+            return min(rounds, default=None)
+
+        swarm.wait_until(lambda: counted() is not None, "work of p1 after its return", ("p0", "p1"), 120.0)
+        at = counted()
+        assert at is not None
+        assert at <= came()[0] + 2
+        assert peer_id_of(swarm.processes["p1"]) == me
+
+
+def test_new_peers_go_on_after_a_night_without_any(tmp_path: Path, tokens: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        swarm.bootstrap("tiny", tokens, [*MICRO, *TWO_PEERS, "--archive", str(tmp_path / "archive")])
+        for name in ("p0", "p1"):
+            swarm.peer(name, tokens, LOCAL)
+        swarm.wait_for_round(3, ("p0", "p1"), 120.0)
+        for name in ("p0", "p1"):
+            swarm.processes[name].end()
+        evening = chain_of(swarm, "bootstrap")
+        for name in ("p2", "p3"):
+            swarm.peer(name, tokens, LOCAL)
+        swarm.wait_for_round(len(evening) + 2, ("p2", "p3"), 120.0)
+        for name in ("p2", "p3"):
+            swarm.processes[name].end()
+        morning = chain_of(swarm, "p2")
+        shared = min(len(chain_of(swarm, "p0")), len(evening))
+        assert morning[:shared] == chain_of(swarm, "p0")[:shared]
+        first = next(commit for commit in morning if commit.certificate.kind == ORGANISER)
+        assert first.manifest.round >= shared
+        assert first.manifest.state_root in {commit.manifest.state_root for commit in morning[: first.manifest.round]}
+        assert morning[-1].certificate.kind == MAJORITY
+        names = {peer_id_of(swarm.processes[name]) for name in ("p2", "p3")}
+        assert {member.peer for member in morning[-1].manifest.members} == names
+        round, root = recomputed_state(tmp_path / "p2", config_of(TWO_PEERS))
+        assert root == morning[round].manifest.state_root.hex()
+        assert "the run goes on with new members" in swarm.processes["bootstrap"].output()
