@@ -15,7 +15,7 @@ from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
-from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.errors import ConfigError
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.peer.connection import MonotonicClock, open_network
@@ -98,7 +98,7 @@ async def _serve(
     try:
         if run is None:
             say(f"DHT node at {' '.join(network.transport.addresses)}")
-            await _daemon_end(network)
+            await network.keep_alive(say)
         else:
             config, dataset = run
             info = describe_run(config, dataset, network.signer.peer_id)
@@ -159,7 +159,7 @@ async def _organise(
         await announcer.start()
         _introduce(config, info, chain, say)
         ready(join_command(network.transport.addresses, info))
-        await _first_failure(trouble, _herald(chain, say), _daemon_end(network))
+        await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))
 
 
 async def _make_initial(store: StateStore, layout: Layout, config: Config, say: Say) -> None:
@@ -223,12 +223,6 @@ def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
     outside = [address for address in addresses if "/127.0.0.1/" not in address and "/::1/" not in address]
     flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
     return shlex.join(["spes-p2p", "join", "--initial-peers", *(outside or addresses), *flags])
-
-
-async def _daemon_end(network: HivemindNetwork) -> None:
-    """Raises NetworkError when the libp2p daemon ends."""
-    await network.daemon_ended.wait()
-    raise NetworkError("the libp2p daemon ended", fix="start the bootstrap node again, it goes on")
 
 
 async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:

@@ -28,6 +28,7 @@ from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
+from spes_p2p.sync.actions import Notice
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
 from spes_p2p.sync.finding import find_run
@@ -268,10 +269,10 @@ class Connection:
         )
 
     async def _watch_daemon(self, network: HivemindNetwork) -> None:
-        await network.daemon_ended.wait()
-        self.gate.failed(
-            NetworkError("the libp2p daemon ended", fix="start this peer again with --resume; its log has the reason")
-        )
+        try:
+            await network.keep_alive(lambda text: self.gate.notice(Notice("network", text)))
+        except Exception as error:  # noqa: BLE001 (nobody waits for this task)
+            self.gate.failed(error)
 
     def _greet(self, known: Iterable[PeerId]) -> None:
         """Who is in the DHT and no member of ours hears from us: it may stand on another history of the run."""
@@ -318,6 +319,7 @@ class Connection:
     async def _close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+            await asyncio.wait([self._watch])
         if self._driver is not None:
             await self._driver.stop()
         if self._announcer is not None:

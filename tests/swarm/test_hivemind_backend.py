@@ -38,6 +38,7 @@ from spes_p2p.errors import (
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.hivemind_backend import network as network_module
 from spes_p2p.swarm.ports import Blob
 
 pytestmark = pytest.mark.swarm
@@ -397,6 +398,50 @@ def test_a_peer_whose_daemon_died_says_so_and_ends_cleanly(thread: NetworkThread
                 with pytest.raises(NetworkError, match="the libp2p daemon has ended"):
                     await attempt
             assert not await second.transport.check_refused(name)
+
+    thread.run(scenario())
+
+
+def test_a_daemon_that_ended_is_replaced_under_the_same_identity(thread: NetworkThread) -> None:
+    """Of the node that founded the DHT, and of one that joined: who used them goes on with the same objects."""
+
+    async def scenario() -> None:
+        async with peers() as start:
+            first = await start()
+            second = await start(first)
+            a, b = first.transport.peer_id, second.transport.peer_id
+            first.transport.learn(b, second.transport.addresses)  # as peers do from its record
+            for broken, name, other, other_name in ((second, b, first, a), (first, a, second, b)):
+                said, pid, addresses = list[str](), broken.daemon_pid, broken.transport.addresses
+                alive = asyncio.create_task(broken.keep_alive(said.append))
+                os.kill(pid, signal.SIGKILL)
+                async with asyncio.timeout(WAIT_SECONDS):
+                    while not said:
+                        await asyncio.sleep(0.01)
+                alive.cancel()
+                assert is_gone(pid)
+                assert broken.daemon_pid != pid
+                assert broken.transport.addresses == addresses
+                assert await broken.transport.call(other_name, b"hello", 10.0) == b"hello"
+                assert await other.transport.call(name, b"hello", 10.0) == b"hello"
+                assert await other.transport.fetch(name, b"100000", 10.0, 10**6) == (b"head", pattern(100_000))
+                await broken.directory.publish(f"key of {name}", b"value", 60.0)
+                assert await other.directory.read(f"key of {name}") == {name: b"value"}
+
+    thread.run(scenario())
+
+
+def test_a_daemon_that_ends_again_and_again_is_given_up(thread: NetworkThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_module, "MOST_RESTARTS", 0)
+
+    async def scenario() -> None:
+        async with peers() as start:
+            only = await start()
+            os.kill(only.daemon_pid, signal.SIGKILL)
+            with pytest.raises(NetworkError, match="ended 1 times") as caught:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await only.keep_alive(lambda text: None)
+            assert "--resume" in caught.value.fix
 
     thread.run(scenario())
 

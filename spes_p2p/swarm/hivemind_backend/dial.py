@@ -104,6 +104,10 @@ class AddressBook:
     def known(self, peer: PeerId) -> tuple[Address, ...]:
         return self._known.get(peer, ())
 
+    def texts(self) -> list[str]:
+        """All known addresses of all peers, whole."""
+        return [f"{address.text}/p2p/{peer}" for peer, known in self._known.items() for address in known]
+
     def plain(self, peer: PeerId) -> tuple[Address, ...]:
         return tuple(address for address in self.known(peer) if address.host)
 

@@ -94,14 +94,18 @@ class HivemindDirectory:
     ) -> None:
         """`connect` opens a connection to a peer, or raises NetworkError."""
         self._connect = connect
-        self._node, self._signer, self._verifier, self._validator = node, signer, verifier, validator
+        self._node, self._signer, self._verifier, self.validator = node, signer, verifier, validator
         self._daemon_ended = daemon_ended
         self._ends: dict[str, float] = {}
         self._dropped = 0
 
+    def move_to(self, node: DHTNode) -> None:
+        """From now on, `node` is this peer's place in the DHT; what the one before kept is published again in time."""
+        self._node = node
+
     @property
     def dropped(self) -> int:
-        return self._dropped + self._validator.dropped
+        return self._dropped + self.validator.dropped
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
         envelope.check_ttl(ttl_seconds)

@@ -1,4 +1,8 @@
-"""One peer in the real network: starts the daemon, meets the initial peers, joins the DHT, and ends all of it again."""
+"""One peer in the real network: starts the daemon, meets the initial peers, joins the DHT, and ends all of it again.
+
+Where the daemon ends by itself, `restart` starts another one in its place: who uses the transport and the directory
+goes on with the same objects, and others find the same peer at the same address.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend.daemon import SocketFolder, start_daemon, until_deaf
+from spes_p2p.swarm.hivemind_backend.dial import parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
@@ -30,6 +35,10 @@ MAX_MESSAGE_BYTES = 32 * 2**20
 """A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
 _DAEMON_END_SECONDS = 5.0
 _LOOKUP_SECONDS = 3.0
+_MOST_ASKED = 16
+MOST_RESTARTS = 5
+RESTARTS_WITHIN_SECONDS = 600.0
+"""A daemon that ends more often than `MOST_RESTARTS` in this time is not started again."""
 
 use_hivemind_log_handler("nowhere")  # our own logging decides what people see
 
@@ -45,13 +54,15 @@ class HivemindNetwork:
     transport: HivemindTransport
     directory: HivemindDirectory
     daemon_ended: asyncio.Event
-    """Set when the libp2p daemon is gone; nothing can be reached from then on."""
+    """Set while there is no libp2p daemon: nothing can be reached."""
     daemon_pid: int
     folder: str
     """Holds the daemon's sockets; temporary."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
+        self._life = AsyncExitStack()
+        """The daemon of now, and its place in the DHT."""
 
     @classmethod
     async def start(
@@ -93,45 +104,88 @@ class HivemindNetwork:
         limits: StreamLimits,
         wall_clock: Callable[[], float],
     ) -> None:
-        folder = SocketFolder()
+        self._folder = folder = SocketFolder()
         self._stack.callback(folder.remove)
         self.folder = str(folder.path)
-        identity = IdentityFile(identity_path or folder.path / "identity")
+        self._identity = identity = IdentityFile(identity_path or folder.path / "identity")
         self._stack.callback(identity.release)
         self.signer, self.verifier = identity.signer, RsaVerifier()
         if identity.existed and initial_peers:
             await _check_identity_free(folder, identity, initial_peers, wall_clock)
-        p2p = await start_daemon(folder, identity_path=str(identity.path), **options)
-        self.daemon_pid, self.daemon_ended = p2p._child.pid, asyncio.Event()
-        watch = asyncio.create_task(_watch(p2p, self.daemon_ended))
-        self._stack.push_async_callback(_end_daemon, p2p, watch)
+        self._initial_peers, self._options, self._wall_clock = initial_peers, options, wall_clock
+        self.daemon_ended = asyncio.Event()
+        p2p = await self._start_daemon()
         self.transport = HivemindTransport(p2p, limits, self.daemon_ended)
-        self._stack.push_async_callback(self.transport.close)
-        await self.transport.attach(HelloDesk(p2p, wall_clock))
+        await self.transport.attach(p2p, HelloDesk(p2p, wall_clock))
         reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
-        await self._join_dht(p2p, reached, client_mode=options["dht_mode"] == "client")
-
-    async def _join_dht(self, p2p: P2P, reached: list[Reached], client_mode: bool) -> None:
         validator = EnvelopeValidator(self.verifier)
-        try:
-            node = await DHTNode.create(
-                p2p=p2p,
-                initial_peers=[one.address for one in reached] or None,
-                client_mode=client_mode,
-                record_validator=validator,
-                **DHT_OPTIONS,
-            )
-        except (RuntimeError, ValidationError, P2PDaemonError) as error:
-            raise NetworkError(f"joining the DHT failed: {error}", fix="try again, or another initial peer") from error
-        self._stack.push_async_callback(_leave_dht, node, self.daemon_ended)
+        node = await self._join_dht(p2p, reached, validator)
         self.directory = HivemindDirectory(
             node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connect
         )
         for one in reached:
             self.transport.learn(one.peer, (one.address,))
 
+    async def _start_daemon(self) -> P2P:
+        p2p = await start_daemon(self._folder, identity_path=str(self._identity.path), **self._options)
+        self.daemon_pid = p2p._child.pid
+        watch = asyncio.create_task(_watch(p2p, self.daemon_ended))
+        self._life.push_async_callback(_end_daemon, p2p, watch)
+        return p2p
+
+    async def _join_dht(self, p2p: P2P, reached: list[Reached], validator: EnvelopeValidator) -> DHTNode:
+        try:
+            node = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=[one.address for one in reached] or None,
+                client_mode=self._options["dht_mode"] == "client",
+                record_validator=validator,
+                **DHT_OPTIONS,
+            )
+        except (RuntimeError, ValidationError, P2PDaemonError) as error:
+            raise NetworkError(f"joining the DHT failed: {error}", fix="try again, or another initial peer") from error
+        self._life.push_async_callback(_leave_dht, node, self.daemon_ended)
+        return node
+
+    async def restart(self) -> None:
+        """Another daemon in the place of one that ended: the same identity, address and handler.
+
+        Where nobody that we knew answers, it founds a DHT of its own, which `Directory.acquaint` joins to the others'.
+        Raises NetworkError where it does not start.
+        """
+        await self._life.aclose()
+        self._life = AsyncExitStack()
+        if self._options.get("host_maddrs"):
+            self._options["host_maddrs"] = _where_it_was(self._options["host_maddrs"], self.transport.addresses)
+        p2p = await self._start_daemon()
+        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock))
+        known = list(dict.fromkeys((*self.transport.known_addresses()[:_MOST_ASKED], *self._initial_peers)))
+        reached: list[Reached] = []
+        with contextlib.suppress(NetworkError):
+            reached = await meet(p2p, known, self._wall_clock) if known else []
+        self.directory.move_to(await self._join_dht(p2p, reached, self.directory.validator))
+        self.daemon_ended.clear()
+
+    async def keep_alive(self, say: Callable[[str], None]) -> None:
+        """For ever: starts the daemon again where it ends. Raises NetworkError where that does not help."""
+        ends: list[float] = []
+        while True:
+            await self.daemon_ended.wait()
+            now = time.monotonic()
+            ends = [*(at for at in ends if now - at < RESTARTS_WITHIN_SECONDS), now]
+            if len(ends) > MOST_RESTARTS:
+                raise NetworkError(
+                    f"the libp2p daemon ended {len(ends)} times in {now - ends[0]:.0f} s",
+                    fix="look for what ends it (memory?), then start this again with --resume",
+                )
+            await self.restart()
+            say("the libp2p daemon ended; another one runs in its place, under the same identity")
+
     async def close(self) -> None:
         """Leaves nothing behind: no daemon, no socket, no lock. Safe to call twice."""
+        if hasattr(self, "transport"):
+            await self.transport.close()
+        await self._life.aclose()
         await self._stack.aclose()
 
 
@@ -158,6 +212,19 @@ def _daemon_options(
     if client_mode and use_relay and initial_peers:
         options |= {"use_auto_relay": True, "force_reachability": "private", "trusted_relays": list(initial_peers)}
     return options
+
+
+def _where_it_was(host_maddrs: list[str], addresses: Sequence[str]) -> list[str]:
+    """Port 0 replaced by the port that it stood for, where the daemon said which (for loopback, if it can be seen)."""
+    known = [parse_address(address) for address in addresses]
+    local = [address for address in known if address.host in ("127.0.0.1", "::1")] or known
+    ports = [address.port for address in local if address.port]
+    if not ports or len(host_maddrs) > 1:
+        return host_maddrs
+    return [
+        maddr.removesuffix("/tcp/0") + f"/tcp/{ports[0]}" if maddr.endswith("/tcp/0") else maddr
+        for maddr in host_maddrs
+    ]
 
 
 async def _check_identity_free(

@@ -77,7 +77,7 @@ class SwarmServicer(ServicerBase):
 
 
 class HivemindTransport:
-    """The Transport of one daemon; `attach` before use."""
+    """The Transport of one peer; `attach` before use, and again to every daemon that takes the place of another."""
 
     def __init__(self, p2p: P2P, limits: StreamLimits, daemon_ended: asyncio.Event) -> None:
         self._p2p, self._limits, self._daemon_ended = p2p, limits, daemon_ended
@@ -91,12 +91,18 @@ class HivemindTransport:
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def attach(self, desk: HelloDesk) -> None:
+    async def attach(self, p2p: P2P, desk: HelloDesk) -> None:
         """Registers what this peer answers, and starts to follow its own addresses."""
-        await SwarmServicer(self, desk).add_p2p_handlers(self._p2p, namespace=NAMESPACE)
-        await self._p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
+        self._p2p = p2p
+        self._connected.clear()
+        await SwarmServicer(self, desk).add_p2p_handlers(p2p, namespace=NAMESPACE)
+        await p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
         await self.refresh_addresses()
-        self._spawn(self._follow_addresses())
+        self._spawn(self._follow_addresses(p2p))
+
+    def known_addresses(self) -> list[str]:
+        """Where other peers may be dialled, as far as we know; with their ids."""
+        return self._book.texts()
 
     @property
     def peer_id(self) -> PeerId:
@@ -291,9 +297,9 @@ class HivemindTransport:
         pairs = [(_peer(info.peer_id), parse_address(str(maddr))) for info in infos for maddr in info.addrs]
         return [(peer, (address.host, address.port)) for peer, address in pairs]
 
-    async def _follow_addresses(self) -> None:
+    async def _follow_addresses(self, p2p: P2P) -> None:
         with contextlib.suppress(*_DAEMON_GONE):
-            while not self._daemon_ended.is_set():
+            while self._p2p is p2p and not self._daemon_ended.is_set():
                 await asyncio.sleep(_ADDRESS_REFRESH_SECONDS)
                 await self.refresh_addresses()
 
