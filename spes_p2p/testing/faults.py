@@ -186,6 +186,11 @@ class Armoury:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._path(fault, "armed").touch()
 
+    def disarm(self) -> None:
+        """Nothing more happens."""
+        for path in self.folder.glob("*.armed"):
+            path.unlink(missing_ok=True)
+
     def claim(self, fault: Fault, peer: str) -> bool:
         """Whether it is `peer` that it happens to; true for one caller only."""
         try:
