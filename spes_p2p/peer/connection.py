@@ -307,6 +307,14 @@ class Connection:
 
     # ---- the end ----
 
+    def limit_columns(self, fit: int) -> bool:
+        """Asks for no more expert columns than there is memory for, if nobody has set it; whether that is news."""
+        if self._options.max_experts is not None or fit >= self.intent.max_columns:
+            return False
+        self.intent = replace(self.intent, max_columns=fit)
+        self.gate.wish(self.intent)
+        return True
+
     def leave(self) -> None:
         """Tells the others that this peer goes; what it has trained so far counts."""
         self.intent = replace(self.intent, leaving=True)

@@ -204,8 +204,15 @@ class TrainingLoop:
         work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.should_stop, self._on_step, self._emit)
         self.uncounted.tokens += work.tokens
         self.uncounted.steps += work.steps
+        self._look_at_memory(work.steps)
         if not self._gate.stopping:  # how to leave is decided in `_leave`
             self._hand_in(turn, work.seconds)
+
+    def _look_at_memory(self, steps: int) -> None:
+        """Owns no more from now on than the steps that were made leave room for."""
+        fit = self._trainer.columns_that_fit() if steps else None
+        if fit is not None and self._connection.limit_columns(fit):
+            self._emit(Warning(f"activations leave memory for {fit} expert columns: no more will be taken over"))
 
     def _on_step(self, result: StepResult, own_steps: int) -> None:
         now = time.monotonic()

@@ -18,6 +18,16 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     return min(total, _available_bytes(total)), total
 
 
+def spare_at_peak_bytes(device: torch.device) -> int | None:
+    """What was left of a GPU when this process used most, since the last call. None on the CPU, which can swap."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    spare = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return spare
+
+
 def _available_bytes(otherwise: int) -> int:
     if not _MEMINFO.exists():
         return otherwise

@@ -18,9 +18,11 @@ from spes_p2p.config.load import config_to_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
+from spes_p2p.ownership.budget import columns_by_experience
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
+from spes_p2p.train.memory import free_and_total_bytes, spare_at_peak_bytes
 from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.private import load_private_state, outline, private_state
 from spes_p2p.train.rank import RankTrainer
@@ -72,6 +74,14 @@ class Trainer:
         """Bytes of moments and step counts that this rank holds."""
         return self._rank.optimizer.nbytes
 
+    def columns_that_fit(self) -> int | None:
+        """Expert columns for which there is memory, by what the steps since the last call have used; None on a CPU."""
+        spare = spare_at_peak_bytes(self._ranks.device)
+        if spare is None:
+            return None
+        _, total = free_and_total_bytes(self._ranks.device)
+        return columns_by_experience(len(self.owned), spare, total, self._rank.layout.blocks[-1].size)
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank held in the last step; they are freed after each."""
@@ -101,7 +111,10 @@ class Trainer:
             raise LocalProtocolError("train_step without a batch on rank 0")
         _check_batch(len(batch.tokens), self._ranks)
         with self._command("train_step", **_packed(batch) if self._ranks.world_size > 1 else {}):
-            result = self._rank.train_step(batch)
+            try:
+                result = self._rank.train_step(batch)
+            except torch.OutOfMemoryError as error:
+                raise _out_of_memory(error, len(self.owned)) from error
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         return result
 
@@ -174,6 +187,14 @@ class Trainer:
             if isinstance(error, RuntimeError):  # what torch.distributed raises
                 self._ranks.explain()
             raise
+
+
+def _out_of_memory(error: torch.OutOfMemoryError, columns: int) -> SpesError:
+    return SpesError(
+        f"the device ran out of memory while training {columns} expert columns: {str(error).split('. ')[0]}",
+        fix="go on with --resume and a smaller --max-experts, optimizer.micro_batch_sequences=1 or "
+        "model.activation_checkpointing=full",
+    )
 
 
 def _packed(batch: Batch) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from spes_p2p.data.loader import LeasedLoader, open_dataset
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.observe.events import Event, Step
+from spes_p2p.observe.events import Event, Step, Warning
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.peer.training import TrainingLoop, Uncounted
 from spes_p2p.state.layout import Values
@@ -52,6 +52,8 @@ class Story:
         self.on_ready: Callable[[Work], None] = lambda work: self.commit(counted=True)
         self.saved: list[tuple[Manifest, Version, Uncounted, bool, int]] = []
         self.others: list[Any] = []
+        self.limits: list[int] = []
+        self.said: list[str] = []
         self.left = False
         self.steps = 0
         self.round = 0
@@ -79,8 +81,12 @@ class Story:
             disk=SimpleNamespace(store=self.store, inputs=self.inputs, moments=self.moments, chain=self._chain),
             others=lambda: self.others,
             lost_round=lambda: None, is_archive_behind=lambda round: False,
-            progress=SimpleNamespace(tokens=0), leave=self._leave,
+            progress=SimpleNamespace(tokens=0), leave=self._leave, limit_columns=self._limit,
         )  # fmt: skip
+
+    def _limit(self, fit: int) -> bool:
+        self.limits.append(fit)
+        return len(self.limits) == 1
 
     def _leave(self) -> None:
         self.left = True
@@ -90,6 +96,8 @@ class Story:
         self.on_ready(work)
 
     def _emit(self, event: Event) -> None:
+        if isinstance(event, Warning):
+            self.said.append(event.message)
         if isinstance(event, Step):
             self.steps += 1
             self.at_step.get(self.steps, lambda: None)()
@@ -184,3 +192,11 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert [work.steps for work in story.ready] == [2]
     manifest, version, uncounted, final, round_steps = story.saved[-1]
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
+
+
+def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(story: Story) -> None:
+    story.trainer.columns_that_fit = lambda: 2  # type: ignore[method-assign]
+    story.at_step[2 * STEPS] = story.gate.stop
+    story.play()
+    assert story.limits == [2, 2]
+    assert [text for text in story.said if "memory for 2 expert columns" in text] == story.said[:1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spes_p2p.data.loader import Batch
-from spes_p2p.errors import ConfigError, LocalProtocolError
+from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.experts.bank import MATRICES
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import StepResult, Trainer
@@ -162,6 +162,19 @@ def test_decayed_auxiliary_loss_scales_the_balance_of_owned_experts(owned: tuple
         for decayed in ("true", "false")
     ]
     assert norms[0] / norms[1] == pytest.approx(factor, rel=1e-3)
+
+
+def test_a_device_without_memory_left_is_named_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(small_config())
+
+    def full(batch: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
+
+    monkeypatch.setattr(trainer._rank, "train_step", full)
+    with pytest.raises(SpesError, match=r"while training 2 expert columns: CUDA out of memory$") as caught:
+        trainer.train_step(batch_of(0))
+    assert "--max-experts" in caught.value.fix
+    assert trainer.columns_that_fit() is None
 
 
 def test_misuse_is_refused() -> None:
