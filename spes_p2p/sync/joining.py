@@ -291,6 +291,7 @@ class Joining:
             self._say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were mended")
         if not left:
             return tip
+        self._say(f"{version.damage(left[0])}; nobody who answers has it, so a newer state is looked for")
         newer = await self._fetch_instead(store, chain, tip, sources, [])
         if newer is None:
             raise version.damage(left[0])
