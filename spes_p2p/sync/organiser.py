@@ -1,56 +1,31 @@
-"""The bootstrap node's part in a run: makes genesis when enough peers have come, and follows the chain from then on.
+"""The bootstrap node as others meet it: makes genesis when enough peers have come, and answers from then on.
 
 It trains nothing and has no vote. It keeps the newest certificates and the initial state for whoever asks, and with an
-archive the newest state; the run goes on without it. Only where nobody is left who can vote it names new members.
+archive the newest state (see `caretaker`); the run goes on without it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
-from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.state.files import write_whole
+from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.ids import PeerId, short
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.membership import Member
 from spes_p2p.swarm.ports import Blob, Clock, Transport
-from spes_p2p.sync.archive import Archive, FewStreams
-from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.caretaker import Caretaker, members_of, said_by, wishes_of
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.following import Following
-from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis, sign_renewal
-from spes_p2p.sync.messages import (
-    ORGANISER,
-    Ballots,
-    Commit,
-    Envelope,
-    Intent,
-    Manifest,
-    Sealer,
-    Signed,
-    Status,
-    Work,
-    manifest_hash,
-)
-from spes_p2p.sync.renewal import Vigil
+from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
+from spes_p2p.sync.messages import Commit, Envelope, Manifest, Sealer, Status
 from spes_p2p.sync.requests import HASHES, TILES, Request, Serving
-from spes_p2p.sync.rules import RunRules, genesis_manifest, renewed_manifest
+from spes_p2p.sync.rules import RunRules, genesis_manifest
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.timing import Pace
-from spes_p2p.sync.transfer import Transfers
 from spes_p2p.wire import pack, unpack
 
 WAITING_BEATS = 10
 """A peer that was not heard for so many heartbeats before genesis is no longer waiting."""
-MOST_ROUNDS_LOST = 10
-"""Where the newest state is lost the run may go on from an archived one, but not from one that is older than this."""
-RETRY_BEATS, FULL_BEATS = 2, 30
-"""So long after a failed try the archive tries again, and after a disk that was full."""
 
 
 @dataclass
@@ -94,34 +69,19 @@ class Organiser:
         self._store = store
         self._clock = clock
         self._say = say
-        self._said = ""
         self._waiting: dict[PeerId, _Waiting] = {}
-        self._vigil: Vigil | None = None
-        self._sequence = first_sequence
-        self._status: Signed[Status] | None = None
-        self._tasks = tasks = Tasks(self._failed)
-        self._serving = Serving(info, chain, store, lambda parent, first, count: None)
-        transfers = Transfers(transport, store.layout, self._stall_seconds)
-        headers = CatchUp(info, rules, checker.check, chain, store, transfers, tasks.in_thread)
-        self._following = Following(chain, headers, tasks, self._moved, say)
-        self._archive: Archive | None = None
-        self._archiving = False
-        self._archive_again_at = float("-inf")
-        if archive_store is not None:
-            few = FewStreams(transport, store.layout, self._stall_seconds)
-            states = CatchUp(info, rules, checker.check, chain, archive_store, few, tasks.in_thread)
-            self._archive = Archive(archive_store, chain, states, tasks.in_thread, say)
-            self._archive_serving = Serving(info, chain, archive_store, lambda parent, first, count: None)
+        self._tasks = Tasks(self._failed)
+        self._caretaker = Caretaker(
+            info, rules, min_peers, heartbeat_seconds, transport, sealer, checker, chain, store, clock, say,
+            self._tasks, archive_store, first_sequence,
+        )  # fmt: skip
+        stores = [store] if archive_store is None else [archive_store, store]
+        self._serving = [Serving(info, chain, one, lambda parent, first, count: None) for one in stores]
 
     async def start(self) -> None:
-        """Begins to answer. An archive is looked through beside."""
-        if self.chain.newest is not None:
-            self._vigil = self._fresh_vigil(self.chain.newest.manifest)
-        if self._archive is not None:
-            self._archiving = True
-            self._tasks.spawn(self._open_archive(self._archive))
+        """Begins to answer."""
+        self._caretaker.start()
         await self._transport.serve(self)
-        self._tasks.spawn(self._tick_for_ever())
 
     async def stop(self) -> None:
         """Ends what is under way."""
@@ -135,7 +95,7 @@ class Organiser:
     @property
     def archived(self) -> Manifest | None:
         """The newest manifest whose state is in the archive; None without one, and while it is looked through."""
-        return self._archive.newest if self._archive is not None and self._archive.is_open else None
+        return self._caretaker.archived
 
     # ---------------------------------------------------------------- serving (ports.Handler)
 
@@ -143,8 +103,12 @@ class Organiser:
         """Takes a status; answers with genesis, or with the newest commit."""
         envelope = self._checker.open(caller, request)
         check_same_run(envelope, self.info)
-        self._hear_all(caller, envelope)
-        return pack(replace(self._own_envelope(), commit=self._chain_answer(envelope)))
+        for status in said_by(caller, envelope, self.info):
+            if self.chain.length == 0:
+                self._await(status)
+            else:
+                self._caretaker.hear(status)
+        return pack(replace(self._caretaker.word(), commit=self._chain_answer(envelope)))
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Run, headers, and tiles of the initial state and of those in the archive."""
@@ -152,31 +116,17 @@ class Organiser:
         return await self._tasks.in_thread(lambda: self._answer(asked))
 
     def _answer(self, asked: Request) -> Blob:
-        if self._archive is not None and self._archive.is_open and asked.kind in (HASHES, TILES):
-            with contextlib.suppress(RemoteProtocolError):  # not here: perhaps it is of the initial state
-                return self._archive_serving.answer(asked)
-        return self._serving.answer(asked)
+        if asked.kind in (HASHES, TILES):
+            for serving in self._serving[:-1]:
+                with contextlib.suppress(RemoteProtocolError):  # not here: perhaps it is of the initial state
+                    return serving.answer(asked)
+        return self._serving[-1].answer(asked)
 
     def _chain_answer(self, envelope: Envelope) -> Commit | None:
         rounds = [signed.value.round for signed in envelope.statuses]
         if rounds and min(rounds) < 0:
             return self.chain.commit(0) if self.chain.length else None
         return self.chain.newest
-
-    def _own_envelope(self) -> Envelope:
-        return Envelope(self._transport.peer_id, (self._status,) if self._status is not None else ())
-
-    def _hear_all(self, sender: PeerId, envelope: Envelope) -> None:
-        for signed in envelope.statuses:
-            if signed.author == signed.value.peer == sender and signed.value.fingerprint == self.info.fingerprint:
-                self._hear(signed.value)
-
-    def _hear(self, status: Status) -> None:
-        if self._vigil is None:
-            self._await(status)
-            return
-        self._vigil.hear(status, self._clock.now())
-        self._following.hear(status)
 
     # ---------------------------------------------------------------- genesis
 
@@ -205,175 +155,10 @@ class Organiser:
         """Genesis is on disk before anybody sees it, so that there is never a second one."""
         statuses = [waiting.status for _, waiting in sorted(self._waiting.items())]
         root = self._store.version(0).root
-        manifest = genesis_manifest(self._rules, root, _members(statuses), _wishes(statuses))
+        manifest = genesis_manifest(self._rules, root, members_of(statuses), wishes_of(statuses))
         self.chain.append(sign_genesis(manifest, self._transport.peer_id, self._sealer))
         self._waiting.clear()
-        self._vigil = self._fresh_vigil(manifest)
-
-    # ---------------------------------------------------------------- after genesis
-
-    async def _tick_for_ever(self) -> None:
-        while True:
-            if self._vigil is not None:
-                self._tick(self._vigil, self._clock.now())
-            await asyncio.sleep(self._heartbeat_seconds)
-
-    def _tick(self, vigil: Vigil, now: float) -> None:
-        vigil.tick(now)
-        for peer in vigil.to_probe(now):
-            self._tasks.spawn(self._probe(vigil, peer))
-        self._renew_if_due(vigil, now)
-        self._keep_newest(vigil, now)
-        self._speak(vigil, now)
-
-    def _moved(self) -> None:
-        """The chain is another one than before."""
-        newest, now = self.chain.newest, self._clock.now()
-        if self._vigil is not None and newest is not None:
-            self._vigil.enter(newest.manifest, now)
-            self._keep_newest(self._vigil, now)
-            self._speak(self._vigil, now)
-
-    def _fresh_vigil(self, tip: Manifest) -> Vigil:
-        return Vigil(Pace(self._heartbeat_seconds), tip, self._clock.now())
-
-    async def _probe(self, vigil: Vigil, peer: PeerId) -> None:
-        """Calls a silent elector: it may not know our address."""
-        if await self._transport.check_refused(peer):
-            vigil.gone(peer)
-            return
-        with contextlib.suppress(NetworkError, RemoteProtocolError):  # then it stays silent
-            answer = await self._transport.call(peer, pack(self._own_envelope()), 4 * self._heartbeat_seconds)
-            self._hear_all(peer, self._checker.open(peer, answer))
-
-    def _speak(self, vigil: Vigil, now: float) -> None:
-        """Says which state can be had here, and nothing where it is of no use: the newest one is lost."""
-        tip, manifest = vigil.tip, self.archived
-        if manifest is not None and manifest != tip and not vigil.is_led(now):
-            manifest = None
-        newest = self.chain.newest
-        if manifest is None and newest is not None and newest.certificate.kind == ORGANISER:
-            manifest = tip
-        if manifest is None:
-            self._status = None
-            return
-        self._sequence += 1
-        self._status = self._sealer.seal(
-            Status(
-                self.info.fingerprint, self._transport.peer_id, 1, self._sequence, manifest.round,
-                manifest_hash(manifest), Work(), Intent(can_vote=False), Ballots(),
-            )
-        )  # fmt: skip
-
-    # ---------------------------------------------------------------- the archive
-
-    async def _open_archive(self, archive: Archive) -> None:
-        try:
-            await self._tasks.in_thread(lambda: archive.open(self._store.version(0)))
-        except StorageFull as error:
-            self._say(f"there is no archive: {error} ({error.fix})")
-        finally:
-            self._archiving = False
-
-    def _keep_newest(self, vigil: Vigil, now: float) -> None:
-        """Begins to fetch the newest state, one at a time, unless it is here or nobody who has it is heard."""
-        archive, commit = self._archive, self.chain.newest
-        if archive is None or not archive.is_open or self._archiving or now < self._archive_again_at:
-            return
-        if commit is None or archive.has(commit.manifest):
-            return
-        holders = vigil.standing_on(commit.manifest.round, manifest_hash(commit.manifest), now)
-        if holders or archive.has_content(commit.manifest):
-            self._archiving = True
-            turn = commit.manifest.round % max(1, len(holders))
-            self._tasks.spawn(self._keep(archive, commit, [*holders[turn:], *holders[:turn]]))
-
-    async def _keep(self, archive: Archive, commit: Commit, holders: list[PeerId]) -> None:
-        try:
-            if not await archive.keep(commit, holders):
-                beats = FULL_BEATS if archive.is_full else RETRY_BEATS
-                self._archive_again_at = self._clock.now() + beats * self._heartbeat_seconds
-        finally:
-            self._archiving = False
-        self._moved()
-
-    # ---------------------------------------------------------------- renewal
-
-    def _renew_if_due(self, vigil: Vigil, now: float) -> None:
-        """Where nobody is left who can vote, and others wait: they become the members (design section 4)."""
-        waiting = vigil.waiting(now)
-        if vigil.is_led(now) or not waiting:
-            self._said = ""
-            return
-        if self._following.under_way or self._archiving:
-            return
-        root, is_lost = self._state_to_go_on_from(vigil, waiting)
-        self._say_what_comes(vigil, is_lost, root is not None)
-        if root is not None and vigil.is_due(self._min_peers, is_lost, now):
-            try:
-                self._renew(vigil.tip, root, waiting)
-            except StorageFull as error:
-                self._say_once(f"the run cannot go on: {error}")
-
-    def _state_to_go_on_from(self, vigil: Vigil, waiting: list[Status]) -> tuple[Hash | None, bool]:
-        """The root of a state that can be had, None for none; and whether it is an older one than the newest."""
-        tip, kept = vigil.tip, self.archived
-        head = manifest_hash(tip)
-        if tip.round == 0 or tip == kept or any(status.head == head for status in waiting):
-            return tip.state_root, False
-        if kept is not None and kept.round > 0 and tip.round - kept.round <= MOST_ROUNDS_LOST:
-            return kept.state_root, True
-        return None, True
-
-    def _say_what_comes(self, vigil: Vigil, is_lost: bool, goes_on: bool) -> None:
-        tip, kept, seconds = vigil.tip, self.archived, vigil.wait_seconds(is_lost)
-        text = f"nobody answers who could go on from round {tip.round}"
-        if is_lost:
-            text += f", and its state is lost unless a former peer comes back with --resume ({_addition(tip, kept)})"
-        if goes_on:
-            text += f"; after {seconds:.0f} s of silence the peers that wait become its members"
-        if goes_on and is_lost and kept is not None:
-            text += f", and {tip.tokens - kept.tokens:,} tokens are lost"
-        self._say_once(text)
-
-    def _say_once(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
-            self._say(text)
-
-    def _renew(self, tip: Manifest, root: Hash, waiting: list[Status]) -> None:
-        """On disk before anybody sees it: there is never another one on the same parent."""
-        path = self.chain.directory.parent / "renewals" / manifest_hash(tip).hex()
-        if path.exists():
-            commit = unpack(Commit, path.read_bytes())
-        else:
-            manifest = renewed_manifest(self._rules, tip, root, _members(waiting), _wishes(waiting))
-            commit = sign_renewal(manifest, self._transport.peer_id, self._sealer)
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, pack(commit))
-        self.chain.append(commit)
-        names = ", ".join(short(member.peer) for member in commit.manifest.members)
-        self._say(f"the run goes on with new members: {names}")
-        self._moved()
-
-    # ---------------------------------------------------------------- small things
-
-    def _stall_seconds(self) -> float:
-        return 4 * self._heartbeat_seconds
+        self._caretaker.begin()
 
     def _failed(self, error: BaseException) -> None:
         self._say(f"could not follow the run: {error!r}")
-
-
-def _members(statuses: Sequence[Status]) -> list[Member]:
-    return [Member(s.peer, s.incarnation, True, s.intent.link_class) for s in statuses]
-
-
-def _wishes(statuses: Sequence[Status]) -> dict[PeerId, Wish]:
-    return {s.peer: Wish(s.intent.max_columns, s.intent.claims, s.intent.releases) for s in statuses}
-
-
-def _addition(tip: Manifest, kept: Manifest | None) -> str:
-    if kept is None:
-        return "a bootstrap node with --archive DIR keeps it"
-    return f"the archive has that of round {kept.round}"

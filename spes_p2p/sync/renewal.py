@@ -39,8 +39,6 @@ class Vigil:
         self._probed: dict[PeerId, float] = {}
         self._voting_at: dict[PeerId, float] = {}
         self._last_tick = now
-        self._entered = now
-        self.tip = tip
         self._enter(tip, now)
 
     def enter(self, tip: Manifest, now: float) -> None:
@@ -56,6 +54,8 @@ class Vigil:
         self.tip, self._entered = tip, now
         self._elector = {member.peer: member.incarnation for member in electors(tip.members)}
         self._voting_at = {peer: before.get(peer, now) for peer in self._elector}
+        self._gone &= set(self._elector)
+        self._probed = {peer: at for peer, at in self._probed.items() if peer in self._elector}
 
     def hear(self, status: Status, now: float) -> None:
         """A peer itself has said this."""

@@ -53,7 +53,7 @@ async def behind(swarm: MemorySwarm) -> Commit:
             await swarm.peers[PeerId(name)].kill()
         newest = swarm.organiser.chain.newest
         assert newest is not None
-        await until(lambda: not swarm.organiser._archiving)
+        await until(lambda: not swarm.organiser._caretaker._archiving)
     return newest
 
 

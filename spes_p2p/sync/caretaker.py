@@ -1,0 +1,293 @@
+"""What the bootstrap node does for a run that has begun: follows it, keeps its newest state, and renews it.
+
+Says what can be had from it. Who calls, and how a run begins, is `organiser`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.state.files import write_whole
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.membership import Member
+from spes_p2p.swarm.ports import Clock, Transport
+from spes_p2p.sync.archive import Archive, FewStreams
+from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.following import Following
+from spes_p2p.sync.genesis import RunInfo, sign_renewal
+from spes_p2p.sync.messages import (
+    ORGANISER,
+    Ballots,
+    Commit,
+    Envelope,
+    Intent,
+    Manifest,
+    Sealer,
+    Signed,
+    Status,
+    Work,
+    manifest_hash,
+)
+from spes_p2p.sync.renewal import Vigil
+from spes_p2p.sync.rules import RunRules, renewed_manifest
+from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.tasks import Tasks
+from spes_p2p.sync.timing import Pace
+from spes_p2p.sync.transfer import Transfers
+from spes_p2p.wire import pack, unpack
+
+MOST_ROUNDS_LOST = 10
+"""Where the newest state is lost the run may go on from an archived one, but not from one that is older than this."""
+RETRY_BEATS, FULL_BEATS = 2, 30
+"""So long after a failed try the archive tries again, and after a disk that was full."""
+
+
+class Caretaker:
+    """Follows one run from its genesis on. All coroutines belong to one event loop."""
+
+    def __init__(
+        self,
+        info: RunInfo,
+        rules: RunRules,
+        min_peers: int,
+        heartbeat_seconds: float,
+        transport: Transport,
+        sealer: Sealer,
+        checker: EnvelopeChecker,
+        chain: Chain,
+        store: StateStore,
+        clock: Clock,
+        say: Callable[[str], None],
+        tasks: Tasks,
+        archive_store: StateStore | None,
+        first_sequence: int,
+    ) -> None:
+        """As `Organiser`; `tasks` are its own."""
+        self._info = info
+        self._rules = rules
+        self._min_peers = min_peers
+        self._heartbeat_seconds = heartbeat_seconds
+        self._transport = transport
+        self._sealer = sealer
+        self._checker = checker
+        self._chain = chain
+        self._store = store
+        self._clock = clock
+        self._say = say
+        self._tasks = tasks
+        self._said = ""
+        self._vigil: Vigil | None = None
+        self._sequence = first_sequence
+        self._status: Signed[Status] | None = None
+        transfers = Transfers(transport, store.layout, self._stall_seconds)
+        headers = CatchUp(info, rules, checker.check, chain, store, transfers, tasks.in_thread)
+        self._following = Following(chain, headers, tasks, self._moved, say, clock, RETRY_BEATS * heartbeat_seconds)
+        self.archive: Archive | None = None
+        self._archiving = False
+        self._archive_again_at = float("-inf")
+        if archive_store is not None:
+            few = FewStreams(transport, store.layout, self._stall_seconds)
+            states = CatchUp(info, rules, checker.check, chain, archive_store, few, tasks.in_thread)
+            self.archive = Archive(archive_store, chain, states, tasks.in_thread, say)
+
+    def start(self) -> None:
+        """An archive is looked through beside."""
+        self.begin()
+        if self.archive is not None:
+            self._archiving = True
+            self._tasks.spawn(self._open_archive(self.archive))
+        self._tasks.spawn(self._tick_for_ever())
+
+    def begin(self) -> None:
+        """There may be a chain to follow now."""
+        if self._chain.newest is not None:
+            pace = Pace(self._heartbeat_seconds)
+            self._vigil = Vigil(pace, self._chain.newest.manifest, self._clock.now())
+
+    @property
+    def archived(self) -> Manifest | None:
+        """The newest manifest whose state is in the archive; None without one, and while it is looked through."""
+        return self.archive.newest if self.archive is not None and self.archive.is_open else None
+
+    def word(self) -> Envelope:
+        """What we have to say."""
+        return Envelope(self._transport.peer_id, (self._status,) if self._status is not None else ())
+
+    def hear(self, status: Status) -> None:
+        """A peer itself has said this."""
+        if self._vigil is not None:
+            self._vigil.hear(status, self._clock.now())
+            self._following.hear(status)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            if self._vigil is not None:
+                self._tick(self._vigil, self._clock.now())
+            await asyncio.sleep(self._heartbeat_seconds)
+
+    def _tick(self, vigil: Vigil, now: float) -> None:
+        vigil.tick(now)
+        for peer in vigil.to_probe(now):
+            self._tasks.spawn(self._probe(vigil, peer))
+        self._renew_if_due(vigil, now)
+        self._keep_newest(vigil, now)
+        self._speak(vigil, now)
+
+    def _moved(self) -> None:
+        """The chain is another one than before."""
+        newest, now = self._chain.newest, self._clock.now()
+        if self._vigil is not None and newest is not None:
+            self._vigil.enter(newest.manifest, now)
+            self._keep_newest(self._vigil, now)
+            self._speak(self._vigil, now)
+
+    async def _probe(self, vigil: Vigil, peer: PeerId) -> None:
+        """Calls a silent elector: it may not know our address."""
+        if await self._transport.check_refused(peer):
+            vigil.gone(peer)
+            return
+        with contextlib.suppress(NetworkError, RemoteProtocolError):  # then it stays silent
+            answer = await self._transport.call(peer, pack(self.word()), 4 * self._heartbeat_seconds)
+            for status in said_by(peer, self._checker.open(peer, answer), self._info):
+                self.hear(status)
+
+    def _speak(self, vigil: Vigil, now: float) -> None:
+        """Says which state can be had here, and nothing where it is of no use: the newest one is lost."""
+        tip, manifest = vigil.tip, self.archived
+        if manifest is not None and manifest != tip and not vigil.is_led(now):
+            manifest = None
+        newest = self._chain.newest
+        if manifest is None and newest is not None and newest.certificate.kind == ORGANISER:
+            manifest = tip
+        if manifest is None:
+            self._status = None
+            return
+        self._sequence += 1
+        self._status = self._sealer.seal(
+            Status(
+                self._info.fingerprint, self._transport.peer_id, 1, self._sequence, manifest.round,
+                manifest_hash(manifest), Work(), Intent(can_vote=False), Ballots(),
+            )
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- the archive
+
+    async def _open_archive(self, archive: Archive) -> None:
+        try:
+            await self._tasks.in_thread(lambda: archive.open(self._store.version(0)))
+        except StorageFull as error:
+            self._say(f"there is no archive: {error} ({error.fix})")
+        finally:
+            self._archiving = False
+
+    def _keep_newest(self, vigil: Vigil, now: float) -> None:
+        """Begins to fetch the newest state, one at a time, unless it is here or nobody who has it is heard."""
+        archive, commit = self.archive, self._chain.newest
+        if archive is None or not archive.is_open or self._archiving or now < self._archive_again_at:
+            return
+        if commit is None or archive.has(commit.manifest):
+            return
+        holders = vigil.standing_on(commit.manifest.round, manifest_hash(commit.manifest), now)
+        if holders or archive.has_content(commit.manifest):
+            self._archiving = True
+            turn = commit.manifest.round % max(1, len(holders))
+            self._tasks.spawn(self._keep(archive, commit, [*holders[turn:], *holders[:turn]]))
+
+    async def _keep(self, archive: Archive, commit: Commit, holders: list[PeerId]) -> None:
+        try:
+            if not await archive.keep(commit, holders):
+                beats = FULL_BEATS if archive.is_full else RETRY_BEATS
+                self._archive_again_at = self._clock.now() + beats * self._heartbeat_seconds
+        finally:
+            self._archiving = False
+        self._moved()
+
+    # ---------------------------------------------------------------- renewal
+
+    def _renew_if_due(self, vigil: Vigil, now: float) -> None:
+        """Where nobody is left who can vote, and others wait: they become the members (design section 4)."""
+        waiting = vigil.waiting(now)
+        if vigil.is_led(now) or not waiting:
+            self._said = ""
+            return
+        if self._following.under_way or self._archiving:
+            return
+        root, is_lost = self._state_to_go_on_from(vigil, waiting)
+        self._say_what_comes(vigil, is_lost, root is not None)
+        if root is not None and vigil.is_due(self._min_peers, is_lost, now):
+            try:
+                self._renew(vigil.tip, root, waiting)
+            except StorageFull as error:
+                self._say_once(f"the run cannot go on: {error}")
+
+    def _state_to_go_on_from(self, vigil: Vigil, waiting: list[Status]) -> tuple[Hash | None, bool]:
+        """The root of a state that can be had, None for none; and whether it is an older one than the newest."""
+        tip, kept = vigil.tip, self.archived
+        head = manifest_hash(tip)
+        if tip.round == 0 or tip == kept or any(status.head == head for status in waiting):
+            return tip.state_root, False
+        if kept is not None and kept.round > 0 and tip.round - kept.round <= MOST_ROUNDS_LOST:
+            return kept.state_root, True
+        return None, True
+
+    def _say_what_comes(self, vigil: Vigil, is_lost: bool, goes_on: bool) -> None:
+        tip, kept, seconds = vigil.tip, self.archived, vigil.wait_seconds(is_lost)
+        text = f"nobody answers who could go on from round {tip.round}"
+        if is_lost:
+            text += f", and its state is lost unless a former peer comes back with --resume ({_addition(tip, kept)})"
+        if goes_on:
+            text += f"; after {seconds:.0f} s of silence the peers that wait become its members"
+        if goes_on and is_lost and kept is not None:
+            text += f", and {tip.tokens - kept.tokens:,} tokens are lost"
+        self._say_once(text)
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
+
+    def _renew(self, tip: Manifest, root: Hash, waiting: list[Status]) -> None:
+        """On disk before anybody sees it: there is never another one on the same parent."""
+        path = self._chain.directory.parent / "renewals" / manifest_hash(tip).hex()
+        if path.exists():
+            commit = unpack(Commit, path.read_bytes())
+        else:
+            manifest = renewed_manifest(self._rules, tip, root, members_of(waiting), wishes_of(waiting))
+            commit = sign_renewal(manifest, self._transport.peer_id, self._sealer)
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, pack(commit))
+        self._chain.append(commit)
+        names = ", ".join(short(member.peer) for member in commit.manifest.members)
+        self._say(f"the run goes on with new members: {names}")
+        self._moved()
+
+    def _stall_seconds(self) -> float:
+        return 4 * self._heartbeat_seconds
+
+
+def said_by(peer: PeerId, envelope: Envelope, info: RunInfo) -> list[Status]:
+    """What a peer says of itself, of this run; what it passes on is left out."""
+    statuses = [signed.value for signed in envelope.statuses if signed.author == signed.value.peer == peer]
+    return [status for status in statuses if status.fingerprint == info.fingerprint]
+
+
+def members_of(statuses: Sequence[Status]) -> list[Member]:
+    """The first members of a manifest, from what they say of themselves."""
+    return [Member(s.peer, s.incarnation, True, s.intent.link_class) for s in statuses]
+
+
+def wishes_of(statuses: Sequence[Status]) -> dict[PeerId, Wish]:
+    """What they want to own."""
+    return {s.peer: Wish(s.intent.max_columns, s.intent.claims, s.intent.releases) for s in statuses}
+
+
+def _addition(tip: Manifest, kept: Manifest | None) -> str:
+    if kept is None:
+        return "a bootstrap node with --archive DIR keeps it"
+    return f"the archive has that of round {kept.round}"

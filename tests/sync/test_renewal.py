@@ -1,0 +1,132 @@
+"""When the organiser may name new members: told by what it heard, at times that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.messages import Ballots, Intent, Manifest, Status, Work, manifest_hash
+from spes_p2p.sync.renewal import LONGER, MOST_HEARD, Vigil
+from spes_p2p.sync.rules import genesis_manifest
+from spes_p2p.sync.timing import Pace
+from tests.sync.chains import A, B, MadeRun
+
+RUN = MadeRun()
+C, D = PeerId("c"), PeerId("d")
+TIP = genesis_manifest(RUN.rules, sha256(b"state"), [Member(A, 1, True, 0), Member(B, 1, True, 0)], {})
+SHORT = Pace(1.0).degraded_wait_seconds(all_refused=True)
+LONG = Pace(1.0).degraded_wait_seconds(all_refused=False)
+
+
+def status(peer: PeerId, intent: Intent | None = None, incarnation: int = 1, tip: Manifest = TIP) -> Status:
+    chosen = intent or Intent(joining=True)
+    return Status(RUN.info.fingerprint, peer, incarnation, 1, tip.round, manifest_hash(tip), Work(), chosen, Ballots())
+
+
+class Story:
+    """A vigil over two electors, with a tick each second in which some peers speak."""
+
+    def __init__(self) -> None:
+        self.vigil = Vigil(Pace(1.0), TIP, 0.0)
+        self.now = 0.0
+
+    def passes(self, seconds: float, *speakers: Status) -> None:
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            for one in speakers:
+                self.vigil.hear(one, self.now)
+            self.vigil.tick(self.now)
+
+    def is_due(self, min_peers: int = 1, is_lost: bool = False) -> bool:
+        return self.vigil.is_due(min_peers, is_lost, self.now)
+
+
+def test_after_a_long_silence_those_who_wait_are_named() -> None:
+    story = Story()
+    story.passes(LONG - 1, status(C), status(D))
+    assert not story.is_due(2)
+    story.passes(2, status(C), status(D))
+    assert story.is_due(2)
+    assert [one.peer for one in story.vigil.waiting(story.now)] == [C, D]
+
+
+def test_the_wait_is_short_where_all_are_surely_gone() -> None:
+    """Refused by the host, or back without the voting record."""
+    story = Story()
+    story.vigil.gone(A)
+    story.passes(SHORT + 1, status(C), status(B, incarnation=2))
+    assert story.is_due(2)
+    assert {one.peer for one in story.vigil.waiting(story.now)} == {B, C}
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_where_the_newest_state_is_lost_the_wait_is_longer(is_lost: bool) -> None:
+    story = Story()
+    story.passes(LONG + 1, status(C))
+    assert story.is_due(is_lost=is_lost) is not is_lost
+    story.passes((LONGER - 1) * LONG, status(C))
+    assert story.is_due(is_lost=is_lost)
+
+
+def test_one_elector_that_can_vote_is_enough() -> None:
+    story = Story()
+    story.passes(2 * LONG, status(A), status(C), status(D))
+    assert story.vigil.is_led(story.now)
+    assert not story.is_due(2)
+
+
+def test_an_elector_that_cannot_vote_or_is_behind_does_not_lead() -> None:
+    story = Story()
+    full = status(A, Intent(joining=True, can_vote=False))
+    behind = replace(status(B), round=-1, head=sha256(b"earlier"))
+    story.passes(LONG + 1, full, behind, status(C))
+    assert not story.vigil.is_led(story.now)
+    assert story.is_due(3)
+
+
+def test_fewer_than_were_wanted_wait_once_more() -> None:
+    story = Story()
+    story.passes(2 * LONG)
+    story.passes(LONG - 1, status(C))
+    assert not story.is_due(2)
+    story.passes(2, status(C))
+    assert story.is_due(2)
+
+
+def test_nobody_is_named_who_does_not_want_to_take_part() -> None:
+    story = Story()
+    story.passes(2 * LONG, status(C, Intent()), status(D, Intent(joining=True, leaving=True)))
+    assert not story.vigil.waiting(story.now)
+    assert not story.is_due()
+
+
+def test_our_own_sleep_is_our_own_silence() -> None:
+    story = Story()
+    story.passes(LONG - 5, status(C))
+    story.now += 3600.0
+    story.vigil.tick(story.now)
+    story.passes(10, status(C))
+    assert not story.is_due()
+    story.passes(LONG, status(C))
+    assert story.is_due()
+
+
+def test_silent_electors_are_called_now_and_then() -> None:
+    story = Story()
+    story.passes(10, status(A))
+    assert story.vigil.to_probe(story.now) == [B]
+    assert story.vigil.to_probe(story.now) == []
+    story.passes(20, status(A))
+    assert story.vigil.to_probe(story.now) == [B]
+
+
+def test_strangers_are_remembered_up_to_a_bound() -> None:
+    story = Story()
+    for number in range(2 * MOST_HEARD):
+        story.vigil.hear(status(PeerId(f"stranger {number}")), 0.5)
+    assert len(story.vigil.waiting(0.5)) == MOST_HEARD
+    story.vigil.hear(status(A), 0.5)
+    assert story.vigil.is_led(0.5)
