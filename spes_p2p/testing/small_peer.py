@@ -1,0 +1,271 @@
+"""One peer of the small world: what one event makes of it, by the real `Core`, and whether that is allowed.
+
+It keeps to what the real driver does, with symbols for tensors; whatever takes it no time there takes none here. All
+that comes from the world around is passed in. Leaves out who else there is (`small_world`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.sync import actions as do
+from spes_p2p.sync.messages import Commit, Envelope, Intent, Manifest, Proposal, Report, Work, manifest_hash, plan_hash
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.rules import RunRules
+from spes_p2p.testing.judge import Judge, Violation, VoteHistory, voters
+from spes_p2p.testing.sim_state import (
+    BATCH_SEQUENCES,
+    SEQUENCE_TOKENS,
+    STEPS,
+    Disk,
+    FakeSealer,
+    State,
+    Trained,
+    check_fake,
+    reduce_tiles,
+    split,
+    trained_positions,
+)
+from spes_p2p.testing.snapshots import (
+    BEAT_SECONDS,
+    FIRST_SEQUENCE,
+    HEARTBEAT_SECONDS,
+    SEQUENCES_A_BEAT,
+    FixedPace,
+    Snapshots,
+)
+
+
+@dataclass
+class Local:
+    """All of one peer: its process (None while it is down), its disk, and the work that its `Core` asked for.
+
+    `heard_at` is the truth about who was heard, for the judge; `refused` whose host refused since.
+    """
+
+    name: PeerId
+    core: Core | None
+    disk: Disk
+    todo: tuple[object, ...] = ()
+    trained: Trained | None = None
+    lives: int = 0
+    sequence: int = FIRST_SEQUENCE
+    heard_at: dict[PeerId, float] = field(default_factory=dict)
+    newest: dict[PeerId, int] = field(default_factory=dict)
+    refused: set[PeerId] = field(default_factory=set)
+
+
+class PathJudge(Judge):
+    """A judge for whom one step is all of history: what was before stands in the record on disk."""
+
+    def remember(self, peer: PeerId, disk: Disk) -> None:
+        """Takes a durable record for what this elector has bound itself to."""
+        record = disk.record
+        if record is None:
+            return
+        history = VoteHistory(record.promised, proposed=dict(record.proposed))
+        if record.accepted is not None:
+            history.accepted[record.accepted_ballot] = record.accepted_hash
+        if record.degraded is not None:
+            history.degraded.add((record.degraded.value.heard, manifest_hash(record.degraded.value.manifest)))
+        self._histories[(peer, disk.incarnation, record.parent)] = history
+
+
+class SmallPeers:
+    """The steps of each of `names` from `genesis` on, judged."""
+
+    def __init__(
+        self,
+        names: list[PeerId],
+        rules: RunRules,
+        genesis: Manifest,
+        state: State,
+        core_class: type[Core],
+        snapshots: Snapshots,
+    ) -> None:
+        self._names, self._rules, self._genesis, self._state = names, rules, genesis, state
+        self._core_class, self._snapshots = core_class, snapshots
+        self._content = Judge(rules, genesis, state)
+
+    def fresh_judge(self) -> PathJudge:
+        """One that knows what values went into which tiles, and nothing else."""
+        judge = PathJudge(self._rules, self._genesis, self._state)
+        judge.reduced, judge.wires = self._content.reduced, self._content.wires
+        return judge
+
+    def persist(self, local: Local, action: do.Persist) -> None:
+        """The record is on disk; it must not go back on the one before."""
+        name = local.name
+        judge = self._judge_of(local)
+        local.disk.record = action.record
+        judge.saw_record(name, action.record, local.disk, lambda heard: self._silences(local, heard))
+
+    def say(self, local: Local, envelope: Envelope) -> None:
+        """A message leaves; it must not go beyond what is on disk."""
+        self._judge_of(local).saw_message(local.name, envelope, local.disk)
+
+    def _judge_of(self, local: Local) -> PathJudge:
+        judge = self.fresh_judge()
+        judge.remember(local.name, local.disk)
+        return judge
+
+    def _silences(self, local: Local, heard: tuple[PeerId, ...]) -> list[tuple[PeerId, float, float]]:
+        assert local.core is not None
+        lost = [peer for peer in voters(local.core.tip) if peer not in heard and peer != local.name]
+        wait = FixedPace(HEARTBEAT_SECONDS).degraded_wait_seconds(all(peer in local.refused for peer in lost))
+        return [(peer, -local.heard_at[peer], wait - 1e-6) for peer in lost]
+
+    def note(self, local: Local, action: do.Action) -> None:
+        """What is neither said nor written is to be done."""
+        if isinstance(action, do.Notice):
+            if action.kind == "refused":
+                raise Violation("refused", f"{local.name} refused what {action.peer} said: {action.text}")
+        elif not isinstance(action, do.CloseTraining):
+            local.todo = (*local.todo, self._snapshots.frozen.one(action))
+
+    def event(self, local: Local, what: tuple[Any, ...]) -> tuple[list[do.Action], bool]:
+        """(what the core wants done, whether its disk was written before)."""
+        core = local.core
+        match what:
+            case ("start",):
+                return self._start(local), False
+            case ("tick",):
+                self._snapshots.age(core)
+                local.heard_at = {peer: at - BEAT_SECONDS for peer, at in local.heard_at.items()}
+                local.newest = {peer: at - SEQUENCES_A_BEAT for peer, at in local.newest.items()}
+                if local.disk.record is not None:
+                    local.disk.record = self._snapshots.aged(local.disk.record)
+                assert core is not None
+                return core.tick(0.0), False
+            case ("receive", message):
+                return self._receive(local, message), False
+            case ("work", at, *brought):
+                work = local.todo[at]
+                local.todo = local.todo[:at] + local.todo[at + 1 :]
+                return self._do_work(local, work, brought)
+        raise ValueError(f"nothing is known of {what}")
+
+    def _start(self, local: Local) -> list[do.Action]:
+        disk, name = local.disk, local.name
+        disk.restart()
+        intent = Intent(joining=True)
+        core = local.core = self._core_class(
+            name, disk.incarnation, self._rules, FakeSealer(name), check_fake, FixedPace(HEARTBEAT_SECONDS), disk.tip,
+            0.0, disk.record, intent, disk.tip_commit, first_sequence=local.sequence,
+        )  # fmt: skip
+        core.seeds = tuple(peer for peer in self._names if peer != name)
+        local.lives += 1
+        local.todo = ("train",) if not disk.chain else ()
+        local.heard_at = dict.fromkeys(core.seeds, 0.0)
+        actions: list[do.Action] = []
+        for proposal in (core.record.accepted, core.record.degraded):
+            if proposal is not None and proposal.value.manifest.state_root in disk.finished:
+                actions += core.verified(manifest_hash(proposal.value.manifest), 0.0)
+        return actions + core.tick(0.0)
+
+    def _receive(self, local: Local, envelope: Envelope) -> list[do.Action]:
+        assert local.core is not None
+        for signed in envelope.statuses:
+            status = signed.value
+            if status.peer in local.heard_at and status.sequence > local.newest.get(status.peer, -1):
+                local.newest[status.peer] = status.sequence
+                local.heard_at[status.peer] = 0.0
+                local.refused.discard(status.peer)
+        return local.core.receive(envelope, 0.0)
+
+    def _do_work(self, local: Local, work: Any, brought: list[Any]) -> tuple[list[do.Action], bool]:
+        core, disk, name = local.core, local.disk, local.name
+        assert core is not None
+        match work:
+            case "train":
+                return self._train(local, core, name), False
+            case do.Reduce():
+                return self._reduce(core, disk, name, work, brought)
+            case do.Fetch(piece, hashes):
+                if not core.wants_staged(piece.key, hashes):
+                    return [], False
+                if not brought[0]:
+                    return core.fetch_failed(piece.key, 0.0), False
+                disk.stage(piece, split(hashes))
+                return core.staged(piece.key, hashes, 0.0), True
+            case do.Build(_, slices, hashes):
+                if core.round.building != work:
+                    return [], False
+                root = disk.finish(self._rules, slices, None)
+                return core.built(work, self._content.saw_build(hashes), root, None, 0.0), True
+            case do.Verify(proposal):
+                return self._verify(core, disk, proposal.value)
+            case do.Adopt(commit):
+                return self._adopt(core, disk, commit)
+            case do.CatchUp():
+                return self._catch_up(core, disk, brought)
+            case do.Probe(peer):
+                if not brought[0]:
+                    return [], False
+                local.refused.add(peer)
+                return core.gone(peer, 0.0), False
+        raise ValueError(f"no peer can do {work}")
+
+    def _train(self, local: Local, core: Core, name: PeerId) -> list[do.Action]:
+        if core.tip.round > 0:
+            return []
+        sequences = STEPS * BATCH_SEQUENCES
+        work = Work(True, sequences * SEQUENCE_TOKENS, STEPS, sequences, expected_tokens=sequences * SEQUENCE_TOKENS)
+        number = 100 * self._names.index(name) + local.lives
+        local.trained = Trained(number, name, core.head, work, trained_positions(core.tip, name, sequences))
+        return core.trained(work, 0.0)
+
+    def _reduce(
+        self, core: Core, disk: Disk, name: PeerId, work: do.Reduce, brought: list[Any]
+    ) -> tuple[list[do.Action], bool]:
+        plan = work.plan.value
+        piece = plan.slices[work.index]
+        if not core.wants_reduced(plan_hash(plan), work.index):
+            return [], False
+        fit = [trained for trained in brought if trained is not None]
+        if not fit:
+            return core.reduce_failed(work.index, 0.0), False
+        tiles = reduce_tiles(plan, piece, fit)
+        self._content.reduced.update((tile, tuple(fit)) for tile in tiles)
+        disk.stage(piece, tiles)
+        lost = tuple((peer, "lost") for peer, trained in zip(piece.contributors, brought) if trained is None)
+        report = Report(plan_hash(plan), work.index, name, tuple(t.peer for t in fit), tiles, lost)
+        return core.reduced(report, 0.0), True
+
+    def _verify(self, core: Core, disk: Disk, proposal: Proposal) -> tuple[list[do.Action], bool]:
+        manifest = proposal.manifest
+        if core.round.verifying != manifest_hash(manifest) or core.head != manifest.parent:
+            return [], False
+        pairs = list(zip(manifest.slices, proposal.wire_hashes, strict=True))
+        whole = all(disk.has(piece, hashes) for piece, hashes in pairs)
+        if whole and manifest.state_root not in disk.finished:
+            disk.finish(self._rules, manifest.slices, manifest.merge)
+        if not whole or manifest.state_root not in disk.finished or sha256(*proposal.wire_hashes) != manifest.wire_root:
+            return core.verify_failed(0.0), whole
+        return core.verified(manifest_hash(manifest), 0.0), True
+
+    def _adopt(self, core: Core, disk: Disk, commit: Commit) -> tuple[list[do.Action], bool]:
+        if commit.manifest.parent != core.head:
+            return [], False
+        state = disk.finished.get(commit.manifest.state_root)
+        if state is None:
+            core.round.verified.discard(commit.certificate.manifest)
+            return core.catch_up_failed(0.0), False
+        return self._published(core, disk, commit, state), True
+
+    def _catch_up(self, core: Core, disk: Disk, brought: list[Any]) -> tuple[list[do.Action], bool]:
+        commits = brought[0]
+        if not commits or commits[0].manifest.parent != core.head:
+            return core.catch_up_failed(0.0), False
+        judge = self.fresh_judge()
+        judge.saw_commit(commits[0])
+        return self._published(core, disk, commits[0], judge.known[manifest_hash(commits[0].manifest)].state), True
+
+    def _published(self, core: Core, disk: Disk, commit: Commit, state: State) -> list[do.Action]:
+        judge = self.fresh_judge()
+        judge.saw_commit(commit)
+        disk.publish([commit], state)
+        judge.saw_state(core.me, commit.manifest, disk.state)
+        return core.applied(commit, 0.0)

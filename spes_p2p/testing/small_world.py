@@ -1,0 +1,389 @@
+"""A few peers, one round, and every step that could come next: what the exhaustive search walks through.
+
+A state is small: the names of what each peer knows (`Local`), the messages under way, and how many faults are left. One
+peer's step hangs on what it knows and on what comes to it alone, so it is worked out once, by the real `Core`, and
+looked up wherever the same comes together again. Each step is judged as it is made. See docs/protocol.md, "What is
+checked, and how", for what is left out of this world.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.swarm.membership import Member
+from spes_p2p.sync import actions as do
+from spes_p2p.sync.messages import Commit, Envelope
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.rules import genesis_manifest
+from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
+from spes_p2p.testing.small_peer import Local, SmallPeers
+from spes_p2p.testing.snapshots import Snapshots
+
+LOSE, CRASH, LATE, DOUBLE = "lose", "crash", "late", "double"
+FAULTS = (LOSE, CRASH, LATE, DOUBLE)
+Event = tuple[Any, ...]
+"""What happens next: a word, then whom it befalls and which of the things at hand."""
+
+
+class State(NamedTuple):
+    """`links[i]` are the messages under way on link i, the first one first; `late` those that were overtaken."""
+
+    locals: tuple[int, ...]
+    links: tuple[tuple[int, ...], ...]
+    late: tuple[tuple[int, int], ...]
+    commits: tuple[int, ...]
+    faults: int
+    beats: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one event does to one peer.
+
+    `sends` are (receiver, message); `crashes` where the peer may die on the way: (what is left of it, how many of the
+    sends had left). `plain`: a message that told nothing new; `quiet`: a status that moved nothing at its receiver.
+    """
+
+    after: int
+    sends: tuple[tuple[int, int], ...]
+    crashes: tuple[tuple[int, int], ...]
+    commits: tuple[int, ...]
+    plain: bool = False
+    quiet: bool = False
+
+
+class Happening(NamedTuple):
+    """Something that may come next, whom it befalls and what it does to it."""
+
+    event: Event
+    peer: int
+    step: Step
+
+
+class SmallWorld:
+    """The steps of `count` peers in their first round; `ordered`: messages of one link do not overtake each other."""
+
+    def __init__(self, count: int = 3, core_class: type[Core] = Core, ordered: bool = True) -> None:
+        self.names = [PeerId(f"p{index}") for index in range(count)]
+        self.rules = run_rules(columns=0, shared_tiles=1)
+        self.ordered = ordered
+        self.quick = True
+        self.fired: Counter[str] = Counter()
+        self.snapshots = Snapshots()
+        members = [Member(name, 1, True, 0) for name in self.names]
+        initial = initial_state(self.rules)
+        genesis = genesis_manifest(self.rules, root_of(initial), members, {name: Wish(0) for name in self.names})
+        self._peers = SmallPeers(self.names, self.rules, genesis, initial, core_class, self.snapshots)
+        self._disks = [Disk(genesis, initial, 1) for _ in self.names]
+        self._pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        self._link = {pair: at for at, pair in enumerate(self._pairs)}
+        self._locals: list[Local] = []
+        self._local_ids: dict[bytes, int] = {}
+        self._things: list[Any] = []
+        self._thing_ids: dict[bytes, int] = {}
+        self._steps: dict[tuple[Any, ...], Step] = {}
+        self._received: dict[tuple[int, int], Step] = {}
+        self._deaths: dict[int, int] = {}
+        self._commits: dict[tuple[Any, ...], int] = {}
+        self._judged: set[tuple[int, ...]] = set()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(different states of one peer, different steps of one peer) that were worked out so far."""
+        return len(self._locals), len(self._steps) + len(self._received)
+
+    # ---------------------------------------------------------------- names
+
+    def _keep(self, local: Local) -> int:
+        name = self.snapshots.name(local)
+        known = self._local_ids.setdefault(name, len(self._locals))
+        if known == len(self._locals):
+            self._locals.append(self.snapshots.clone(local))
+        return known
+
+    def _id_of(self, thing: Any) -> int:
+        name = self.snapshots.frozen.digest(thing)
+        known = self._thing_ids.setdefault(name, len(self._things))
+        if known == len(self._things):
+            self._things.append(self.snapshots.frozen.one(thing))
+        return known
+
+    # ---------------------------------------------------------------- the beginning
+
+    def start(self, faults: int) -> State:
+        """Everybody is up and was heard by everybody; training is about to end."""
+        down = [self._keep(Local(name, None, disk)) for name, disk in zip(self.names, self._disks)]
+        state = State(tuple(down), ((),) * len(self._pairs), (), (), faults, 0)
+        for peer in range(len(self.names)):
+            state = self._apply(state, peer, self._step(state, peer, ("start",)))
+        while any(state.links):
+            link = next(at for at, messages in enumerate(state.links) if messages)
+            step = self._receive_step(state, self._pairs[link][1], state.links[link][0])
+            state = self._after(state, Happening(("deliver", link, 0), self._pairs[link][1], step))
+        return state
+
+    def is_over(self, state: State) -> bool:
+        """Everybody who is up stands on a commit, or the commits differ (which was judged to be allowed)."""
+        if not state.commits:
+            return all(self._locals[at].core is None for at in state.locals)
+        up = [local for local in self._of(state) if local.core is not None]
+        return all(local.disk.chain for local in up) or self.is_split(state)
+
+    def is_known(self, state: State) -> bool:
+        """Everybody who is up knows of the commit."""
+        if not state.commits:
+            return False
+        cores = [local.core for local in self._of(state) if local.core is not None]
+        return bool(cores) and all(core.tip.round > 0 or core.round.decided is not None for core in cores)
+
+    def is_lost(self, state: State) -> bool:
+        """Somebody who is up knows of a commit whose state went down with those who had it: nothing can go on."""
+        up = [local for local in self._of(state) if local.core is not None]
+        decided = [local.core.round.decided for local in up if local.core is not None]
+        return any(d is not None and not any(local.disk.holds(d.manifest) for local in up) for d in decided)
+
+    def is_split(self, state: State) -> bool:
+        return len({self._things[commit].certificate.manifest for commit in state.commits}) > 1
+
+    def _of(self, state: State) -> list[Local]:
+        return [self._locals[at] for at in state.locals]
+
+    # ---------------------------------------------------------------- what can happen
+
+    def successors(self, state: State, kinds: tuple[str, ...] = FAULTS) -> list[tuple[Event, State]]:
+        """All that can come next, each with the state after it. Raises Violation.
+
+        What makes no difference to any order comes at once: a heartbeat that tells nothing new, a status that moves
+        nothing at its receiver, and (`quick`) work that is asked for.
+        """
+        deliveries = list(self._deliveries(state))
+        for happening in deliveries:
+            if happening.step.plain:
+                return [(happening.event, self._after(state, happening))]
+        if self.quick:
+            for happening in deliveries:
+                if happening.step.quiet:
+                    return self._with_faults(state, [happening], kinds, crash=False)
+            works = next(self._works(state), None)
+            if works is not None:
+                return self._with_faults(state, [works], kinds)
+        at_hand = [*deliveries, *self._works(state)]
+        found = self._with_faults(state, at_hand, kinds)
+        found += [(late.event, self._after(state, late)) for late in self._late(state)]
+        if not at_hand:
+            found.append((("beat",), self._beat(state)))
+            for peer, local in enumerate(self._of(state)):
+                if local.core is None and state.faults:
+                    step = self._step(state, peer, ("start",))
+                    back = state._replace(beats=0, faults=state.faults - 1)
+                    found.append((("return", peer), self._apply(back, peer, step)))
+        return found
+
+    def _deliveries(self, state: State) -> Iterator[Happening]:
+        for link, messages in enumerate(state.links):
+            peer = self._pairs[link][1]
+            for at in range(min(1, len(messages)) if self.ordered else len(messages)):
+                yield Happening(("deliver", link, at), peer, self._receive_step(state, peer, messages[at]))
+
+    def _works(self, state: State) -> Iterator[Happening]:
+        for peer, local in enumerate(self._of(state)):
+            for at in range(len(local.todo)):
+                step = self._step(state, peer, ("work", at, *self._brought(state, peer, at)))
+                yield Happening(("work", peer, at), peer, step)
+
+    def _late(self, state: State) -> Iterator[Happening]:
+        for at, (link, message) in enumerate(state.late):
+            peer = self._pairs[link][1]
+            yield Happening(("arrive", at), peer, self._receive_step(state, peer, message))
+
+    def _with_faults(
+        self, state: State, happenings: list[Happening], kinds: tuple[str, ...], crash: bool = True
+    ) -> list[tuple[Event, State]]:
+        found = [(happening.event, self._after(state, happening)) for happening in happenings]
+        if not state.faults:
+            return found
+        faulty = state._replace(faults=state.faults - 1, beats=0)
+        for event, peer, step in happenings:
+            if event[0] == "deliver":
+                found += [((kind, *event[1:]), _disturbed(faulty, kind, event)) for kind in kinds if kind != CRASH]
+            if crash and CRASH in kinds:
+                for left, sent in step.crashes:
+                    after = self._sent(self._consumed(faulty, event), peer, step.sends[:sent])
+                    found.append((("crash in", sent, event), self._died(after, peer, left)))
+        if crash and CRASH in kinds:
+            for peer, local in enumerate(self._of(state)):
+                if local.core is not None:
+                    found.append((("crash", peer), self._died(faulty, peer, self._dead(state.locals[peer]))))
+        return found
+
+    def _after(self, state: State, happening: Happening) -> State:
+        return self._apply(self._consumed(state, happening.event), happening.peer, happening.step)
+
+    def _consumed(self, state: State, event: Event) -> State:
+        """The message is no longer under way."""
+        if event[0] == "deliver":
+            return _without(state, event[1], event[2])
+        if event[0] == "arrive":
+            return state._replace(late=state.late[: event[1]] + state.late[event[1] + 1 :])
+        return state
+
+    def _died(self, state: State, peer: int, left: int) -> State:
+        """What was under way to a process that is gone is lost; what it said still arrives."""
+        links = tuple(() if to == peer else messages for (_, to), messages in zip(self._pairs, state.links))
+        late = tuple((link, message) for link, message in state.late if self._pairs[link][1] != peer)
+        return state._replace(locals=_set(state.locals, peer, left), links=links, late=late, beats=0)
+
+    def _beat(self, state: State) -> State:
+        """Nothing is under way: a heartbeat's time passes for all, and everybody speaks."""
+        late = tuple(sorted((link, self._id_of(self.snapshots.aged(self._things[m]))) for link, m in state.late))
+        state = state._replace(late=late, beats=state.beats + 1)
+        for peer in range(len(self.names)):
+            state = self._apply(state, peer, self._step(state, peer, ("tick",)))
+        return state
+
+    def _apply(self, state: State, peer: int, step: Step) -> State:
+        state = state._replace(locals=_set(state.locals, peer, step.after))
+        commits = tuple(sorted({*state.commits, *step.commits})) if step.commits else state.commits
+        if commits != state.commits:
+            self._judge_commits(commits)
+            state = state._replace(commits=commits)
+        return self._sent(state, peer, step.sends)
+
+    def _sent(self, state: State, peer: int, sends: tuple[tuple[int, int], ...]) -> State:
+        links = list(state.links)
+        for to, message in sends:
+            if self._locals[state.locals[to]].core is not None:
+                link = self._link[(peer, to)]
+                links[link] = (*links[link], message)
+        return state._replace(links=tuple(links))
+
+    def _judge_commits(self, commits: tuple[int, ...]) -> None:
+        """All that were ever made in one history must go together."""
+        if commits in self._judged:
+            return
+        judge = self._peers.fresh_judge()
+        for commit in commits:
+            judge.saw_commit(self._things[commit])
+        self._judged.add(commits)
+
+    # ---------------------------------------------------------------- what others bring to a peer's work
+
+    def _brought(self, state: State, peer: int, at: int) -> tuple[Any, ...]:
+        """What the world around has to say to a piece of work: whose values came, who had tiles, who is gone."""
+        local = self._locals[state.locals[peer]]
+        work, others = local.todo[at], dict(zip(self.names, self._of(state)))
+        match work:
+            case do.Reduce(plan, index):
+                piece = plan.value.slices[index]
+                fit = [others[name].trained for name in piece.contributors]
+                return tuple(t if t is not None and t.fits(plan.value) else None for t in fit)
+            case do.Fetch(piece, hashes, holders):
+                having = [others[name] for name in holders if others[name].core is not None]
+                return (any(holder.disk.has(piece, hashes) for holder in having),)
+            case do.CatchUp(holder):
+                there = others[holder]
+                return (there.disk.chain[-1:] if there.core is not None else (),)
+            case do.Probe(name):
+                return (others[name].core is None,)
+        return ()
+
+    # ---------------------------------------------------------------- one peer's step
+
+    def _receive_step(self, state: State, peer: int, message: int) -> Step:
+        key = (state.locals[peer], message)
+        known = self._received.get(key)
+        if known is None:
+            known = self._received[key] = self._work_out(state.locals[peer], peer, ("receive", message))
+        return known
+
+    def _step(self, state: State, peer: int, what: tuple[Any, ...]) -> Step:
+        key = (
+            state.locals[peer],
+            *(part if isinstance(part, int | str) else self.snapshots.name(part) for part in what),
+        )
+        known = self._steps.get(key)
+        if known is None:
+            known = self._steps[key] = self._work_out(state.locals[peer], peer, what)
+        return known
+
+    def _work_out(self, at: int, peer: int, what: tuple[Any, ...]) -> Step:
+        before = self._locals[at]
+        local: Local = self.snapshots.clone(before)
+        if local.core is None and what[0] != "start":
+            return Step(at, (), (), ())
+        given = ("receive", self._things[what[1]]) if what[0] == "receive" else what
+        actions, wrote = self._peers.event(local, given)
+        sends: list[tuple[int, int]] = []
+        crashes = [(self._remains(local), 0)] if wrote else []
+        for count, action in enumerate(actions):
+            if isinstance(action, do.Persist):
+                self._peers.persist(local, action)
+            elif isinstance(action, do.Send):
+                self._peers.say(local, action.envelope)
+                sends.append((self.names.index(action.to), self._id_of(action.envelope)))
+            else:
+                self._peers.note(local, action)
+                continue
+            if any(isinstance(later, do.Persist | do.Send) for later in actions[count + 1 :]):
+                crashes.append((self._remains(local), len(sends)))
+        core = local.core
+        assert core is not None
+        self.fired.update(core.fired)
+        decided = [commit for commit in (core.round.decided, core.last_commit) if commit is not None]
+        after = self._keep(local)
+        silent = what[0] == "receive" and not actions and not core.fired
+        quiet = silent and not _says_more(self._things[what[1]])
+        plain = silent and self._is_plain(before, local)
+        return Step(after, tuple(sends), tuple(crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
+
+    def _id_of_commit(self, commit: Commit) -> int:
+        """Certificates of one kind by the same set of electors, or by any majority, are alike to the judge."""
+        one = self._id_of(commit)
+        self._judge_commits((one,))
+        certificate = commit.certificate
+        return self._commits.setdefault((certificate.manifest, certificate.kind, certificate.heard), one)
+
+    def _is_plain(self, before: Local, after: Local) -> bool:
+        """Whether nothing has changed but when somebody was heard last."""
+        return self.snapshots.name(before, timeless=True) == self.snapshots.name(after, timeless=True)
+
+    def _dead(self, at: int) -> int:
+        if at not in self._deaths:
+            self._deaths[at] = self._remains(self._locals[at])
+        return self._deaths[at]
+
+    def _remains(self, local: Local) -> int:
+        """What a crash leaves: the disk, and which sequences were used."""
+        core = local.core
+        used = core._sequence if core is not None else local.sequence
+        disk = self.snapshots.clone(local.disk)
+        return self._keep(Local(local.name, None, disk, lives=local.lives, sequence=used))
+
+
+def _says_more(envelope: Envelope) -> bool:
+    return (
+        bool(envelope.plan or envelope.reports or envelope.proposals or envelope.votes or envelope.degraded_votes)
+        or envelope.commit is not None
+    )
+
+
+def _disturbed(state: State, kind: str, event: Event) -> State:
+    link, at = event[1:]
+    message = state.links[link][at]
+    if kind != LOSE:
+        state = state._replace(late=tuple(sorted((*state.late, (link, message)))))
+    return state if kind == DOUBLE else _without(state, link, at)
+
+
+def _without(state: State, link: int, at: int) -> State:
+    messages = state.links[link]
+    return state._replace(links=_set(state.links, link, messages[:at] + messages[at + 1 :]))
+
+
+def _set(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:at], item, *items[at + 1 :])

@@ -1,0 +1,255 @@
+"""Copies and names of what one simulated peer knows, for a search that tries every continuation of a state.
+
+A copy is as deep as what can change; frozen messages are shared, one object for each content. A name is equal exactly
+where the knowledge is: times count from the present moment and status sequences from the present heartbeat, so that a
+state that comes again later is the same state. Leaves out what a peer does (`small_peer`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import types
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgpack
+
+from spes_p2p.sync.knowledge import RoundState
+from spes_p2p.sync.messages import Envelope, Proposal, Signed, Status
+from spes_p2p.sync.round import Core
+from spes_p2p.sync.timing import Pace
+from spes_p2p.sync.votes import VoteRecord
+
+T = TypeVar("T")
+HEARTBEAT_SECONDS = 1.0
+BEAT_SECONDS = 1.0625
+"""A little more than a heartbeat, and exact in binary: times do not drift however often they are shifted."""
+OLDEST_SECONDS = 96 * BEAT_SECONDS
+"""What is longer ago makes no difference any more: above every wait that a search can reach."""
+SEQUENCES_A_BEAT = 1000
+FIRST_SEQUENCE = 1_000_000
+"""The sequence of a peer at the start of the present heartbeat."""
+LOWEST_SEQUENCE = FIRST_SEQUENCE - 8 * SEQUENCES_A_BEAT
+
+_TIMES = {
+    *("at", "direct_at", "started_at", "progress_at", "ready_at", "closed_at", "plan_at", "verify_after"),
+    *("_next_heartbeat", "_last_event", "_ahead_since"),
+}
+_TIMES_BY_KEY = {"seen", "_voting_at", "_probed", "_asked"}
+_SHARED = {"rules", "pace", "_sealer", "_check", "_on_chain"}
+_UNNAMED = _SHARED | {"fired", "_rules", "_loud", "missing"}
+"""What no decision hangs on, or what is worked out of the rest (`_loud` repeats what the status said last)."""
+
+
+_WHEN_HEARD = {"at", "direct_at", "_voting_at", "heard_at", "newest"}
+_FROZEN: dict[Any, bool] = {}
+_FIELDS: dict[Any, tuple[str, ...]] = {}
+_SCALARS = frozenset((int, str, float, bool, type(None)))
+_ATOMS = _SCALARS | {bytes, frozenset, types.FunctionType}
+
+
+class FixedPace(Pace):
+    """Deadlines that stay at their floors: what is learnt from a search in which time hardly passes means nothing."""
+
+    def _learn(self, window: object, seconds: float) -> None:
+        return
+
+    def observe_round(self, seconds: float) -> None:
+        return
+
+
+class Frozen:
+    """One object and one digest for each content of a frozen dataclass."""
+
+    def __init__(self) -> None:
+        self._by_content: dict[bytes, Any] = {}
+        self._digests: dict[int, tuple[Any, bytes]] = {}
+
+    def one(self, value: T) -> T:
+        """The object that stands for all equal ones."""
+        known: T = self._by_content[self.digest(value)]
+        return known
+
+    def digest(self, value: Any) -> bytes:
+        """Names the content of `value`."""
+        known = self._digests.get(id(value))
+        if known is not None:
+            return known[1]
+        name = hashlib.blake2b(type(value).__name__.encode() + _pack(value), digest_size=16).digest()
+        if self._by_content.setdefault(name, value) is value:
+            self._digests[id(value)] = (value, name)  # held for good: its id is not given to another
+        return name
+
+
+class Snapshots:
+    """Copies, names and shifts states that are made of dictionaries, sets, dataclasses and `Core`s."""
+
+    def __init__(self) -> None:
+        self.frozen = Frozen()
+        self._aged: dict[int, Any] = {}
+
+    def clone(self, value: Any) -> Any:
+        """A copy that shares only what never changes; dictionaries are in the order of their keys."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is dict:
+            return {key: self.clone(value[key]) for key in sorted(value, key=_order)}
+        if kind is tuple or kind is list:
+            return kind(self.clone(item) for item in value)
+        if kind is set:
+            return set(value)
+        if kind is Counter:
+            return Counter()
+        if _is_frozen(kind):
+            return self.frozen.one(value)
+        return self._clone_object(value)
+
+    def _clone_object(self, value: Any) -> Any:
+        twin = object.__new__(type(value))
+        for name, item in vars(value).items():
+            shared = type(item) in _ATOMS or name in _SHARED or name == "_rules"
+            twin.__dict__[name] = item if shared else self.clone(item)
+        if isinstance(value, Core):
+            twin._rules = tuple((name, needs, getattr(twin, rule.__name__)) for name, needs, rule in value._rules)
+        return twin
+
+    def name(self, value: Any, timeless: bool = False) -> bytes:
+        """Equal for two values exactly where a peer that knows them would do the same.
+
+        `timeless`: whatever was heard when.
+        """
+        parts: list[bytes] = []
+        self._write(value, parts, timeless)
+        return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+    def _write(self, value: Any, parts: list[bytes], timeless: bool) -> None:
+        kind = type(value)
+        if kind is bytes:
+            parts.append(b"%d:" % len(value))
+            parts.append(value)
+        elif kind in _SCALARS:
+            parts.append(repr(value).encode() + b";")
+        elif kind is tuple or kind is list:
+            parts.append(b"(")
+            for item in value:
+                self._write(item, parts, timeless)
+            parts.append(b")")
+        elif kind is dict:
+            self._write_sorted(b"{", value.items(), parts, timeless)
+        elif kind is set or kind is frozenset:
+            self._write_sorted(b"<", value, parts, timeless)
+        elif _is_frozen(kind):
+            parts.append(self.frozen.digest(self._unnumbered(value) if timeless else value))
+        else:
+            self._write_object(value, parts, timeless)
+
+    def _write_object(self, value: Any, parts: list[bytes], timeless: bool) -> None:
+        if not hasattr(value, "__dict__"):
+            raise TypeError(f"a search cannot name {type(value).__name__} {value!r}")
+        hidden = _UNNAMED | _WHEN_HEARD if timeless else _UNNAMED
+        parts.append(type(value).__name__.encode() + b"[")
+        for name, item in vars(value).items():
+            if name not in hidden:
+                self._write(item, parts, timeless)
+
+    def _write_sorted(self, mark: bytes, items: Iterable[Any], parts: list[bytes], timeless: bool) -> None:
+        written = []
+        for item in items:
+            one: list[bytes] = []
+            self._write(item, one, timeless)
+            written.append(b"".join(one))
+        parts += [mark, *sorted(written), b">"]
+
+    def _unnumbered(self, value: Any) -> Any:
+        if isinstance(value, Signed) and isinstance(value.value, Status):
+            return dataclasses.replace(value, value=dataclasses.replace(value.value, sequence=0))
+        return value
+
+    # ---------------------------------------------------------------- time
+
+    def age(self, value: Any) -> None:
+        """Lets one heartbeat pass for a copy, in place: all that was, is so much longer ago."""
+        for name, item in vars(value).items():
+            if name in _TIMES:
+                setattr(value, name, _older(item))
+            elif name in _TIMES_BY_KEY:
+                setattr(value, name, {key: _older(at) for key, at in item.items()})
+            elif isinstance(item, float):
+                raise TypeError(f"a search does not know whether {type(value).__name__}.{name} is a time")
+            elif name == "contacts":
+                for contact in item.values():
+                    self.age(contact)
+            elif isinstance(item, Signed | VoteRecord):
+                setattr(value, name, self.aged(item))
+        if isinstance(value, Core):
+            value._sequence = FIRST_SEQUENCE
+            self.age(value.round)
+        if isinstance(value, RoundState):
+            proposals = [self.aged(signed) for signed in value.proposals.values()]
+            value.proposals = {(signed.value.heard, signed.value.ballot): signed for signed in proposals}
+
+    def aged(self, value: T) -> T:
+        """A message as it reads a heartbeat later: sequences count from the present one."""
+        value = self.frozen.one(value)
+        if id(value) not in self._aged:
+            self._aged[id(value)] = self.frozen.one(_with_earlier_sequences(value))
+        known: T = self._aged[id(value)]
+        return known
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True, default=_plain)
+    return packed
+
+
+def _plain(value: Any) -> list[Any]:
+    return sorted(value) if isinstance(value, frozenset) else [getattr(value, name) for name in _fields(type(value))]
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    known = _FIELDS.get(kind)
+    if known is None:
+        known = _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind))
+    return known
+
+
+def _is_frozen(kind: Any) -> bool:
+    known = _FROZEN.get(kind)
+    if known is None:
+        parameters = getattr(kind, "__dataclass_params__", None)
+        known = _FROZEN[kind] = parameters is not None and bool(parameters.frozen)
+    return known
+
+
+def _order(key: Any) -> Any:
+    return key
+
+
+def _older(time: float | None) -> float | None:
+    return None if time is None else max(time - BEAT_SECONDS, -OLDEST_SECONDS) if time > float("-inf") else time
+
+
+def _earlier(sequence: int) -> int:
+    return max(sequence - SEQUENCES_A_BEAT, LOWEST_SEQUENCE)
+
+
+def _with_earlier_sequences(value: Any) -> Any:
+    """Statuses carry sequences, and so do the ballots of degraded proposals."""
+    if isinstance(value, Envelope):
+        return dataclasses.replace(
+            value,
+            statuses=tuple(map(_with_earlier_sequences, value.statuses)),
+            proposals=tuple(map(_with_earlier_sequences, value.proposals)),
+        )
+    if isinstance(value, VoteRecord):
+        return dataclasses.replace(value, degraded=_with_earlier_sequences(value.degraded))
+    if isinstance(value, Signed):
+        said: Any = value.value
+        if isinstance(said, Status):
+            return dataclasses.replace(value, value=dataclasses.replace(said, sequence=_earlier(said.sequence)))
+        if isinstance(said, Proposal) and said.heard:
+            return dataclasses.replace(value, value=dataclasses.replace(said, ballot=_earlier(said.ballot)))
+    return value

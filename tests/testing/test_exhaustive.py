@@ -1,0 +1,54 @@
+"""Every order of deliveries, losses and crashes of three peers in one round, and planted faults that must be found.
+
+`SPES_FAULTS=2` makes the whole search of two faults (minutes).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from spes_p2p.sync.round import Core
+from spes_p2p.testing.exhaustive import Found, explore_all
+from spes_p2p.testing.small_world import CRASH, LATE, LOSE
+from tests.sync import planted
+
+FAULTS = int(os.environ.get("SPES_FAULTS", "1"))
+
+
+@pytest.mark.timeout(120 * 20**FAULTS)
+def test_no_order_of_deliveries_losses_and_crashes_breaks_a_rule() -> None:
+    report = explore_all(FAULTS)
+    assert report.whole
+    assert report.states > 20_000 * 8 ** (FAULTS - 1)
+    assert {"deliver", "lose", "crash", "crash in", "beat"} <= set(report.kinds)
+    assert {"promise", "next_ballot", "probe", "certify", "adopt", "follow"} <= set(report.fired)
+    assert report.splits == 0 or FAULTS > 1
+
+
+def test_messages_that_overtake_each_other_break_nothing() -> None:
+    assert explore_all(1, (LATE,), ordered=False, most_states=6000).states == 6000
+
+
+@pytest.mark.parametrize(
+    ("core_class", "faults", "kind"),
+    [
+        (planted.ForgetsVotes, 3, "report"),
+        (planted.AcceptsBeforeStaging, 0, "staging"),
+        (planted.SpeaksBeforeWriting, 0, "durability"),
+        (planted.DoesNotWait, 2, "wait"),
+        (planted.NeverBlamesTheLeader, 1, "stall"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_a_planted_fault_is_found(core_class: type[Core], faults: int, kind: str) -> None:
+    with pytest.raises(Found) as found:
+        explore_all(faults, (LOSE, CRASH), core_class)
+    assert found.value.kind == kind
+    assert found.value.path[0] == ("start",)
+
+
+def test_a_search_is_the_same_each_time() -> None:
+    first, second = explore_all(0), explore_all(0)
+    assert (first.states, first.ends, first.kinds) == (second.states, second.ends, second.kinds)
