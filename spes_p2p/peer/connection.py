@@ -174,7 +174,9 @@ class Connection:
         async with asyncio.timeout(until - self.clock.now()):
             while core.alive(holder, self.clock.now()):
                 try:
-                    return await transfers.moments(holder, head, column)
+                    moments = await transfers.moments(holder, head, column)
+                    await transfers.moments_taken(holder, head, column)
+                    return moments
                 except RemoteProtocolError:  # its training thread may not have come to it yet
                     await asyncio.sleep(MOMENTS_PAUSE_SECONDS)
         return None

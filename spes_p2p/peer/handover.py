@@ -42,9 +42,8 @@ def former_owners(before: Ownership, after: Manifest, column: int, me: PeerId) -
 
 
 def _may_ask(status: Status, newest: Manifest) -> bool:
-    """Whether a peer may still ask for moments: it has not trained on top of `newest` yet."""
-    on_it = status.round == newest.round and not status.work.steps
-    return not status.intent.leaving and (on_it or status.round < newest.round)
+    """Whether a peer may still ask for moments: they are not those of a round before its newest, and it stays."""
+    return not status.intent.leaving and status.round <= newest.round
 
 
 class HandOver:
@@ -96,15 +95,19 @@ class HandOver:
                 self._connection.disk.moments.stands(manifest_hash(event.commit.manifest))
 
     def wait_until_taken(self, newest: Manifest, until: float) -> None:
-        """Serves the new owners of columns that nobody else could hand over, until they train or `until`."""
+        """Serves the new owners of columns that nobody else could hand over, as long as they live, or `until`."""
+        shelf = self._connection.disk.moments
         parent = self._connection.disk.chain.commit(newest.round - 1).manifest
         staying = {member.peer for member in newest.members} - {self._me}
-        heirs: set[PeerId] = set()
-        for column in self._trainer.owned:
-            if not staying & set(parent.ownership[column]):
-                heirs |= new_owners(parent.ownership, newest.ownership, column) - {self._me}
-        while heirs and time.monotonic() < until:
-            heirs &= {status.peer for status in self._connection.others() if _may_ask(status, newest)}
+        heirs = {
+            column: new_owners(parent.ownership, newest.ownership, column) - {self._me}
+            for column in self._trainer.owned
+            if not staying & set(parent.ownership[column])
+        }
+        while shelf is not None and time.monotonic() < until:
+            here = {status.peer for status in self._connection.others() if _may_ask(status, newest)}
+            if all(len(peers & here) <= shelf.taken(column) for column, peers in heirs.items()):
+                return
             self._connection.gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)
 
     # ---------------------------------------------------------------- taking

@@ -7,8 +7,9 @@ begins with fresh moments.
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spes_p2p.ids import Hash
@@ -29,6 +30,7 @@ class MomentsHead:
 class _Offer:
     heads: frozenset[Hash]
     columns: dict[int, Moments]
+    taken: Counter[int]
 
 
 class MomentShelf:
@@ -39,7 +41,7 @@ class MomentShelf:
         directory.mkdir(parents=True)
         self._directory = directory
         self._layout = layout
-        self._offer = _Offer(frozenset(), {})
+        self._offer = _Offer(frozenset(), {}, Counter())
         self._count = 0
 
     def offer(self, head: Hash, moments: Iterable[tuple[int, Moments]]) -> None:
@@ -51,7 +53,7 @@ class MomentShelf:
         folder = self._directory / f"{self._count:08d}"
         folder.mkdir()
         columns = {column: self._kept(folder, column, one) for column, one in moments}
-        self._offer = _Offer(frozenset({head}), columns)  # at once: readers see the one or the other
+        self._offer = _Offer(frozenset({head}), columns, Counter())  # at once: readers see the one or the other
         for older in self._directory.iterdir():
             if older != folder:
                 shutil.rmtree(older)
@@ -64,12 +66,21 @@ class MomentShelf:
 
     def stands(self, head: Hash) -> None:
         """Nothing was trained since: what is offered is as good on top of `head`."""
-        self._offer = _Offer(self._offer.heads | {head}, self._offer.columns)
+        self._offer = replace(self._offer, heads=self._offer.heads | {head})
+
+    def note_taken(self, head: Hash, tile: int) -> None:
+        """Somebody has taken over, or given up, the column of this tile."""
+        if head in self._offer.heads and 0 <= tile < len(self._layout.tiles):
+            self._offer.taken[self._layout.tiles[tile].block - 1] += 1
+
+    def taken(self, column: int) -> int:
+        """How many have said so of a column on offer."""
+        return self._offer.taken[column]
 
     def clear(self) -> None:
         """Nothing is offered any more."""
         if self._offer.columns:
-            self._offer = _Offer(frozenset(), {})
+            self._offer = _Offer(frozenset(), {}, Counter())
             for folder in self._directory.iterdir():
                 shutil.rmtree(folder)
 

@@ -34,7 +34,10 @@ MAX_CHAIN_BYTES = 8 * 2**20
 @dataclass(frozen=True)
 class Request:
     """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count),
-    TILES (hashes, joined), HASHES (name: state root, first: round), CHAIN (first round, count), RUN."""
+    TILES (hashes, joined), HASHES (name: state root, first: round), CHAIN (first round, count), RUN.
+
+    MOMENTS with a count of 0 says that the asker needs no more of the column in which the first tile is.
+    """
 
     kind: str
     name: Hash = NO_HASH
@@ -90,6 +93,9 @@ class Serving:
     def _offered(self, request: Request) -> Blob:
         if self._moments is None or request.count > MAX_TILES_AT_ONCE:
             raise RemoteProtocolError(f"a request for the moments of {request.count} tiles")
+        if request.count == 0:
+            self._moments.note_taken(request.name, request.first)
+            return Blob(b"")
         found = self._moments.serve(request.name, request.first, request.count)
         if found is None:
             raise RemoteProtocolError(f"no moments on top of {short(request.name)} are offered here")

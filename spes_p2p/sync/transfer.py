@@ -7,6 +7,7 @@ asked comes from the round's state machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.ports import Transport
+from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
 from spes_p2p.sync.messages import Commit, Slice
 from spes_p2p.sync.moments import MomentsHead
@@ -28,6 +30,10 @@ TILES_A_FETCH = 4
 """Tiles asked for at once: large enough for the way, small enough for the memory of both sides."""
 TakeTiles = Callable[[list[tuple[int, bytes, Hash]]], Awaitable[None]]
 """Is given tiles as (id, bytes, hash), the bytes checked."""
+
+
+class WrongSize(RemoteProtocolError):
+    """Values for a slice that are more or fewer than it has."""
 
 
 class Transfers:
@@ -54,12 +60,15 @@ class Transfers:
         self._slots = asyncio.Semaphore(self.PARALLEL)
 
     async def contribution(self, peer: PeerId, parent: Hash, piece: Slice) -> Values:
-        """The values of `peer` for a slice, flat fp32. Raises NetworkError or RemoteProtocolError."""
+        """The values of `peer` for a slice, flat fp32. Raises NetworkError, RemoteProtocolError or WrongSize."""
         size = self._slice_values(piece) * VALUE_BYTES
         request = Request(requests.VALUES, name=parent, first=piece.first_tile, count=piece.tiles)
-        data = await self._ask(peer, request, size)
+        try:
+            data = await self._ask(peer, request, size)
+        except BlobTooLarge as error:
+            raise WrongSize(str(error)) from error
         if len(data) != size:
-            raise RemoteProtocolError(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
+            raise WrongSize(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
         return np.frombuffer(data, np.dtype("<f4"))
 
     async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:
@@ -81,6 +90,12 @@ class Transfers:
         if len(seen) != 1:
             raise RemoteProtocolError(f"{short(peer)} sent moments of a column that differ in their steps")
         return Moments(seen.pop(), mean, square)
+
+    async def moments_taken(self, peer: PeerId, head: Hash, column: int) -> None:
+        """Tells `peer` that we need no more of a column's moments: it may be waiting for that. It need not answer."""
+        request = Request(requests.MOMENTS, name=head, first=self._layout.tile_ids_of(1 + column)[0])
+        with contextlib.suppress(NetworkError, RemoteProtocolError):
+            await self._ask(peer, request, 0)
 
     async def _some_moments(
         self, peer: PeerId, head: Hash, first_tile: int, count: int, size: int

@@ -72,7 +72,10 @@ def ask(giver: Giver, head: Hash, column: int) -> Moments | None:
     async def main() -> Moments | None:
         network = MemoryNetwork(1)
         await network.peer(B).transport.serve(giver)
-        return await Transfers(network.peer(A).transport, MADE.layout, lambda: 5.0).moments(B, head, column)
+        transfers = Transfers(network.peer(A).transport, MADE.layout, lambda: 5.0)
+        moments = await transfers.moments(B, head, column)
+        await transfers.moments_taken(B, head, column)
+        return moments
 
     return run_virtual(main())
 
@@ -83,6 +86,7 @@ def test_what_is_offered_arrives_as_it_was(tmp_path: Path) -> None:
     assert same(ask(giver, P, 1), moments(1))
     assert same(ask(giver, P, 2), moments(2, steps=3))
     assert ask(giver, P, 3) is None
+    assert [giver.shelf.taken(column) for column in range(4)] == [0, 1, 1, 1]
 
 
 def test_other_columns_and_other_manifests_are_refused(tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_a_full_disk_offers_from_memory(tmp_path: Path) -> None:
     assert same(ask(giver, P, 1), moments(1))
 
 
-@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0), (0, 10**6), (2**70, 1), (0, 65), (0, 1)])
+@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, -1), (0, 10**6), (2**70, 1), (0, 65), (0, 1)])
 def test_requests_that_make_no_sense_are_refused(tmp_path: Path, first: int, count: int) -> None:
     giver = Giver(tmp_path)
     giver.shelf.offer(P, [(1, moments(1))])
