@@ -35,12 +35,13 @@ def canonical_json(value: Any) -> bytes:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill: becomes `target`, in place of an older one, when the block ends well, and vanishes if not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    recover_folders(target.parent)
-    partial = target.with_name(_PARTIAL + target.name)
-    for leftover in target.parent.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(leftover)
-    partial.mkdir()
+    with storing(target, 0):  # even a folder needs room, and so may a name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover_folders(target.parent)
+        partial = target.with_name(_PARTIAL + target.name)
+        for leftover in target.parent.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover)
+        partial.mkdir()
     try:
         with storing(partial, 0):
             yield partial
@@ -49,4 +50,5 @@ def new_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial)
         raise
-    publish_folder(partial, target)
+    with storing(target, 0):
+        publish_folder(partial, target)

@@ -102,10 +102,11 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        with storing(path, 0):
+            os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    os.rename(temporary, path)
     sync(path.parent)
 
 

@@ -6,6 +6,7 @@ copy in memory. It is lost with a restart: then this peer's work since its last 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 
 from spes_p2p.errors import LocalProtocolError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.files import reserve, write_at
+from spes_p2p.state.files import reserve, storing, write_at
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.version import DTYPE, block_file, bytes_of, map_block
 
@@ -44,7 +45,8 @@ class Inputs:
         """
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
-        folder.mkdir()
+        with contextlib.suppress(StorageFull), storing(folder, 0):
+            folder.mkdir()
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
         self._snapshot = _Snapshot(parent, arrays)  # at once: readers see the one or the other
         for older in self._directory.iterdir():

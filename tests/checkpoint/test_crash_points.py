@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import errno
 import os
 import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from spes_p2p.checkpoint import private as private_module
 from spes_p2p.checkpoint.load import load_checkpoint, load_latest
+from spes_p2p.errors import StorageFull
 from spes_p2p.state import files
 from spes_p2p.state.store import StateStore
 from tests.checkpoint.test_checkpoint import save
@@ -52,7 +54,7 @@ class Writer:
         self._file.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def at_every_step(crash: Callable[[], None]) -> Iterator[None]:
     """Calls `crash` before each change of the disk, and in the middle of each write."""
     real = {name: getattr(os, name) for name in STEPS}
@@ -185,3 +187,24 @@ def test_state_files_that_the_store_has_are_left_to_its_own_check(tmp_path: Path
     assert "state/block-00001.f32 is damaged in its tile 0" in warnings[0]
     store.drop(0)
     load_checkpoint(older, store=store.directory)
+
+
+def test_a_disk_without_room_for_any_step_leaves_the_older_checkpoint(tmp_path: Path, store: StateStore) -> None:
+    """Not only for bytes: for a folder, a link, a new name."""
+    root, step, saved = tmp_path / "checkpoints", 0, False
+    save(root, store, 100, round=0)
+    while not saved:
+        step, moments = step + 1, 0
+
+        def full(step: int = step) -> None:
+            nonlocal moments
+            moments += 1
+            if moments == step:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with at_every_step(full), contextlib.suppress(StorageFull):
+            save(root, store, 200, keep=2)
+            saved = moments < step
+        assert load_latest(root)[1] == ()
+    assert load_latest(root)[0].step == 200
+    assert step > 25

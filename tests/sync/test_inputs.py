@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +73,19 @@ def test_a_full_disk_leaves_the_snapshot_in_memory(tmp_path: Path) -> None:
         inputs.take(P, (0, 1), source.block)
     assert np.array_equal(inputs.block(0), source.block(0))
     assert not any(path.is_file() for path in (tmp_path / "inputs").rglob("*"))
+
+
+def test_a_disk_without_room_for_a_folder_leaves_it_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = small_layout()
+    inputs, source = Inputs(tmp_path / "inputs", layout), Blocks(layout, 1)
+
+    def full(path: Path, mode: int = 0o777) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    inputs.take(P, (0, 1), source.block)
+    assert np.array_equal(inputs.block(1), source.block(1))
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 def test_values_that_do_not_fit_their_block_are_refused(tmp_path: Path) -> None:
