@@ -52,6 +52,7 @@ class Story:
         self.on_ready: Callable[[Work], None] = lambda work: self.commit(counted=True)
         self.saved: list[tuple[Manifest, Version, Uncounted, bool, int]] = []
         self.others: list[Any] = []
+        self.lost_round: int | None = None
         self.limits: list[int] = []
         self.said: list[str] = []
         self.left = False
@@ -80,7 +81,7 @@ class Story:
             gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda: True,
             disk=SimpleNamespace(store=self.store, inputs=self.inputs, moments=self.moments, chain=self._chain),
             others=lambda: self.others,
-            lost_round=lambda: None, is_archive_behind=lambda round: False,
+            lost_round=lambda: self.lost_round, is_archive_behind=lambda round: False,
             progress=SimpleNamespace(tokens=0), leave=self._leave, limit_columns=self._limit,
         )  # fmt: skip
 
@@ -200,3 +201,14 @@ def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(stor
     story.play()
     assert story.limits == [2, 2]
     assert [text for text in story.said if "memory for 2 expert columns" in text] == story.said[:1]
+
+
+def test_who_waits_is_told_for_what(story: Story) -> None:
+    story.loop._explain_waiting()
+    assert "stands still until one comes back" in story.said[-1]
+    story.lost_round = 7
+    story.loop._explain_waiting()
+    story.loop._explain_waiting()
+    assert "has the state of round 7" in story.said[-1]
+    assert "--resume" in story.said[-1]
+    assert len(story.said) == 2
