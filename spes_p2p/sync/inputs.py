@@ -6,7 +6,6 @@ copy in memory. It is lost with a restart: then this peer's work since its last 
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +44,6 @@ class Inputs:
         """
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
-        with contextlib.suppress(StorageFull), storing(folder, 0):
-            folder.mkdir()
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
         self._snapshot = _Snapshot(parent, arrays)  # at once: readers see the one or the other
         for older in self._directory.iterdir():
@@ -89,9 +86,11 @@ class Inputs:
 
 
 def on_disk(path: Path, values: Values) -> Values:
-    """The same values, written to `path` and mapped; a copy in memory where the disk is full."""
+    """The same values, written to `path`, whose folder is made, and mapped; a copy in memory where the disk is full."""
     kept = np.ascontiguousarray(values, DTYPE)
     try:
+        with storing(path, kept.nbytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
         reserve(path, kept.nbytes)
         write_at(path, 0, bytes_of(kept))
     except StorageFull:

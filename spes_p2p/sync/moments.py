@@ -51,7 +51,6 @@ class MomentShelf:
         """
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
-        folder.mkdir()
         columns = {column: self._kept(folder, column, one) for column, one in moments}
         self._offer = _Offer(frozenset({head}), columns, Counter())  # at once: readers see the one or the other
         for older in self._directory.iterdir():
