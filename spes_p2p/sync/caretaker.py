@@ -181,6 +181,8 @@ class Caretaker:
     async def _open_archive(self, archive: Archive) -> None:
         try:
             await self._tasks.in_thread(lambda: archive.open(self._store.version(0)))
+            if (newest := archive.newest) is not None and newest.round:
+                self._say(f"archive: it has the state of round {newest.round}")
         except StorageFull as error:
             self._say(f"there is no archive: {error} ({error.fix})")
         finally:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from spes_p2p.ids import PeerId
-from spes_p2p.observe.events import Round
+from spes_p2p.observe.events import Round, Step
+from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.messages import MAJORITY, ORGANISER, Commit
 from spes_p2p.testing.processes import LocalSwarm
-from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
+from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of, recomputed_state
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 TWO_PEERS = ("swarm.min_peers=2", "swarm.experts_per_peer=4")
@@ -80,3 +82,23 @@ def test_new_peers_go_on_after_a_night_without_any(tmp_path: Path, tokens: Path)
         round, root = recomputed_state(tmp_path / "p2", config_of(TWO_PEERS))
         assert root == morning[round].manifest.state_root.hex()
         assert "the run goes on with new members" in swarm.processes["bootstrap"].output()
+
+
+def test_what_the_last_to_leave_trained_is_in_the_archive(tmp_path: Path, tokens: Path) -> None:
+    """It waits for that before it goes; the next one begins there."""
+    alone = ("swarm.min_peers=1", "swarm.experts_per_peer=8")
+    with local_swarm(tmp_path) as swarm:
+        swarm.bootstrap("tiny", tokens, [*MICRO, *alone, "--archive", str(tmp_path / "archive")])
+        swarm.peer("p0", tokens, LOCAL)
+        swarm.wait_for_round(2, ("p0",), 120.0)
+        swarm.processes["p0"].send(signal.SIGTERM)
+        assert swarm.processes["p0"].wait(15.0) == 0
+        swarm.processes["p0"].read_events()
+        last = chain_of(swarm, "p0")[-1].manifest
+        store = StateStore(tmp_path / "archive" / "state", layout_of(config_of(alone)), read_only=True)
+        assert store.version(last.round).root == last.state_root
+        trained = sum(event.tokens for _, event in swarm.processes["p0"].seen if isinstance(event, Step))
+        assert last.tokens == trained
+        swarm.peer("p1", tokens, LOCAL)
+        swarm.wait_for_round(last.round + 2, ("p1",), 120.0)
+        assert chain_of(swarm, "p1")[last.round].manifest == last
