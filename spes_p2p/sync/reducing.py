@@ -111,13 +111,39 @@ class Reducing(CoreState):
         if trained == 0:  # nobody could train: an empty round gives new leases, but in no hurry
             patience = self.pace.close_after_seconds([0.0])
             return len(ready) == len(here) > 0 and now - self.round.started_at > patience
-        counted = {entry.peer: entry.tokens for entry in self.tip.roster}
-        full = self.tip.steps_per_round * self.rules.batch_sequences * self.rules.sequence_tokens
-        expected = sum(max(s.work.tokens, counted.get(s.peer, s.work.expected_tokens or full)) for s in here)
-        if len(ready) == len(here) or trained >= self.pace.CLOSE_SHARE * expected:
+        if len(ready) == len(here):
+            return True
+        total, wait = self._trained_by_now(here, now)
+        elapsed = now - self.round.started_at
+        if trained >= self.pace.CLOSE_SHARE * total:
+            return True
+        if trained >= self.pace.HALF * total and wait > self.pace.WAIT_SHARE * elapsed:
             return True
         seconds = [status.work.seconds for status in ready if status.work.tokens]
-        return now - self.round.started_at > self.pace.close_after_seconds(seconds)
+        return elapsed > self.pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
+
+    def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
+        """(tokens of all, seconds until the next one is ready), from the speed that those who still train told of.
+
+        Not the tokens that they would have if they were waited for: then a round would be given the time that the
+        slowest took in the one before, and stay that long.
+        """
+        counted = {entry.peer: entry.tokens for entry in self.tip.roster}
+        full = self.tip.steps_per_round * self.rules.batch_sequences * self.rules.sequence_tokens
+        total, waits = 0.0, []
+        for work, peer in ((status.work, status.peer) for status in here):
+            most = max(work.tokens, work.expected_tokens or full)
+            if work.ready:
+                total += work.tokens
+            elif work.seconds > 0 and work.tokens > 0:
+                speed = work.tokens / work.seconds
+                so_far = min(most, speed * max(work.seconds, now - self.round.started_at))
+                total += so_far
+                waits.append((most - so_far) / speed)
+            else:  # it has told nothing yet
+                total += max(work.tokens, counted.get(peer, most))
+                waits.append(0.0)
+        return total, min(waits, default=0.0)
 
     def _somebody_stays(self, here: list[Status], now: float) -> bool:
         """Whether a round without its leavers would have members; the last to leave have nobody to tell."""

@@ -38,7 +38,10 @@ class Pace:
     SUSPECT_CAP_SECONDS = 60.0
     DEADLINE_CAP_SECONDS = 600.0
     CLOSE_SHARE = 0.8
-    """The round closes when those who are ready trained this share of what the members train in a round."""
+    """The round closes when those who are ready have this share of the tokens that all have trained by now."""
+    HALF = 0.5
+    WAIT_SHARE = 0.1
+    """It also closes when they have half, and the next to be ready would take longer than this share of the round."""
 
     def __init__(self, heartbeat_seconds: float) -> None:
         self.heartbeat_seconds = heartbeat_seconds
@@ -88,7 +91,12 @@ class Pace:
         deadline = self.deadline_seconds(0)
         return deadline if all_refused else max(10 * deadline, self.round_seconds)
 
-    def close_after_seconds(self, ready_seconds: list[float]) -> float:
-        """Training time after which the round closes without those who are late: the learnt one, else 1.5 medians."""
-        learnt = self.round_seconds or 1.5 * sorted(ready_seconds)[len(ready_seconds) // 2]
-        return 1.25 * learnt + 2 * self.heartbeat_seconds
+    def close_after_seconds(self, ready_seconds: list[float], most: bool = False) -> float:
+        """Training time after which the round closes without those who are late.
+
+        The learnt time and a quarter; 1.5 medians of those who are ready while nothing is learnt. Where `most` of the
+        members are ready their median is enough: the learnt time may have been that of a slow peer.
+        """
+        median = sorted(ready_seconds)[len(ready_seconds) // 2] if ready_seconds else 0.0
+        learnt = self.round_seconds or 1.5 * median
+        return 1.25 * (min(learnt, median) if most else learnt) + 2 * self.heartbeat_seconds
