@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 INNER_STEP = "inner step"
-"""The trainer has made one."""
+"""The trainer has made one; `seconds` it took."""
 READY = "ready"
 """Training is over and its snapshot taken; nobody has heard of it."""
 PERSIST = "persist"

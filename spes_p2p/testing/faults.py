@@ -214,7 +214,6 @@ class ProcessFaults:
     def __init__(self, armoury: Armoury, jump: Callable[[float], None]) -> None:
         self._armoury = armoury
         self._jump = jump
-        self._last_step = time.monotonic()
 
     def claim(self, fault: Fault, peer: str) -> bool:
         return fault.times != 1 or self._armoury.claim(fault, peer)
@@ -226,8 +225,7 @@ class ProcessFaults:
             case "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "slow":
-                time.sleep(fault.seconds + (fault.factor - 1) * (time.monotonic() - self._last_step))
-                self._last_step = time.monotonic()
+                time.sleep(fault.seconds + (fault.factor - 1) * facts.get("seconds", 0.0))
             case "jump":
                 self._jump(fault.seconds)
             case _:

@@ -48,7 +48,7 @@ def run_inner_steps(
     done = tokens = sequences = skipped = 0
     while done < steps and not should_stop() and _has(loader, size):
         result = trainer.train_step(loader.next_batch(size))
-        reached(INNER_STEP)
+        reached(INNER_STEP, seconds=result.seconds)
         sequences += size
         if result.skipped:
             skipped += 1
