@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint
+from spes_p2p.checkpoint.load import load_checkpoint
 from spes_p2p.checkpoint.save import STATE_FOLDER, checkpoint_folders
 from spes_p2p.errors import CheckpointError, StateError
-from spes_p2p.state.store import StateStore
+from spes_p2p.state.store import StateStore, Version
 from spes_p2p.sync.bench import whole_state
 from spes_p2p.sync.chain import Chain
 
@@ -33,22 +33,24 @@ def rebuild(store: StateStore, chain: Chain, checkpoints: Path, say: Callable[[s
 
 
 def _adopt(store: StateStore, chain: Chain, checkpoints: Path, say: Callable[[str], None]) -> None:
+    """The newest checkpoint that is a committed state, if the store has none as new."""
+    here = [at for at in store.rounds() if at < chain.length and _is_committed(store.version(at), chain)]
     for folder in reversed(checkpoint_folders(checkpoints)):
-        saved = _opened(folder)
-        if saved is None or saved.round >= chain.length:
+        saved = _opened(folder, store)
+        if saved is None or saved.round >= chain.length or not _is_committed(saved, chain):
             continue
-        try:
-            root = saved.version(store.layout).root
-        except StateError:
-            continue
-        if root == chain.commit(saved.round).manifest.state_root:
+        if saved.round > max(here, default=-1):
             say(f"the committed state is not under {store.directory}: it is rebuilt from {folder.name}")
-            store.adopt(saved.state_folder, saved.round)
-            return
+            store.adopt(saved.folder, saved.round)
+        return
 
 
-def _opened(folder: Path) -> Checkpoint | None:
+def _is_committed(version: Version, chain: Chain) -> bool:
+    return version.root == chain.commit(version.round).manifest.state_root
+
+
+def _opened(folder: Path, store: StateStore) -> Version | None:
     try:
-        return load_checkpoint(folder, verify_state=False)
-    except CheckpointError:  # said when training state is looked for
+        return load_checkpoint(folder, verify_state=False).version(store.layout)
+    except (CheckpointError, StateError):  # said when training state is looked for
         return None

@@ -201,6 +201,26 @@ def test_a_lost_state_is_rebuilt_from_a_checkpoint_without_anybody(folder: Path)
     in_swarm(folder, play, slow_run(1), max_virtual_seconds=36000.0)
 
 
+def test_a_state_that_is_there_is_not_rebuilt(folder: Path) -> None:
+    """Headers may be far ahead of it, where catching up was cut off."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b"])
+        await swarm.until_round(1)
+        a, b = (swarm.peers[PeerId(name)] for name in "ab")
+        checkpointed(a)
+        await a.kill()
+        await swarm.until_round(5, ["b"])
+        for path in b.chain.directory.iterdir():
+            shutil.copy(path, a.chain.directory)
+        again = await swarm.add("a")
+        assert not any("rebuilt" in text for text in again.said)
+        await until(lambda: again.round >= 5)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(peers=2))
+
+
 def test_who_lost_all_but_a_checkpoint_fetches_what_is_not_in_it(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
