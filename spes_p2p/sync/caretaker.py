@@ -222,9 +222,10 @@ class Caretaker:
             return
         root, is_lost = self._state_to_go_on_from(vigil, waiting)
         self._say_what_comes(vigil, is_lost, root is not None)
-        if root is not None and vigil.is_due(self._min_peers, is_lost, now):
+        chosen = vigil.to_name(self._min_peers, is_lost, now)
+        if root is not None and chosen:
             try:
-                self._renew(vigil.tip, root, waiting)
+                self._renew(vigil.tip, root, chosen)
             except StorageFull as error:
                 self._say_once(f"the run cannot go on: {error}")
 
@@ -254,13 +255,13 @@ class Caretaker:
             self._said = text
             self._say(text)
 
-    def _renew(self, tip: Manifest, root: Hash, waiting: list[Status]) -> None:
+    def _renew(self, tip: Manifest, root: Hash, chosen: list[Status]) -> None:
         """On disk before anybody sees it: there is never another one on the same parent."""
         path = self._chain.directory.parent / "renewals" / manifest_hash(tip).hex()
         if path.exists():
             commit = unpack(Commit, path.read_bytes())
         else:
-            manifest = renewed_manifest(self._rules, tip, root, members_of(waiting), wishes_of(waiting))
+            manifest = renewed_manifest(self._rules, tip, root, members_of(chosen), wishes_of(chosen))
             commit = sign_renewal(manifest, self._transport.peer_id, self._sealer)
             path.parent.mkdir(exist_ok=True)
             write_whole(path, pack(commit))

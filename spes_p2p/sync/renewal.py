@@ -120,17 +120,19 @@ class Vigil:
             if self._is_fresh(heard, now) and _waits(heard.status)
         ]
 
-    def is_due(self, min_peers: int, is_state_lost: bool, now: float) -> bool:
-        """Whether those who are waiting should become the members: nobody was heard who could name them.
+    def to_name(self, min_peers: int, is_state_lost: bool, now: float) -> list[Status]:
+        """Those who should become the members, since nobody was heard who could name them; nobody before that is due.
 
+        They have the newest state, or nobody can have it: else the first rounds would wait for the slowest download.
         Less than `min_peers` must have waited for as long as the electors were silent.
         """
-        waiting = self.waiting(now)
+        head = manifest_hash(self.tip)
+        chosen = [status for status in self.waiting(now) if is_state_lost or status.head == head]
         wait = self.wait_seconds(is_state_lost)
-        if not waiting or any(now - at < wait for at in self._voting_at.values()):
-            return False
-        first = min(self._heard[status.peer].since for status in waiting)
-        return len(waiting) >= min_peers or now - first >= wait
+        if not chosen or any(now - at < wait for at in self._voting_at.values()):
+            return []
+        first = min(self._heard[status.peer].since for status in chosen)
+        return chosen if len(chosen) >= min_peers or now - first >= wait else []
 
     def wait_seconds(self, is_state_lost: bool) -> float:
         """How long nobody may be heard."""

@@ -41,7 +41,7 @@ class Story:
             self.vigil.tick(self.now)
 
     def is_due(self, min_peers: int = 1, is_lost: bool = False) -> bool:
-        return self.vigil.is_due(min_peers, is_lost, self.now)
+        return bool(self.vigil.to_name(min_peers, is_lost, self.now))
 
 
 def test_after_a_long_silence_those_who_wait_are_named() -> None:
@@ -84,7 +84,16 @@ def test_an_elector_that_cannot_vote_or_is_behind_does_not_lead() -> None:
     behind = replace(status(B), round=-1, head=sha256(b"earlier"))
     story.passes(LONG + 1, full, behind, status(C))
     assert not story.vigil.is_led(story.now)
-    assert story.is_due(3)
+    assert [one.peer for one in story.vigil.to_name(2, False, story.now)] == [A, C]
+
+
+def test_who_has_the_newest_state_does_not_wait_for_who_fetches_it() -> None:
+    story = Story()
+    fetching = replace(status(D), head=sha256(b"earlier"))
+    story.passes(LONG + 1, status(C), fetching)
+    assert [one.peer for one in story.vigil.to_name(1, False, story.now)] == [C]
+    story.passes((LONGER - 1) * LONG, status(C), fetching)
+    assert [one.peer for one in story.vigil.to_name(1, True, story.now)] == [C, D]  # nobody can have it
 
 
 def test_fewer_than_were_wanted_wait_once_more() -> None:
