@@ -1,0 +1,127 @@
+"""Planned faults: they happen where they should, as often as they should, and the same again from their seed."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_p2p import steps
+from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.steps import reached
+from spes_p2p.sync.requests import TILES, Request
+from spes_p2p.testing.faults import (
+    FREEZE,
+    FULL,
+    KILL,
+    Armoury,
+    Fault,
+    Faults,
+    MemoryFaults,
+    from_text,
+    raise_planted,
+    schedule,
+    to_text,
+)
+from spes_p2p.testing.memory_swarm import MemorySwarm
+from spes_p2p.wire import pack
+from tests.sync.swarm_cases import in_swarm
+
+
+def passed(planned: list[Fault], **facts: Any) -> list[tuple[str, int]]:
+    """(peer, round) of each fault while peers a and b pass READY in rounds 1 to 4."""
+    happened: list[tuple[str, int]] = []
+
+    def act(fault: Fault, peer: str, facts: Mapping[str, Any]) -> None:
+        happened.append((peer, facts["round"]))
+
+    with Faults(planned, act):
+        for round in range(1, 5):
+            for peer in "ab":
+                reached(steps.READY, peer=peer, round=round, **facts)
+    reached(steps.READY, peer="a", round=1)  # nobody listens any more
+    return happened
+
+
+def test_a_fault_happens_once_to_whom_it_should() -> None:
+    assert passed([Fault(steps.READY, peer="b", round=2)]) == [("b", 2)]
+    assert passed([Fault(steps.READY, round=3)]) == [("a", 3)]
+    assert passed([Fault(steps.STAGED)]) == []
+
+
+def test_it_can_come_later_and_more_often() -> None:
+    assert passed([Fault(steps.READY, peer="a", skip=2)]) == [("a", 3)]
+    assert passed([Fault(steps.READY, peer="a", times=2)]) == [("a", 1), ("a", 2)]
+    assert len(passed([Fault(steps.READY, times=0)])) == 8
+
+
+def test_streams_are_told_apart_by_what_they_carry() -> None:
+    hit: list[str] = []
+    request = pack(Request(TILES))
+    with Faults([Fault(steps.STREAM + " tiles")], lambda fault, peer, facts: hit.append(peer)):
+        reached(steps.STREAM, peer="a", request=pack(Request("values")))
+        reached(steps.STREAM, peer="b", request=request)
+    assert hit == ["b"]
+
+
+def test_a_schedule_is_the_same_again_and_survives_the_environment() -> None:
+    planned = schedule(7, "abc", range(3, 9), (KILL, FREEZE))
+    assert planned == schedule(7, "abc", range(3, 9), (KILL, FREEZE))
+    assert planned != schedule(8, "abc", range(3, 9), (KILL, FREEZE))
+    assert [fault.round for fault in planned] == list(range(3, 9))
+    assert from_text(to_text(planned)) == planned
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '[{"stop": "plan"}]'])
+def test_what_are_no_faults_is_said(text: str) -> None:
+    with pytest.raises(ConfigError):
+        from_text(text)
+
+
+def test_an_unknown_kind_is_said() -> None:
+    with pytest.raises(ConfigError, match="'explode'"):
+        Fault(steps.READY, "explode")
+
+
+def test_a_full_disk_is_an_error_of_storage() -> None:
+    with pytest.raises(StorageFull):
+        raise_planted(Fault(steps.STAGE, FULL))
+
+
+def test_an_armed_fault_hits_one_process(tmp_path: Path) -> None:
+    armoury, fault = Armoury(tmp_path), Fault("plan")
+    assert not armoury.claim(fault, "p1")
+    armoury.arm(fault)
+    assert armoury.victim(fault) is None
+    assert armoury.claim(fault, "p2")
+    assert not armoury.claim(fault, "p1")
+    assert armoury.victim(fault) == "p2"
+
+
+def play_schedule(folder: Path, seed: int) -> list[tuple[str, str, int]]:
+    """(step, victim, round of the others by then) of each fault of a schedule, each victim coming back."""
+
+    async def play(swarm: MemorySwarm) -> list[tuple[str, str, int]]:
+        told = []
+        await swarm.start("abc")
+        for fault in schedule(seed, "abc", range(2, 4)):
+            with MemoryFaults(swarm, [fault]) as faults:
+                await asyncio.wait_for(faults.struck.wait(), 120)
+                await faults.settled()
+                newest = max(life.round for life in swarm.up)
+                told.append((fault.step, faults.done[0][1], newest))
+                await swarm.until_round(newest + 1)
+            await swarm.add(faults.done[0][1])
+            await swarm.until_round(newest + 2)
+        return told
+
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        return in_swarm(Path(name), play)
+
+
+def test_a_schedule_in_memory_plays_the_same_again(tmp_path: Path) -> None:
+    assert play_schedule(tmp_path, 3) == play_schedule(tmp_path, 3)
