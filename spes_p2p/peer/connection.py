@@ -24,7 +24,7 @@ from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.peer.stopping import Stopped, until_stopped
 from spes_p2p.state.layout import Layout
-from spes_p2p.state.moments import Moments
+from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
@@ -41,13 +41,14 @@ from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.round import Core
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.timing import Pace
-from spes_p2p.sync.transfer import Transfers
+from spes_p2p.sync.transfer import Transfers, WrongSize
 
 T = TypeVar("T")
 ANSWER_SECONDS = 15.0
 LEAVE_SECONDS = 8.0
 LINGER_SECONDS = 10.0
 MOMENTS_PAUSE_SECONDS = 0.1
+MOMENTS_STALL_SECONDS = 2.0
 
 
 class MonotonicClock:
@@ -156,30 +157,33 @@ class Connection:
         return bool(others) and all(s.peer == self._info.organiser and s.round < round for s in others)
 
     def fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
-        """Optimizer moments as `holder` had them on top of `head`, unchecked; None where it has none to give.
+        """Optimizer moments as `holder` had them on top of `head`, unchecked; NO_MOMENTS where it has none to give.
 
-        Asks again until it offers them, or until `until` (monotonic seconds), or the gate says stop.
+        None, after a pause, where it may offer them yet. Takes no longer than `until` (monotonic seconds), and not on
+        when the gate says stop.
         """
         try:
             return self._thread.run(self._unless_stopped(self._fetch_moments(holder, head, column, until)))
-        except (Stopped, TimeoutError, NetworkError):
-            return None
+        except (Stopped, TimeoutError, NetworkError, WrongSize):
+            return NO_MOMENTS
 
     # ---- the network's thread ----
 
     async def _fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
         assert self._network is not None
-        core = self.driver.core
-        transfers = Transfers(self._network.transport, self.layout, lambda: core.pace.suspect_seconds)
+        if not self.driver.core.alive(holder, self.clock.now()):
+            return NO_MOMENTS
+        transfers = Transfers(self._network.transport, self.layout, lambda: MOMENTS_STALL_SECONDS)
         async with asyncio.timeout(until - self.clock.now()):
-            while core.alive(holder, self.clock.now()):
-                try:
-                    moments = await transfers.moments(holder, head, column)
-                    await transfers.moments_taken(holder, head, column)
-                    return moments
-                except RemoteProtocolError:  # its training thread may not have come to it yet
-                    await asyncio.sleep(MOMENTS_PAUSE_SECONDS)
-        return None
+            try:
+                moments = await transfers.moments(holder, head, column)
+            except WrongSize:
+                raise
+            except RemoteProtocolError:  # its training thread may not have come to it yet
+                await asyncio.sleep(MOMENTS_PAUSE_SECONDS)
+                return None
+            await transfers.moments_taken(holder, head, column)
+            return moments or NO_MOMENTS
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, broken off and unwound when the gate says stop. Raises what the peer failed with, or Stopped."""

@@ -113,21 +113,36 @@ class HandOver:
     # ---------------------------------------------------------------- taking
 
     def take(self, manifest: Manifest, columns: Collection[int]) -> None:
-        """Moments of these newly owned columns, from whoever owned them by the manifest before; says how it went."""
+        """Moments of these newly owned columns, from whoever owned them by the manifest before; says how it went.
+
+        Those who may offer them are asked in turn, so that one that does not costs the other columns little.
+        """
         if not columns or not manifest.round:
             return
         parent = self._connection.disk.chain.commit(manifest.round - 1).manifest
+        waiting = {
+            column: list(former_owners(parent.ownership, manifest, column, self._me)) for column in sorted(columns)
+        }
+        taken: set[int] = set()
         until = time.monotonic() + self._patience_seconds()
-        taken = [column for column in sorted(columns) if self._take_column(manifest, parent, column, until)]
-        fresh = tuple(column for column in sorted(columns) if column not in taken)
-        self._emit(Columns(manifest.round, tuple(sorted(columns)), fresh))
+        while any(waiting.values()) and time.monotonic() < until:
+            for column, holders in waiting.items():
+                if holders and self._take_column(manifest.parent, column, holders, until):
+                    taken.add(column)
+                    holders.clear()
+        fresh = tuple(column for column in waiting if column not in taken)
+        self._emit(Columns(manifest.round, tuple(waiting), fresh))
 
-    def _take_column(self, manifest: Manifest, parent: Manifest, column: int, until: float) -> bool:
-        for holder in former_owners(parent.ownership, manifest, column, self._me):
-            moments = self._connection.fetch_moments(holder, manifest.parent, column, until)
-            if moments is not None and self._is_sound(moments, holder, column):
+    def _take_column(self, head: Hash, column: int, holders: list[PeerId], until: float) -> bool:
+        """Asks each of `holders` once; who has none to give, or none that are sound, is struck from the list."""
+        for holder in tuple(holders):
+            moments = self._connection.fetch_moments(holder, head, column, until)
+            if moments is None:
+                continue
+            if moments.steps and self._is_sound(moments, holder, column):
                 self._trainer.take_moments(column, moments)
                 return True
+            holders.remove(holder)
         return False
 
     def _is_sound(self, moments: Moments, holder: PeerId, column: int) -> bool:

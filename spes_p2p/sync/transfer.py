@@ -74,7 +74,7 @@ class Transfers:
     async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:
         """The optimizer moments of a column that `peer` offers; None where it says that there are none.
 
-        Raises NetworkError, or RemoteProtocolError for what it does not offer (yet). Numbers are unchecked.
+        Raises NetworkError, WrongSize, or RemoteProtocolError for what it does not offer (yet). Numbers are unchecked.
         """
         block, tiles = self._layout.blocks[1 + column], self._layout.tiles_of(1 + column)
         mean, square = np.empty(block.size, np.float32), np.empty(block.size, np.float32)
@@ -88,7 +88,7 @@ class Transfers:
                 return None
             mean[part], square[part] = values
         if len(seen) != 1:
-            raise RemoteProtocolError(f"{short(peer)} sent moments of a column that differ in their steps")
+            raise WrongSize(f"{short(peer)} sent moments of a column that differ in their steps")
         return Moments(seen.pop(), mean, square)
 
     async def moments_taken(self, peer: PeerId, head: Hash, column: int) -> None:
@@ -104,9 +104,12 @@ class Transfers:
         request = Request(requests.MOMENTS, name=head, first=first_tile, count=count)
         async with self._slots:
             header, data = await self._fetch_blob(peer, request, 2 * size * VALUE_BYTES)
-        steps = unpack(MomentsHead, header).steps
+        try:
+            steps = unpack(MomentsHead, header).steps
+        except RemoteProtocolError as error:
+            raise WrongSize(f"{short(peer)} sent moments without saying how old they are") from error
         if len(data) != (2 * size * VALUE_BYTES if steps else 0):
-            raise RemoteProtocolError(f"{short(peer)} sent {len(data)} bytes for two moments of {size} values")
+            raise WrongSize(f"{short(peer)} sent {len(data)} bytes for two moments of {size} values")
         return steps, np.frombuffer(data, np.dtype("<f4")).reshape(2, -1)
 
     async def tiles(

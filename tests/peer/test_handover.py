@@ -15,7 +15,7 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Columns, Event, Warning
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.peer.handover import HandOver, former_owners
-from spes_p2p.state.moments import Moments
+from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.membership import Member
 from spes_p2p.sync.messages import Manifest, manifest_hash
 from spes_p2p.sync.moments import MomentShelf
@@ -54,6 +54,7 @@ class Side:
             self.trainer.train_step(batch_of(seed))
         self.said: list[Event] = []
         self.asked: list[tuple[PeerId, int]] = []
+        self.slow: list[PeerId] = []
         self.statuses: list[Any] = []
         connection: Any = SimpleNamespace(
             peer_id=me,
@@ -70,8 +71,11 @@ class Side:
         self.asked.append((holder, column))
         ids = LAYOUT.tile_ids_of(1 + column)
         found = self.sides[holder].shelf.serve(head, ids[0], len(ids)) if holder in self.sides else None
-        if found is None or not found[0].steps:
+        if holder in self.slow:
+            self.slow.remove(holder)
             return None
+        if found is None or not found[0].steps:
+            return NO_MOMENTS
         return Moments(found[0].steps, *np.frombuffer(found[1], np.float32).reshape(2, -1))
 
     def adopt(self, newest: Manifest, *owned: int) -> None:
@@ -148,6 +152,17 @@ def test_moments_that_no_training_gives_are_refused_and_another_owner_is_asked(s
     assert isinstance(warning, Warning)
     assert "negative mean of squares" in warning.message
     assert columns == Columns(2, (3,), ())
+
+
+def test_who_has_not_come_to_it_yet_is_asked_again(sides: dict[PeerId, Side]) -> None:
+    anna, bea = sides[ANNA], sides[BEA]
+    second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1, 2, 3), bea=(2,), carl=(3,))
+    bea.hand_over.offer(FIRST, second)
+    sides[CARL].hand_over.offer(FIRST, second)
+    anna.slow = [BEA, BEA]
+    anna.adopt(second, 0, 1, 2, 3)
+    assert anna.asked == [(BEA, 2), (CARL, 3), (BEA, 2), (BEA, 2)]  # the other column is not kept waiting
+    assert anna.said == [Columns(2, (2, 3), ())]
 
 
 def test_nothing_is_kept_where_nobody_would_ask(sides: dict[PeerId, Side]) -> None:
