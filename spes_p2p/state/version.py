@@ -117,13 +117,13 @@ class Version:
         Reads the file: where the disk cannot, a map would end the process with SIGBUS.
         """
         tile = self.layout.tiles[tile_id]
-        with self._opened(tile.block, os.O_RDONLY) as descriptor:
-            if descriptor is None:
-                return True
-            try:
+        try:
+            with self._opened(tile.block, os.O_RDONLY) as descriptor:
+                if descriptor is None:
+                    return True
                 data = os.pread(descriptor, tile.size * VALUE_BYTES, tile.start * VALUE_BYTES)
-            except OSError:
-                return False
+        except OSError:
+            return False
         return hash_tile(data) == self.tile_hashes[tile_id]
 
     def damaged_tiles(self) -> Iterator[int]:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
@@ -91,9 +91,11 @@ class Scrubber:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_seconds)
-            round = self._tip_round()
-            if round in self._store.rounds():
-                await self.look(self._store.version(round))
+            try:
+                version = self._store.version(self._tip_round())
+            except StateError:  # another one takes its place in this moment
+                continue
+            await self.look(version)
 
     async def look(self, version: Version) -> None:
         """One turn: checks some tiles, and mends what is known to be damaged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -154,3 +155,13 @@ def test_a_damaged_list_of_what_was_handed_out_costs_nothing_else(store: StateSt
     assert staged is not None
     staged.publish()
     again.verify(2)
+
+
+def test_a_tile_that_the_disk_cannot_read_is_damaged(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad_sector(descriptor: int, size: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", bad_sector)
+    assert not store.version(1).is_sound(0)
+    with pytest.raises(TileDamaged, match="tile 0 "):
+        store.verify(1)
