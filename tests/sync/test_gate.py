@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.errors import NetworkError
 from spes_p2p.ids import Hash
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.messages import Work
@@ -124,3 +125,15 @@ def test_the_wish_to_stop_is_passed_on_at_once_also_when_it_came_before() -> Non
         pass
     gate.stop()
     assert calls == ["first", "late"]
+
+
+def test_a_failure_breaks_off_what_waits_for_the_run_to_begin() -> None:
+    gate, calls = Gate(), []
+    gate.check()
+    with gate.on_stop(lambda: calls.append("first")):
+        gate.failed(NetworkError("a rank ended"))
+    with gate.on_stop(lambda: calls.append("late")):
+        pass
+    assert calls == ["first", "late"]
+    with pytest.raises(NetworkError, match="a rank ended"):
+        gate.check()
