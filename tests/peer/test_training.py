@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,22 @@ class Story:
             Applied(self.commits[self.round], previous, entry, handed_in, lost, False, {}, 0, 0, 1.0, frozenset())
         )
 
+    def switch(self) -> None:
+        """Another history wins: round 1 is another one, with all values moved by twice MERGED from the beginning's."""
+        base, layout, previous = self.store.version(0), self.run.layout, self.manifest
+        staging = self.store.stage(1, 0)
+        for tile in layout.tiles:
+            staging.write_state(tile.id, base.block(tile.block)[tile.start : tile.stop] + np.float32(2 * MERGED))
+        staging.finish()
+        staging.publish()
+        genesis = self.commits[0].manifest
+        empty = Outcome((), (), sha256(b"wire"), sha256(b"another"), None)
+        child = child_manifest(self.run.rules, genesis, empty, genesis.members, {A: Wish(layout.num_columns)})
+        self.commits[1], self.round = self.run.certified(child), 1
+        self.driver.core.head, self.driver.core.tip = self.head, self.manifest
+        event = Applied(self.commits[1], previous, None, False, frozenset(), True, {}, 0, 0, 1.0, frozenset())
+        self.gate.applied(replace(event, switched=True, lost_tokens=previous.tokens))
+
     def play(self) -> None:
         self.loop.run(self.manifest)
 
@@ -201,6 +218,21 @@ def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(stor
     story.play()
     assert story.limits == [2, 2]
     assert [text for text in story.said if "memory for 2 expert columns" in text] == story.said[:1]
+
+
+def test_another_history_takes_the_place_of_what_was_trained_on_ours(story: Story) -> None:
+    """Counted or not, it is gone; training begins afresh on the other's state, with its lease."""
+    story.at_step[STEPS + 1] = story.switch
+    story.on_ready = lambda work: story.commit(counted=True) if len(story.ready) == 1 else story.gate.stop()
+    started: list[float] = []
+    story.at_step[STEPS + 2] = lambda: started.append(float(np.mean(story.values() - story.store.version(0).block(0))))
+    story.play()
+    assert [text for text in story.said if "tokens that no round had counted are lost" in text]
+    manifest, _, uncounted, _, _ = story.saved[-1]
+    assert (manifest, uncounted) == (story.commits[1].manifest, Uncounted())
+    assert story.ready[-1].steps == STEPS
+    assert story.ready[-1].sequences == story.ready[0].sequences
+    assert started[0] == pytest.approx(2 * MERGED, abs=0.1)
 
 
 def test_who_waits_is_told_for_what(story: Story) -> None:
