@@ -9,6 +9,7 @@ dataclasses (generic ones with their argument), `tuple[X, ...]`, `tuple[X, Y]`, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import types
 import typing
@@ -22,6 +23,8 @@ from spes_p2p.errors import RemoteProtocolError
 
 T = TypeVar("T")
 MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_LISTS = 2**18
+"""Lists in one message: an empty one is a byte on the wire and sixty in memory."""
 _INT64 = 2**63
 _Reader = Callable[[Any], Any]
 
@@ -35,18 +38,36 @@ def pack(value: Any) -> bytes:
 def unpack(kind: type[T], data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     """The `kind` that `data` encodes.
 
-    Raises RemoteProtocolError where the bytes are not exactly one such value or exceed `max_bytes`.
+    Raises RemoteProtocolError where the bytes are not exactly one such value or exceed `max_bytes`. Takes at most some
+    ten times the memory of the bytes themselves, whatever they are, and MAX_LISTS empty lists.
     """
     if len(data) > max_bytes:
         raise RemoteProtocolError(f"{kind.__name__} of {len(data)} bytes is larger than the {max_bytes} allowed")
     try:
-        plain = msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True)
+        plain = msgpack.unpackb(
+            data, raw=False, list_hook=_counted(), object_pairs_hook=_no_map, max_map_len=0, max_ext_len=0
+        )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise RemoteProtocolError(f"not a msgpack value where {kind.__name__} was expected: {error}") from error
     try:
         return typing.cast(T, _reader(typing.cast(Any, kind))(plain))
     except _Mismatch as error:
         raise RemoteProtocolError(f"{'.'.join([kind.__name__, *reversed(error.path)])}: {error}") from error
+
+
+def _counted() -> Callable[[list[Any]], list[Any]]:
+    lists = itertools.count(1)
+
+    def check(items: list[Any]) -> list[Any]:
+        if next(lists) > MAX_LISTS:
+            raise ValueError(f"more than {MAX_LISTS} lists")
+        return items
+
+    return check
+
+
+def _no_map(pairs: Any) -> Any:
+    raise ValueError("a map")
 
 
 class _Mismatch(Exception):

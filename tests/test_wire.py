@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tracemalloc
 from dataclasses import dataclass
 from typing import Generic, NewType, TypeVar
 
@@ -72,7 +74,10 @@ def test_what_is_packed_comes_out_again_and_has_the_same_bytes() -> None:
         ([1, 0.5, "text", True, None, []], r"Outer\.data: expected bytes"),
         ([1, 0.5, b"", True, ["a", [[1, 2, 3]]], []], r"Outer\.inner\.spans: expected 2 items, got 3"),
         ([1, 0.5, b"", True, ["a", [[2, 1]]], []], r"Outer\.inner: a span ends before it starts"),
-        ([1, 0.5, b"", True, None, {"a": 1}], r"Outer\.many: expected a list"),
+        ([1, 0.5, b"", True, None, "a"], r"Outer\.many: expected a list, got 'a'"),
+        ([1, 0.5, b"", True, None, {"a": 1}], r"not a msgpack value where Outer was expected: .*map"),
+        ([1, 0.5, b"", True, None, {}], r"not a msgpack value where Outer was expected: a map"),
+        (msgpack.ExtType(1, b"x"), r"not a msgpack value where Outer was expected"),
         ("hello", r"Outer: expected 6 fields of Outer, got 'hello'"),
     ],
 )
@@ -104,3 +109,31 @@ def test_a_changed_byte_is_a_value_or_refused(at: int, byte: int) -> None:
     except RemoteProtocolError:
         return
     assert isinstance(value, Outer)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\x96" + b"\xdd\x00\x0f\x00\x00" + b"\x90" * 0xF0000,
+        b"\xdd\x00\x0f\x00\x00" + b"\x80" * 0xF0000,
+        b"\xdf\x00\x07\x00\x00" + b"\x01\xc0" * 0x70000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+    ],
+    ids=["empty lists", "empty maps", "a large map", "a huge length", "huge bytes", "deep nesting"],
+)
+def test_a_small_message_takes_no_large_memory(bomb: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            unpack(Outer, bomb)
+        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        assert pack(unpack(Outer, data))

@@ -37,6 +37,10 @@ FRAME_SLACK = 64
 T = TypeVar("T")
 
 
+class BlobTooLarge(RemoteProtocolError):
+    """A blob of more bytes than were asked for at most; none of them was read."""
+
+
 class ByteStream(Protocol):
     """One open two-way stream; both methods raise PeerClosed when it broke."""
 
@@ -171,7 +175,7 @@ class _Download:
 
     def _accept(self, head: BlobHead) -> BlobHead:
         if head.total_bytes > self._max_bytes:
-            raise RemoteProtocolError(
+            raise BlobTooLarge(
                 f"{self._name} sent a blob of {head.total_bytes} bytes, at most {self._max_bytes} are allowed"
             )
         if self._head is None:

@@ -20,11 +20,11 @@ from spes_p2p.sync import actions as do
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.messages import Contribution, Manifest, Proposal, Report, Slice, manifest_hash, plan_hash
-from spes_p2p.sync.reduce import screen, weighted_mean
+from spes_p2p.sync.reduce import WRONG_SIZE, screen, weighted_mean
 from spes_p2p.sync.reducing import LOST
 from spes_p2p.sync.round import Core
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers
+from spes_p2p.sync.transfer import Transfers, WrongSize
 
 HELD_BYTES = 2**30
 """What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
@@ -115,28 +115,31 @@ class Making:
                 self._freed.notify_all()
 
     async def _contributions(self, piece: Slice, parent: Hash) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
-        """The values of a slice's contributors, and who was lost."""
+        """The values of a slice's contributors, and why the others are left out."""
         answers = await asyncio.gather(*(self._contribution(peer, piece, parent) for peer in piece.contributors))
         pairs = list(zip(piece.contributors, answers, strict=True))
-        found = {peer: values for peer, values in pairs if values is not None}
-        return found, {peer: LOST for peer, values in pairs if values is None}
+        found = {peer: values for peer, values in pairs if not isinstance(values, str)}
+        return found, {peer: reason for peer, reason in pairs if isinstance(reason, str)}
 
-    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash) -> Values | None:
-        """None where they can not be had; who was silent once in a round is not waited for again."""
+    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash) -> Values | str:
+        """The reason where there are none; who was silent once in a round is not waited for again."""
         if peer == self._core.me:
-            return self._inputs.values(parent, piece.first_tile, piece.tiles)
+            own = self._inputs.values(parent, piece.first_tile, piece.tiles)
+            return LOST if own is None else own
         if self._slow[0] != parent:
             self._slow = (parent, set())
         slow = self._slow[1]
         if peer in slow or not self._core.alive(peer, self._now()):
-            return None
+            return LOST
         try:
             return await self._transfers.contribution(peer, parent, piece)
+        except WrongSize:
+            return WRONG_SIZE
         except (PeerClosed, RemoteProtocolError):
-            return None
+            return LOST
         except NetworkError:
             slow.add(peer)
-            return None
+            return LOST
 
     def _average(
         self,

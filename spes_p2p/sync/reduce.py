@@ -16,6 +16,7 @@ from spes_p2p.state.layout import Values
 NORM_LIMIT = 20.0
 """A change this many times larger than the median of the others is no honest training."""
 NON_FINITE = "non-finite values"
+WRONG_SIZE = "values of the wrong size"
 TOO_LARGE = "a change far larger than the others'"
 
 

@@ -9,12 +9,16 @@ from typing import Any, TypeVar
 
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
+from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.ports import Signer, Verifier
 from spes_p2p.sync.messages import Envelope, Signed, signing_bytes
 from spes_p2p.wire import unpack
 
 T = TypeVar("T")
-MAX_ENVELOPE_BYTES = 16 * 2**20
+MAX_PARTS = {"statuses": 2048, "reports": 2**16, "proposals": 256, "votes": 64, "degraded_votes": 64}
+"""What one envelope may hold of each kind: many times what an honest peer says at once."""
+MAX_KEY_BYTES = 4096
+MAX_SIGNATURE_BYTES = 2048
 _REMEMBERED = 8192
 
 
@@ -43,9 +47,12 @@ class EnvelopeChecker:
 
     def open(self, sender: PeerId, data: bytes) -> Envelope:
         """Raises RemoteProtocolError for anything but a well-formed envelope of `sender` with good signatures."""
-        envelope = unpack(Envelope, data, max_bytes=MAX_ENVELOPE_BYTES)
+        envelope = unpack(Envelope, data, max_bytes=MAX_CALL_BYTES)
         if envelope.sender != sender:
             raise RemoteProtocolError(f"{short(sender)} sent an envelope of {short(envelope.sender)}")
+        for name, limit in MAX_PARTS.items():
+            if len(getattr(envelope, name)) > limit:
+                raise RemoteProtocolError(f"{short(sender)} sent {len(getattr(envelope, name))} {name} at once")
         for signed in _signed_parts(envelope):
             if not self.check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
                 kind = type(signed.value).__name__
@@ -54,6 +61,8 @@ class EnvelopeChecker:
 
     def check(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
         """Whether `signature` over `data` was made with `public_key`, and that key is the peer's."""
+        if len(public_key) > MAX_KEY_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
+            return False
         lengths = f"{len(public_key)} {len(signature)} {peer}\0"  # or another split of the same bytes would pass
         name = sha256(lengths.encode(), public_key, signature, data)
         with self._lock:
