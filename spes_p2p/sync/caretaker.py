@@ -221,7 +221,8 @@ class Caretaker:
         if self._following.under_way or self._archiving:
             return
         root, is_lost = self._state_to_go_on_from(vigil, waiting)
-        self._say_what_comes(vigil, is_lost, root is not None)
+        if vigil.silent_seconds(now) > vigil.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
+            self._say_what_comes(vigil, is_lost, root is not None)
         chosen = vigil.to_name(self._min_peers, is_lost, now)
         if root is not None and chosen:
             try:

@@ -100,7 +100,11 @@ class Vigil:
 
     def is_led(self, now: float) -> bool:
         """Whether an elector that can vote was heard of late."""
-        return any(now - at <= self._pace.suspect_seconds for at in self._voting_at.values())
+        return self.silent_seconds(now) <= self._pace.suspect_seconds
+
+    def silent_seconds(self, now: float) -> float:
+        """How long no elector was heard that can vote."""
+        return now - max(self._voting_at.values())
 
     def standing_on(self, round: int, head: bytes, now: float) -> list[PeerId]:
         """Who was heard of late and has this state: it stands on this manifest, or on a child of it."""

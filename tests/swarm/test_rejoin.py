@@ -62,6 +62,12 @@ def test_new_peers_go_on_after_a_night_without_any(tmp_path: Path, tokens: Path)
         for name in ("p0", "p1"):
             swarm.peer(name, tokens, LOCAL)
         swarm.wait_for_round(3, ("p0", "p1"), 120.0)
+        archive = tmp_path / "archive" / "state"
+
+        def is_archived() -> bool:
+            return (archive / f"round-{swarm.processes['p0'].rounds()[-1].round:08d}").exists()
+
+        swarm.wait_until(is_archived, "the newest state in the archive", ("p0", "p1"), 60.0)
         for name in ("p0", "p1"):
             swarm.processes[name].end()
         evening = chain_of(swarm, "bootstrap")
