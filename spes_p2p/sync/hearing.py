@@ -1,15 +1,19 @@
 """What the round's state machine takes from messages, and what it refuses.
 
 Signatures were checked before; here the content is held against the round that we are in. Each method says whether
-there is something new in it that the rules should look at.
+there is something new in it that the rules should look at. What one peer can make us keep is bounded: of what nobody
+is bound to, the oldest goes first, and comes again where its author still stands by it.
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import PeerId
-from spes_p2p.sync.knowledge import MAX_NEWCOMERS, Contact
+from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.sync.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
 from spes_p2p.sync.messages import (
+    MAX_MEMBERS,
     Acceptance,
     Commit,
     DegradedVote,
@@ -18,10 +22,16 @@ from spes_p2p.sync.messages import (
     Report,
     Signed,
     Status,
+    manifest_hash,
     plan_hash,
 )
 from spes_p2p.sync.round_state import CoreState
 from spes_p2p.sync.rules import check_certificate, check_child, check_plan
+
+MAX_REASON = 200
+"""Characters of the reason for which somebody was left out of a slice."""
+Key = TypeVar("Key")
+Vote = TypeVar("Vote")
 
 
 class Hearing(CoreState):
@@ -32,9 +42,11 @@ class Hearing(CoreState):
         peer = status.peer
         if peer == self.me or signed.author != peer or status.fingerprint != self.rules.fingerprint:
             return False
+        if not self._is_sane(status):
+            return False
         known = self.contacts.get(peer)
         if known is None:
-            if not self._has_room_for(peer):
+            if not self._has_room_for(peer, now):
                 return False
             self.contacts[peer] = Contact(signed, now, now if sender == peer else float("-inf"))
             self._heard_from(status, now)
@@ -84,22 +96,44 @@ class Hearing(CoreState):
         if self.round.decided is None:
             self.round.progress_at = now
 
-    def _has_room_for(self, peer: PeerId) -> bool:
-        if any(member.peer == peer for member in self.tip.members):
+    def _is_sane(self, status: Status) -> bool:
+        """Nothing in it is longer than it can be."""
+        slices, intent = sum(self.rules.block_tiles), status.intent
+        hashes = (status.head, status.plan, status.ballots.accepted_manifest)
+        return (
+            all(len(name) == len(NO_HASH) for name in hashes)
+            and max(len(status.reports), len(status.staged)) <= slices
+            and max(len(intent.claims), len(intent.releases)) <= self.rules.num_columns
+            and len(status.unheard) <= MAX_MEMBERS
+            and status.round >= -1  # before genesis
+        )
+
+    def _has_room_for(self, peer: PeerId, now: float) -> bool:
+        """Members always have; of strangers a silent one makes room for a new one."""
+        named = {member.peer for member in self.tip.members}
+        if peer in named:
             return True
-        strangers = len(self.contacts) - len(self.tip.members)
-        return strangers < MAX_NEWCOMERS
+        strangers = [other for other in self.contacts if other not in named]
+        if len(strangers) < MAX_NEWCOMERS:
+            return True
+        longest = min(strangers, key=lambda other: self.contacts[other].at)
+        if self.alive(longest, now):
+            return False
+        del self.contacts[longest]
+        self.round.sent.pop(longest, None)
+        return True
 
     def _hear_plan(self, signed: Signed[Plan], now: float) -> bool:
         plan, current = signed.value, self.round
         if plan.parent != current.head or signed.author != plan.leader or plan.fingerprint != self.rules.fingerprint:
             return False
-        if plan.leader not in self._elector:
+        if plan.leader not in self._elector or current.plans_of.get(plan.leader, 0) >= MOST_PLANS:
             return False
         if current.plan is not None:  # a total order, so that all end with one plan even if two leaders share a ballot
             mine = current.plan.value
             if (mine.ballot, plan_hash(mine)) >= (plan.ballot, plan_hash(plan)):
                 return False
+        current.plans_of[plan.leader] = current.plans_of.get(plan.leader, 0) + 1
         try:
             check_plan(self.rules, current.tip, plan)
         except RemoteProtocolError as error:
@@ -119,6 +153,10 @@ class Hearing(CoreState):
         piece = plan.slices[report.index]
         fits = report.reducer in piece.contributors and set(report.contributors) <= set(piece.contributors)
         if not fits or len(report.wire_hashes) != (piece.tiles if report.contributors else 0):
+            return False
+        if any(len(tile_hash) != len(NO_HASH) for tile_hash in report.wire_hashes):
+            return False
+        if len(report.left_out) > len(piece.contributors) or any(len(why) > MAX_REASON for _, why in report.left_out):
             return False
         if report.index in current.reports:
             return False
@@ -154,10 +192,32 @@ class Hearing(CoreState):
         except RemoteProtocolError as error:
             self._note("refused", str(error), proposal.leader)
             return True
+        if not self._has_room_for_proposal(proposal):
+            return False
         current.proposals[key] = signed
         current.failed.clear()
         current.missing = None
         self._progress(now)
+        return True
+
+    def _has_room_for_proposal(self, proposal: Proposal) -> bool:
+        """Of one leader's the lowest ballot goes, unless somebody may need it: it was accepted, or is decided."""
+        current, record = self.round, self.record
+        bound = {s.ballots.accepted_manifest for s in self._electors_here() if s.ballots.accepted >= 0}
+        bound |= {manifest_hash(s.value.manifest) for s in (record.accepted, record.degraded) if s is not None}
+        if current.decided is not None:
+            bound.add(current.decided.certificate.manifest)
+        theirs = sorted(
+            (ballot, heard)
+            for (heard, ballot), signed in current.proposals.items()
+            if signed.author == proposal.leader and manifest_hash(signed.value.manifest) not in bound
+        )
+        if len(theirs) < MOST_VOTES:
+            return True
+        ballot, heard = theirs[0]
+        if proposal.ballot < ballot:
+            return False
+        del current.proposals[(heard, ballot)]
         return True
 
     def _hear_vote(self, signed: Signed[Acceptance], now: float) -> bool:
@@ -166,11 +226,17 @@ class Hearing(CoreState):
             return False
         if signed.author not in self._elector or signed.author == self.me:
             return False
-        ballot = current.votes.setdefault((vote.ballot, vote.manifest), {})
-        if signed.author in ballot:
+        if vote.ballot < 0 or signed.author in current.votes.get((vote.ballot, vote.manifest), {}):
             return False
-        ballot[signed.author] = signed
-        self._progress(now)
+        kept = sorted(key for key, votes in current.votes.items() if signed.author in votes)
+        if len(kept) >= MOST_VOTES:
+            if vote.ballot < kept[0][0]:
+                return False
+            _drop(current.votes, kept[0], signed.author)
+        current.votes.setdefault((vote.ballot, vote.manifest), {})[signed.author] = signed
+        known = current.proposals.get(((), vote.ballot))
+        if known is not None and manifest_hash(known.value.manifest) == vote.manifest:
+            self._progress(now)
         return True
 
     def _hear_degraded_vote(self, signed: Signed[DegradedVote]) -> bool:
@@ -178,10 +244,14 @@ class Hearing(CoreState):
         fits = vote.parent == current.head and vote.fingerprint == self.rules.fingerprint
         if not fits or signed.author not in vote.heard or not set(vote.heard) <= set(self._elector):
             return False
-        votes = current.degraded_votes.setdefault((vote.heard, vote.manifest), {})
-        if signed.author in votes or signed.author == self.me:
+        if signed.author == self.me or len(set(vote.heard)) != len(vote.heard):
             return False
-        votes[signed.author] = signed
+        if signed.author in current.degraded_votes.get((vote.heard, vote.manifest), {}):
+            return False
+        kept = [key for key, votes in current.degraded_votes.items() if signed.author in votes]
+        if len(kept) >= MOST_VOTES:
+            _drop(current.degraded_votes, kept[0], signed.author)
+        current.degraded_votes.setdefault((vote.heard, vote.manifest), {})[signed.author] = signed
         return True
 
     def _hear_commit(self, commit: Commit, sender: PeerId, now: float) -> bool:
@@ -200,3 +270,9 @@ class Hearing(CoreState):
             return True
         self._take_decision(commit, now)
         return True
+
+
+def _drop(votes: dict[Key, dict[PeerId, Vote]], key: Key, author: PeerId) -> None:
+    del votes[key][author]
+    if not votes[key]:
+        del votes[key]

@@ -23,6 +23,10 @@ from spes_p2p.sync.messages import (
 from spes_p2p.sync.rules import Outcome
 
 MAX_NEWCOMERS = 64
+MOST_VOTES = 8
+"""Votes of a kind, and proposals, that are kept of one elector in a round; beside those that somebody is bound to."""
+MOST_PLANS = 16
+"""Plans of one elector that are taken up in a round; a leader makes one in each of its lives."""
 MAX_SEEDS = 16
 MOST_REMEMBERED = 256
 """Heads of others of which we remember whether they belong to our history."""
@@ -101,6 +105,7 @@ class RoundState:
     decided: Commit | None = None
     adopting: bool = False
     sent: dict[PeerId, set[object]] = field(default_factory=dict)
+    plans_of: dict[PeerId, int] = field(default_factory=dict)
 
     def words(self) -> Iterator[tuple[int, Signed[Report]]]:
         """All reports of the plan's slices, those that brought no values too."""

@@ -84,7 +84,7 @@ class SmallWorld:
         self._link = {pair: at for at, pair in enumerate(self._pairs)}
         self._locals: list[Local] = []
         self._local_ids: dict[bytes, int] = {}
-        self._things: list[Any] = []
+        self.things: list[Any] = []
         self._thing_ids: dict[bytes, int] = {}
         self._steps: dict[tuple[Any, ...], Step] = {}
         self._received: dict[tuple[int, int], Step] = {}
@@ -108,9 +108,9 @@ class SmallWorld:
 
     def _id_of(self, thing: Any) -> int:
         name = self.snapshots.frozen.digest(thing)
-        known = self._thing_ids.setdefault(name, len(self._things))
-        if known == len(self._things):
-            self._things.append(self.snapshots.frozen.one(thing))
+        known = self._thing_ids.setdefault(name, len(self.things))
+        if known == len(self.things):
+            self.things.append(self.snapshots.frozen.one(thing))
         return known
 
     # ---------------------------------------------------------------- the beginning
@@ -131,26 +131,27 @@ class SmallWorld:
         """Everybody who is up stands on a commit, or the commits differ (which was judged to be allowed)."""
         if not state.commits:
             return all(self._locals[at].core is None for at in state.locals)
-        up = [local for local in self._of(state) if local.core is not None]
+        up = [local for local in self.locals_of(state) if local.core is not None]
         return all(local.disk.chain for local in up) or self.is_split(state)
 
     def is_known(self, state: State) -> bool:
         """Everybody who is up knows of the commit."""
         if not state.commits:
             return False
-        cores = [local.core for local in self._of(state) if local.core is not None]
+        cores = [local.core for local in self.locals_of(state) if local.core is not None]
         return bool(cores) and all(core.tip.round > 0 or core.round.decided is not None for core in cores)
 
     def is_lost(self, state: State) -> bool:
         """Somebody who is up knows of a commit whose state went down with those who had it: nothing can go on."""
-        up = [local for local in self._of(state) if local.core is not None]
+        up = [local for local in self.locals_of(state) if local.core is not None]
         decided = [local.core.round.decided for local in up if local.core is not None]
         return any(d is not None and not any(local.disk.holds(d.manifest) for local in up) for d in decided)
 
     def is_split(self, state: State) -> bool:
-        return len({self._things[commit].certificate.manifest for commit in state.commits}) > 1
+        return len({self.things[commit].certificate.manifest for commit in state.commits}) > 1
 
-    def _of(self, state: State) -> list[Local]:
+    def locals_of(self, state: State) -> list[Local]:
+        """What each peer knows; not to be changed."""
         return [self._locals[at] for at in state.locals]
 
     # ---------------------------------------------------------------- what can happen
@@ -177,7 +178,7 @@ class SmallWorld:
         found += [(late.event, self._after(state, late)) for late in self._late(state)]
         if not at_hand:
             found.append((("beat",), self._beat(state)))
-            for peer, local in enumerate(self._of(state)):
+            for peer, local in enumerate(self.locals_of(state)):
                 if local.core is None and state.faults:
                     step = self._step(state, peer, ("start",))
                     back = state._replace(beats=0, faults=state.faults - 1)
@@ -191,7 +192,7 @@ class SmallWorld:
                 yield Happening(("deliver", link, at), peer, self._receive_step(state, peer, messages[at]))
 
     def _works(self, state: State) -> Iterator[Happening]:
-        for peer, local in enumerate(self._of(state)):
+        for peer, local in enumerate(self.locals_of(state)):
             for at in range(len(local.todo)):
                 step = self._step(state, peer, ("work", at, *self._brought(state, peer, at)))
                 yield Happening(("work", peer, at), peer, step)
@@ -216,7 +217,7 @@ class SmallWorld:
                     after = self._sent(self._consumed(faulty, event), peer, step.sends[:sent])
                     found.append((("crash in", sent, event), self._died(after, peer, left)))
         if crash and CRASH in kinds:
-            for peer, local in enumerate(self._of(state)):
+            for peer, local in enumerate(self.locals_of(state)):
                 if local.core is not None:
                     found.append((("crash", peer), self._died(faulty, peer, self._dead(state.locals[peer]))))
         return found
@@ -240,7 +241,7 @@ class SmallWorld:
 
     def _beat(self, state: State) -> State:
         """Nothing is under way: a heartbeat's time passes for all, and everybody speaks."""
-        late = tuple(sorted((link, self._id_of(self.snapshots.aged(self._things[m]))) for link, m in state.late))
+        late = tuple(sorted((link, self._id_of(self.snapshots.aged(self.things[m]))) for link, m in state.late))
         state = state._replace(late=late, beats=state.beats + 1)
         for peer in range(len(self.names)):
             state = self._apply(state, peer, self._step(state, peer, ("tick",)))
@@ -268,7 +269,7 @@ class SmallWorld:
             return
         judge = self._peers.fresh_judge()
         for commit in commits:
-            judge.saw_commit(self._things[commit])
+            judge.saw_commit(self.things[commit])
         self._judged.add(commits)
 
     # ---------------------------------------------------------------- what others bring to a peer's work
@@ -276,7 +277,7 @@ class SmallWorld:
     def _brought(self, state: State, peer: int, at: int) -> tuple[Any, ...]:
         """What the world around has to say to a piece of work: whose values came, who had tiles, who is gone."""
         local = self._locals[state.locals[peer]]
-        work, others = local.todo[at], dict(zip(self.names, self._of(state)))
+        work, others = local.todo[at], dict(zip(self.names, self.locals_of(state)))
         match work:
             case do.Reduce(plan, index):
                 piece = plan.value.slices[index]
@@ -316,7 +317,7 @@ class SmallWorld:
         local: Local = self.snapshots.clone(before)
         if local.core is None and what[0] != "start":
             return Step(at, (), (), ())
-        given = ("receive", self._things[what[1]]) if what[0] == "receive" else what
+        given = ("receive", self.things[what[1]]) if what[0] == "receive" else what
         actions, wrote = self._peers.event(local, given)
         sends: list[tuple[int, int]] = []
         crashes = [(self._remains(local), 0)] if wrote else []
@@ -337,7 +338,7 @@ class SmallWorld:
         decided = [commit for commit in (core.round.decided, core.last_commit) if commit is not None]
         after = self._keep(local)
         silent = what[0] == "receive" and not actions and not core.fired
-        quiet = silent and not _says_more(self._things[what[1]])
+        quiet = silent and not _says_more(self.things[what[1]])
         plain = silent and self._is_plain(before, local)
         return Step(after, tuple(sends), tuple(crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
 
