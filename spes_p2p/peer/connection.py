@@ -171,7 +171,9 @@ class Connection:
 
     async def _fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
         assert self._network is not None
-        if not self.driver.core.alive(holder, self.clock.now()):
+        core = self.driver.core
+        contact, members = core.contacts.get(holder), {member.peer for member in core.tip.members}
+        if holder not in members and (contact is None or not contact.status.intent.leaving):  # it was lost
             return NO_MOMENTS
         transfers = Transfers(self._network.transport, self.layout, lambda: MOMENTS_STALL_SECONDS)
         async with asyncio.timeout(until - self.clock.now()):

@@ -21,10 +21,10 @@ from spes_p2p.sync.messages import Manifest, Status, manifest_hash
 from spes_p2p.train.schedule import RAMP_STEPS
 from spes_p2p.train.trainer import Trainer
 
-SHORTEST_WAIT_SECONDS = 2.0
+SHORTEST_WAIT_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 10.0
 """A peer that leaves has gone by then."""
-OFFER_SECONDS = 2.0
+OFFER_SECONDS = 4.0
 """A leaver that could write no more in this time could send no more either."""
 LOOK_SECONDS = 0.05
 
