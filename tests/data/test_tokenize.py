@@ -66,6 +66,7 @@ def parquet(path: Path, texts: list[str | None]) -> None:
         ("a.jsonl.zst", zstandard.compress(lines(*TEXTS))),
         ("a.json.zst", zstandard.compress(lines(*TEXTS[:1])) + zstandard.compress(lines(*TEXTS[1:]))),
     ],
+    ids=["lines", "lines with a byte order mark", "json lines", "json array", "gz", "gz gz", "zst", "zst zst"],
 )
 def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
@@ -219,6 +220,7 @@ def test_two_runs_in_one_folder_are_kept_apart(corpus: Path, tmp_path: Path) -> 
         ("a.jsonl.zst", b"no zstandard"),
         ("a.parquet", b"no parquet"),
     ],
+    ids=["cut gz", "no gz", "cut zst", "no zst", "no parquet"],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
