@@ -235,3 +235,4 @@ class OutputConfig(Section):
     log_every_steps: Positive = local("Inner steps between two step events.", 1, private=True)
     tensorboard: bool = local("Write TensorBoard files too.", False, private=True)
     wandb: bool = local("Report to Weights & Biases too (WANDB_MODE=offline works).", False, private=True)
+    flight_recorder: bool = local("Keep the last rounds' messages for scripts/replay.py (8 MiB).", True, private=True)

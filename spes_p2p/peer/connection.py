@@ -38,6 +38,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.messages import Commit, Intent, Status
 from spes_p2p.sync.moments import MomentShelf
+from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.round import Core
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.timing import Pace
@@ -260,6 +261,8 @@ class Connection:
             on_chain=place.chain.has,
         )
         core.seeds = tuple(await self._announcer.sources())
+        if config.output.flight_recorder:
+            FlightRecorder(self._options.output / "flight", info).attach(core)
         arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
         self._driver = Driver(core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock)
         self.gate.attach(self._driver, asyncio.get_running_loop())

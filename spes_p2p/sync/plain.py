@@ -1,0 +1,95 @@
+"""Objects of the state machine as plain values and back, for the flight recorder: a `Core`, its inputs, its actions.
+
+Only classes of the list below are ever made from bytes. Leaves out what is not the state machine's own: rules, keys,
+callables. Messages of others go through the stricter `wire`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from types import ModuleType
+from typing import Any
+
+import msgpack
+
+from spes_p2p.data import leases
+from spes_p2p.errors import StateError
+from spes_p2p.swarm import membership
+from spes_p2p.sync import actions, knowledge, messages, rules, timing, votes
+
+NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "fired"})
+"""Attributes of a `Core` that are given to it, or tell only what happened."""
+_SIGNATURES = frozenset({"signature", "public_key"})
+_SCALARS = (bool, int, float, str, bytes, type(None))
+_SEQUENCES: tuple[tuple[str, Any], ...] = (("t", tuple), ("l", list), ("s", set), ("f", frozenset))
+
+
+def _classes(*modules: ModuleType) -> dict[str, type]:
+    named = [item for module in modules for item in vars(module).values() if dataclasses.is_dataclass(item)]
+    return {kind.__name__: kind for kind in (*named, timing.Pace, timing.Window) if isinstance(kind, type)}
+
+
+_CLASSES = _classes(messages, votes, actions, rules, knowledge, membership, leases)
+
+
+def pack_plain(value: Any, signed: bool = True) -> bytes:
+    """The bytes of a value; the same for equal ones. Without `signed`, signatures and keys do not count."""
+    packed: bytes = msgpack.packb(_plain(value, signed), use_bin_type=True)
+    return packed
+
+
+def unpack_plain(data: bytes) -> Any:
+    """Raises StateError for what `pack_plain` never wrote."""
+    try:
+        return _value(msgpack.unpackb(data, raw=False, strict_map_key=True))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, msgpack.exceptions.UnpackException) as error:
+        raise StateError(f"no state of the protocol: {error!r}", fix="take another recording") from error
+
+
+def state_of(core: Any) -> dict[str, Any]:
+    """All that a `Core` knows."""
+    return {name: item for name, item in vars(core).items() if name not in NOT_KEPT and not callable(item)}
+
+
+def _plain(value: Any, signed: bool) -> Any:
+    if type(value) in _SCALARS:
+        return value
+    for mark, kind in _SEQUENCES:
+        if type(value) is kind:
+            items: list[Any] = [_plain(item, signed) for item in value]
+            return [mark, *(sorted(items, key=repr) if kind in (set, frozenset) else items)]
+    if isinstance(value, dict):
+        mark = "c" if isinstance(value, Counter) else "d"
+        return [mark, *([_plain(key, signed), _plain(item, signed)] for key, item in value.items())]
+    if isinstance(value, deque):
+        return ["q", value.maxlen, *(_plain(item, signed) for item in value)]
+    name = type(value).__name__
+    if _CLASSES.get(name) is not type(value):
+        raise TypeError(f"{name} is not recorded")
+    fields = _fields(value)
+    return [name, *([at, _plain(item, signed)] for at, item in fields.items() if signed or at not in _SIGNATURES)]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return vars(value)
+
+
+def _value(plain: Any) -> Any:
+    if type(plain) is not list:
+        return plain
+    mark, *items = plain
+    for known, kind in _SEQUENCES:
+        if mark == known:
+            return kind(_value(item) for item in items)
+    if mark in ("d", "c"):
+        pairs = {_value(key): _value(item) for key, item in items}
+        return Counter(pairs) if mark == "c" else pairs
+    if mark == "q":
+        return deque((_value(item) for item in items[1:]), maxlen=items[0])
+    made: Any = object.__new__(_CLASSES[mark])
+    for name, item in items:
+        object.__setattr__(made, name, _value(item))
+    return made

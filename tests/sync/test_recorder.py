@@ -1,0 +1,77 @@
+"""The flight recorder: what was recorded is decided again, a torn tail is left out, files stay small."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import StateError
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.recorder import BEFORE, NEWEST, FlightRecorder, load_recording, replay
+from spes_p2p.testing.memory_swarm import MemorySwarm
+from tests.sync import planted
+from tests.sync.swarm_cases import in_swarm
+
+
+def record(folder: Path, target: Path, max_file_bytes: int = 2**22) -> MemorySwarm:
+    """Three peers for a few rounds; what one of them went through is in `target`."""
+    seen: list[MemorySwarm] = []
+
+    async def play(swarm: MemorySwarm) -> None:
+        seen.append(swarm)
+        await swarm.start(["a", "b", "c"])
+        recorder = FlightRecorder(target, swarm.info, max_file_bytes)
+        recorder.attach(swarm.peers[PeerId("b")].driver.core)
+        await swarm.until_round(3)
+        await swarm.peers[PeerId("a")].kill()
+        await swarm.until_round(5)
+        assert recorder.failed is None
+
+    in_swarm(folder, play)
+    return seen[0]
+
+
+def test_what_was_recorded_is_decided_again(folder: Path, tmp_path: Path) -> None:
+    swarm = record(folder, tmp_path / "flight")
+    recording = load_recording(tmp_path / "flight" / NEWEST)
+    assert recording.info == swarm.info
+    played = list(replay(recording, swarm.rules))
+    assert [step.frame.event for step in played if not step.same] == []
+    assert max(step.round for step in played) >= 4
+    assert {"certify", "adopt", "accept", "verify"} <= {rule for step in played for rule in step.rules}
+
+
+def test_the_script_tells_the_rounds(folder: Path, tmp_path: Path) -> None:
+    record(folder, tmp_path / "flight")
+    script = Path(__file__).parents[2] / "scripts" / "replay.py"
+    command = [sys.executable, str(script), str(tmp_path / "flight" / NEWEST)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "all was decided as it was then" in told
+    assert "on round 4: " in told
+    assert subprocess.run([*command[:2], str(script)], capture_output=True).returncode == 2
+
+
+def test_another_state_machine_decides_otherwise(folder: Path, tmp_path: Path) -> None:
+    swarm = record(folder, tmp_path / "flight")
+    recording = load_recording(tmp_path / "flight" / NEWEST)
+    assert not all(step.same for step in replay(recording, swarm.rules, planted.NeverBlamesTheLeader))
+
+
+def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Path) -> None:
+    swarm = record(folder, tmp_path / "flight", max_file_bytes=200_000)
+    newest, before = tmp_path / "flight" / NEWEST, tmp_path / "flight" / BEFORE
+    assert 0 < newest.stat().st_size < 300_000
+    assert 200_000 <= before.stat().st_size < 300_000
+    assert all(step.same for step in replay(load_recording(before), swarm.rules))
+    whole = load_recording(newest)
+    newest.write_bytes(newest.read_bytes()[:-3])
+    torn = load_recording(newest)
+    assert torn.frames == whole.frames[:-1]
+    newest.write_bytes(b"something else")
+    with pytest.raises(StateError, match="no recording"):
+        load_recording(newest)
+    assert replace(whole, frames=[]).state["me"] == "b"
