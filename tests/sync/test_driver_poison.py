@@ -12,8 +12,11 @@ import pytest
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
+from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.messages import Merge
-from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE
+from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE, WRONG_SIZE
+from spes_p2p.sync.reducing import LOST
+from spes_p2p.sync.requests import VALUES, Request
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
@@ -60,6 +63,32 @@ def test_poison_is_left_out_of_its_slice_and_named(folder: Path, value: float, r
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+@pytest.mark.parametrize("change", [-4, 4, 4096], ids=["too short", "too long", "far too long"])
+def test_values_of_the_wrong_size_are_left_out_and_named(folder: Path, change: int) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await start(swarm, PretendWork())
+        liar = peer(swarm, "c").driver
+        honest = liar._serving.answer
+
+        def answer(request: Request) -> Blob:
+            blob = honest(request)
+            if request.kind == VALUES and liar.core.tip.round == SPOILT - 1:
+                data = bytes(blob.data)
+                return Blob(data[:change] if change < 0 else data + bytes(change))
+            return blob
+
+        liar._serving.answer = answer  # type: ignore[method-assign]
+        await swarm.until_round(SPOILT + 2)
+        manifest = commits(swarm)[SPOILT].manifest
+        lacking = [piece for piece in manifest.slices if "c" not in piece.contributors and piece.block == 0]
+        assert lacking  # all but those that it reduced itself
+        named = {(n.peer, n.text.rsplit(": ")[-1]) for life in swarm.up for n in life.notices if n.kind == "left out"}
+        assert ("c", WRONG_SIZE) in named if change < 0 else named <= {("c", WRONG_SIZE), ("c", LOST)}
+        check_agreement(swarm)
 
     in_swarm(folder, play, small_config(peers=4))
 
