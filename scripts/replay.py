@@ -19,7 +19,7 @@ from spes_p2p.errors import SpesError
 from spes_p2p.ids import short
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.state.layout import Layout
-from spes_p2p.sync.actions import Notice
+from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.recorder import Played, load_recording, replay
 

@@ -106,8 +106,8 @@ def text_of(report: RunReport, now: float) -> str:
 
 def _certificate(report: RunReport) -> str:
     from spes_p2p.observe.metrics import seconds_text
+    from spes_p2p.sync.core.messages import ORGANISER
     from spes_p2p.sync.genesis import GENESIS
-    from spes_p2p.sync.messages import ORGANISER
 
     if not report.certificate:
         waiting = sum(peer.state == "waiting" for peer in report.peers)

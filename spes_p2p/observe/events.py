@@ -60,7 +60,7 @@ class Round:
     merge_alpha: float = 0.0
     stale_columns: tuple[int, ...] = ()
     deadline_seconds: float = 0.0
-    """How long without progress the next leader would have waited: learnt, see `sync/timing.py`."""
+    """How long without progress the next leader would have waited: learnt, see `sync/core/timing.py`."""
     lost_tokens: int = 0
     """Tokens of committed rounds of ours that are lost, because another history of the run won."""
 

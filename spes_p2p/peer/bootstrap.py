@@ -30,11 +30,11 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
-from spes_p2p.sync.messages import Commit
-from spes_p2p.sync.organiser import Organiser
+from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 Say = Callable[[str], None]

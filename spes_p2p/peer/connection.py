@@ -28,20 +28,20 @@ from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
-from spes_p2p.sync.actions import Notice
 from spes_p2p.sync.announce import Announcer
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.core.messages import Commit, Intent, Status
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
-from spes_p2p.sync.messages import Commit, Intent, Status
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.recorder import FlightRecorder
-from spes_p2p.sync.round import Core
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
-from spes_p2p.sync.timing import Pace
 from spes_p2p.sync.transfer import Transfers, WrongSize
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
-from spes_p2p.sync.messages import DEGRADED, ORGANISER, Commit, Manifest
+from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit, Manifest
 
 MOST_SHOWN = 3
 

@@ -15,8 +15,8 @@ from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer.training import Uncounted
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
+from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import Commit, Manifest, manifest_hash
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack
 

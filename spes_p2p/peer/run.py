@@ -24,12 +24,12 @@ from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
-from spes_p2p.sync.actions import Notice
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import DEGRADED, ORGANISER, Commit
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.memory import free_and_total_bytes
 from spes_p2p.train.trainer import Trainer

@@ -27,10 +27,10 @@ from spes_p2p.peer.handover import HandOver
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.membership import leader_order
+from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.inputs import Carried
-from spes_p2p.sync.messages import Manifest, Work, manifest_hash
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 

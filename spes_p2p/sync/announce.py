@@ -28,8 +28,8 @@ from spes_p2p.swarm.records import (
     parse_peer,
     peers_key,
 )
+from spes_p2p.sync.core.messages import WIRE_VERSION, Commit, manifest_hash
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import WIRE_VERSION, Commit, manifest_hash
 from spes_p2p.wire import pack
 
 EVERY_SECONDS = 5.0

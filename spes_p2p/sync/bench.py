@@ -16,8 +16,8 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
+from spes_p2p.sync.core.messages import Merge, Proposal, Slice
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
-from spes_p2p.sync.messages import Merge, Proposal, Slice
 
 NamedTile = tuple[int, TileData, Hash]
 """(tile id, its values or bytes, its hash)"""

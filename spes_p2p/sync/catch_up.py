@@ -17,10 +17,10 @@ from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.chain import Chain, check_links
-from spes_p2p.sync.forks import Line, best
+from spes_p2p.sync.core.forks import Line, best
+from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
+from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import Commit, Manifest, manifest_hash
-from spes_p2p.sync.rules import CheckSignature, RunRules
 from spes_p2p.sync.transfer import Transfers
 
 T = TypeVar("T")

@@ -16,10 +16,10 @@ from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError,
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.files import sync, write_whole
 from spes_p2p.state.hashes import split_hashes
+from spes_p2p.sync.core.messages import Commit, manifest_hash
+from spes_p2p.sync.core.rules import CheckSignature, RunRules, check_certificate, check_child
+from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.sync.genesis import RunInfo, check_genesis
-from spes_p2p.sync.messages import Commit, manifest_hash
-from spes_p2p.sync.rules import CheckSignature, RunRules, check_certificate, check_child
-from spes_p2p.sync.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 
 _COMMIT = re.compile(r"(\d{8,})\.commit")

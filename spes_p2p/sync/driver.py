@@ -22,20 +22,20 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
-from spes_p2p.sync import actions as do
 from spes_p2p.sync.bench import Bench
 from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.forks import tokens_lost
+from spes_p2p.sync.core import actions as do
+from spes_p2p.sync.core.forks import tokens_lost
+from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
+from spes_p2p.sync.core.reducing import LOST
+from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
-from spes_p2p.sync.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
-from spes_p2p.sync.reducing import LOST
 from spes_p2p.sync.requests import Request, Serving
-from spes_p2p.sync.round import Core
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks

@@ -18,7 +18,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.files import storing
 from spes_p2p.state.layout import BlockSource, Layout
-from spes_p2p.sync.messages import Manifest
+from spes_p2p.sync.core.messages import Manifest
 
 
 class RoundDump:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from spes_p2p.ids import Hash
-from spes_p2p.sync.actions import Notice
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.core.messages import Intent, Work
 from spes_p2p.sync.driver import Applied, Driver
-from spes_p2p.sync.messages import Intent, Work
 
 
 @dataclass(frozen=True)

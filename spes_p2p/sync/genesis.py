@@ -13,7 +13,7 @@ from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.messages import (
     ORGANISER,
     WIRE_VERSION,
     Acceptance,
@@ -27,7 +27,7 @@ from spes_p2p.sync.messages import (
     manifest_hash,
     signing_bytes,
 )
-from spes_p2p.sync.rules import CheckSignature
+from spes_p2p.sync.core.rules import CheckSignature
 from spes_p2p.wire import pack
 
 GENESIS = "genesis"

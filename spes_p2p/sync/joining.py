@@ -25,14 +25,14 @@ from spes_p2p.sync import merge
 from spes_p2p.sync.bench import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
+from spes_p2p.sync.core.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work, manifest_hash
+from spes_p2p.sync.core.rules import RunRules
+from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
-from spes_p2p.sync.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work, manifest_hash
 from spes_p2p.sync.rebuild import rebuild
-from spes_p2p.sync.rules import RunRules
 from spes_p2p.sync.scrub import Mender
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.transfer import Transfers, fetch_run
-from spes_p2p.sync.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")

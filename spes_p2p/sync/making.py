@@ -16,13 +16,13 @@ from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileD
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
 from spes_p2p.steps import reached
-from spes_p2p.sync import actions as do
 from spes_p2p.sync.bench import Bench, wire_tiles
+from spes_p2p.sync.core import actions as do
+from spes_p2p.sync.core.messages import Contribution, Manifest, Proposal, Report, Slice, manifest_hash, plan_hash
+from spes_p2p.sync.core.reducing import LOST
+from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.messages import Contribution, Manifest, Proposal, Report, Slice, manifest_hash, plan_hash
 from spes_p2p.sync.reduce import WRONG_SIZE, screen, weighted_mean
-from spes_p2p.sync.reducing import LOST
-from spes_p2p.sync.round import Core
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers, WrongSize
 

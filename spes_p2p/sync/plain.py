@@ -16,7 +16,7 @@ import msgpack
 from spes_p2p.data import leases
 from spes_p2p.errors import StateError
 from spes_p2p.swarm import membership
-from spes_p2p.sync import actions, knowledge, messages, rules, timing, votes
+from spes_p2p.sync.core import actions, knowledge, messages, rules, timing, votes
 
 NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "fired"})
 """Attributes of a `Core` that are given to it, or tell only what happened."""

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from spes_p2p.errors import StateError
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.sync.actions import Action
+from spes_p2p.sync.core.actions import Action
+from spes_p2p.sync.core.messages import Manifest, Signed
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.rules import RunRules
+from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import Manifest, Signed
 from spes_p2p.sync.plain import pack_plain, state_of, unpack_plain
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.rules import RunRules
-from spes_p2p.sync.timing import Pace
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")

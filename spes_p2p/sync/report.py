@@ -29,11 +29,11 @@ from spes_p2p.swarm.records import (
 )
 from spes_p2p.sync import requests
 from spes_p2p.sync.announce import EVERY_SECONDS
+from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.sync.core.rules import NOBODY, check_certificate
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import GENESIS
-from spes_p2p.sync.messages import DEGRADED, ORGANISER, Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.sync.requests import ChainPart, Request
-from spes_p2p.sync.rules import NOBODY, check_certificate
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
 ANSWER_SECONDS = 10.0

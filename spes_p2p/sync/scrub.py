@@ -17,8 +17,8 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.sync.actions import Notice
 from spes_p2p.sync.catch_up import InThread
+from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.transfer import Transfers, all_of
 
 SCRUB_BYTES = 4 * 2**20

@@ -21,7 +21,7 @@ from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
-from spes_p2p.sync.messages import Commit, Slice
+from spes_p2p.sync.core.messages import Commit, Slice
 from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack

@@ -25,7 +25,7 @@ from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.messages import DEGRADED, Commit
+from spes_p2p.sync.core.messages import DEGRADED, Commit
 from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process, children
 

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from spes_p2p.sync.round import Core
+from spes_p2p.sync.core.round import Core
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.small_world import CRASH, FAULTS, LOSE, Event, SmallWorld, State
 

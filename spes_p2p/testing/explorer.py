@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from spes_p2p.sync.round import RULE_NAMES, Core
+from spes_p2p.sync.core.round import RULE_NAMES, Core
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.schedules import end_faults, plan_run
 from spes_p2p.testing.sim import Result, World

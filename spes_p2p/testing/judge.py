@@ -13,9 +13,9 @@ from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.membership import electors, is_weighty_half
-from spes_p2p.sync.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
-from spes_p2p.sync.rules import RunRules, check_certificate, check_child
-from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.sync.core.rules import RunRules, check_certificate, check_child
+from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.testing.sim_state import (
     Disk,
     State,

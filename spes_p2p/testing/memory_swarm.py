@@ -21,10 +21,10 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.messages import Intent, Manifest
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.joining import rules_of
-from spes_p2p.sync.messages import Intent, Manifest
-from spes_p2p.sync.organiser import Organiser
+from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 

@@ -23,14 +23,14 @@ from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.memory_backend import MemoryPeer
-from spes_p2p.sync.actions import Notice
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.core.messages import Intent, Manifest, Work, manifest_hash
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Carried, Inputs
 from spes_p2p.sync.joining import Joining, Place
-from spes_p2p.sync.messages import Intent, Manifest, Work, manifest_hash
-from spes_p2p.sync.round import Core
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
-from spes_p2p.sync.timing import Pace
 
 if TYPE_CHECKING:
     from spes_p2p.testing.memory_swarm import MemorySwarm

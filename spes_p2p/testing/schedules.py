@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from spes_p2p.sync import actions as do
-from spes_p2p.sync.round import Core
+from spes_p2p.sync.core import actions as do
+from spes_p2p.sync.core.round import Core
 from spes_p2p.testing.judge import voters
 from spes_p2p.testing.sim import Weather, World
 from spes_p2p.testing.sim_peer import SimPeer

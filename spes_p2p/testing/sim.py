@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.forks import best
-from spes_p2p.sync.messages import Envelope, Manifest, manifest_hash
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.rules import genesis_manifest
-from spes_p2p.sync.timing import Pace
+from spes_p2p.sync.core.forks import best
+from spes_p2p.sync.core.messages import Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.rules import genesis_manifest
+from spes_p2p.sync.core.timing import Pace
 from spes_p2p.testing.judge import Judge, Violation, voters
 from spes_p2p.testing.sim_peer import SimPeer
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
@@ -234,7 +234,8 @@ class World:
 
     def is_one_history(self) -> bool:
         """Whether all who run, and do not leave, stand on one chain."""
-        longest = max((peer.disk.chain for peer in self.up()), key=lambda chain: len(chain), default=[])
+        chains: list[list[Commit]] = [[], *(peer.disk.chain for peer in self.up())]
+        longest = max(chains, key=len)
         names = [manifest_hash(self.genesis), *(commit.certificate.manifest for commit in longest)]
         tips = [peer.disk.tip for peer in self.up() if not peer.intent.leaving]
         return all(tip.round < len(names) and names[tip.round] == manifest_hash(tip) for tip in tips)

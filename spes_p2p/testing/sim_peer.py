@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.data.leases import count
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256, short
-from spes_p2p.sync import actions as do
-from spes_p2p.sync.forks import best
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core import actions as do
+from spes_p2p.sync.core.forks import best
+from spes_p2p.sync.core.messages import (
     Commit,
     Envelope,
     Intent,
@@ -24,9 +24,9 @@ from spes_p2p.sync.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.timing import Pace
-from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.timing import Pace
+from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,

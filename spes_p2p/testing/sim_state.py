@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from spes_p2p.data.leases import Range, take
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.messages import (
     Acceptance,
     Commit,
     Contribution,
@@ -26,8 +26,8 @@ from spes_p2p.sync.messages import (
     manifest_hash,
     signing_bytes,
 )
-from spes_p2p.sync.rules import RunRules
-from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.core.rules import RunRules
+from spes_p2p.sync.core.votes import VoteRecord
 
 T = TypeVar("T")
 State = tuple[Hash, ...]

@@ -10,10 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.sync import actions as do
-from spes_p2p.sync.messages import Commit, Envelope, Intent, Manifest, Proposal, Report, Work, manifest_hash, plan_hash
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.rules import RunRules
+from spes_p2p.sync.core import actions as do
+from spes_p2p.sync.core.messages import (
+    Commit,
+    Envelope,
+    Intent,
+    Manifest,
+    Proposal,
+    Report,
+    Work,
+    manifest_hash,
+    plan_hash,
+)
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.rules import RunRules
 from spes_p2p.testing.judge import Judge, Violation, VoteHistory, voters
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,

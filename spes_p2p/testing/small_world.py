@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync import actions as do
-from spes_p2p.sync.messages import Commit, Envelope
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.rules import genesis_manifest
+from spes_p2p.sync.core import actions as do
+from spes_p2p.sync.core.messages import Commit, Envelope
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.rules import genesis_manifest
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
 from spes_p2p.testing.small_peer import Local, SmallPeers
 from spes_p2p.testing.snapshots import Snapshots

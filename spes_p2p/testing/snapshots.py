@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from spes_p2p.sync.knowledge import RoundState
-from spes_p2p.sync.messages import Envelope, Proposal, Signed, Status
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.timing import Pace
-from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.core.knowledge import RoundState
+from spes_p2p.sync.core.messages import Envelope, Proposal, Signed, Status
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.timing import Pace
+from spes_p2p.sync.core.votes import VoteRecord
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 1.0

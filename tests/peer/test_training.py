@@ -19,12 +19,12 @@ from spes_p2p.ownership.assign import Wish
 from spes_p2p.peer.training import TrainingLoop, Uncounted
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
+from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
+from spes_p2p.sync.core.rules import Outcome, child_manifest
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.messages import Manifest, Work, manifest_hash
 from spes_p2p.sync.moments import MomentShelf
-from spes_p2p.sync.rules import Outcome, child_manifest
 from spes_p2p.train.trainer import Trainer
 from tests.peer.test_resume import config_with_data
 from tests.sync.chains import A, MadeRun

@@ -14,9 +14,7 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.genesis import describe_run, sign_genesis
-from spes_p2p.sync.joining import rules_of
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.messages import (
     MAJORITY,
     Acceptance,
     Certificate,
@@ -27,8 +25,10 @@ from spes_p2p.sync.messages import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.sync.plan import plan_slices
-from spes_p2p.sync.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.sync.core.plan import plan_slices
+from spes_p2p.sync.core.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.sync.genesis import describe_run, sign_genesis
+from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.sealing import KeySealer
 from tests.sync.swarm_cases import small_config
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.membership import is_majority
-from spes_p2p.sync.actions import Action, Send
-from spes_p2p.sync.messages import Ballots, Contribution, Proposal, Signed, Status, manifest_hash
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.votes import VoteRecord
-from spes_p2p.sync.voting import Content
+from spes_p2p.sync.core.actions import Action, Send
+from spes_p2p.sync.core.messages import Ballots, Contribution, Proposal, Signed, Status, manifest_hash
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.votes import VoteRecord
+from spes_p2p.sync.core.voting import Content
 
 
 class ForgetsVotes(Core):

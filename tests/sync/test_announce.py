@@ -18,8 +18,8 @@ from spes_p2p.swarm.records import (
     peers_key,
 )
 from spes_p2p.sync.announce import EVERY_SECONDS, LOOK_SECONDS, TTL_SECONDS, Announcer
+from spes_p2p.sync.core.messages import Commit, manifest_hash
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.messages import Commit, manifest_hash
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.sync.chains import A, B, MadeRun
 

@@ -14,8 +14,8 @@ from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.archive import Archive, FewStreams
-from spes_p2p.sync.messages import MAJORITY, ORGANISER, Commit
+from spes_p2p.sync.core.messages import MAJORITY, ORGANISER, Commit
+from spes_p2p.sync.organising.archive import Archive, FewStreams
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config, until

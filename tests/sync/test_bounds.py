@@ -13,10 +13,9 @@ import pytest
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.swarm.fake_keys import FakeKeys
-from spes_p2p.sync.actions import Notice
-from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES
+from spes_p2p.sync.core.messages import (
     Acceptance,
     Commit,
     Contribution,
@@ -30,8 +29,9 @@ from spes_p2p.sync.messages import (
     Signed,
     plan_hash,
 )
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.requests import ChainPart, Request
-from spes_p2p.sync.round import Core
 from spes_p2p.sync.sealing import MAX_PARTS, EnvelopeChecker
 from spes_p2p.testing.sim_state import FakeSealer
 from spes_p2p.testing.small_world import SmallWorld

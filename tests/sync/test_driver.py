@@ -14,7 +14,7 @@ from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync import making
-from spes_p2p.sync.messages import Intent
+from spes_p2p.sync.core.messages import Intent
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 

@@ -13,7 +13,7 @@ import pytest
 
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.messages import MAJORITY
+from spes_p2p.sync.core.messages import MAJORITY
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import (
     Recorder,

@@ -10,8 +10,8 @@ import os
 
 import pytest
 
-from spes_p2p.sync.round import Core
-from spes_p2p.sync.table import RULE_NAMES
+from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.table import RULE_NAMES
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
 from spes_p2p.testing.judge import Violation
 from tests.sync import planted

@@ -8,8 +8,8 @@ import pytest
 
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.membership import Member, rank
-from spes_p2p.sync.forks import Line, best, has_majority, tokens_lost
-from spes_p2p.sync.messages import DEGRADED, MAJORITY, Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.sync.core.forks import Line, best, has_majority, tokens_lost
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Manifest, manifest_hash
 from tests.sync.chains import MadeRun
 
 NAMES = tuple(PeerId(name) for name in "abcd")

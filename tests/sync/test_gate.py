@@ -11,8 +11,8 @@ import pytest
 
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import Hash
+from spes_p2p.sync.core.messages import Work
 from spes_p2p.sync.gate import Gate
-from spes_p2p.sync.messages import Work
 
 HEAD, OTHER = Hash(b"h" * 32), Hash(b"o" * 32)
 

@@ -15,9 +15,9 @@ from spes_p2p.state.layout import Tile, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.records import RunGroup, RunRecord
 from spes_p2p.sync import joining
+from spes_p2p.sync.core.messages import WIRE_VERSION
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.joining import load_run, rules_of
-from spes_p2p.sync.messages import WIRE_VERSION
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, counts, in_swarm, small_config, until

@@ -7,8 +7,8 @@ from dataclasses import replace
 from spes_p2p.data.leases import Leases
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.messages import Contribution
-from spes_p2p.sync.rules import RunRules, capped_tokens, genesis_manifest
+from spes_p2p.sync.core.messages import Contribution
+from spes_p2p.sync.core.rules import RunRules, capped_tokens, genesis_manifest
 
 RULES = RunRules(
     fingerprint=Hash(b"f" * 32),

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
-from spes_p2p.sync.plan import plan_slices, reducer_order
+from spes_p2p.sync.core.plan import plan_slices, reducer_order
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
 

@@ -8,10 +8,10 @@ import pytest
 
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.messages import Ballots, Intent, Manifest, Status, Work, manifest_hash
-from spes_p2p.sync.renewal import LONGER, MOST_HEARD, Vigil
-from spes_p2p.sync.rules import genesis_manifest
-from spes_p2p.sync.timing import Pace
+from spes_p2p.sync.core.messages import Ballots, Intent, Manifest, Status, Work, manifest_hash
+from spes_p2p.sync.core.rules import genesis_manifest
+from spes_p2p.sync.core.timing import Pace
+from spes_p2p.sync.organising.renewal import LONGER, MOST_HEARD, Vigil
 from tests.sync.chains import A, B, MadeRun
 
 RUN = MadeRun()

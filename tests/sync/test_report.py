@@ -15,7 +15,7 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.messages import WIRE_VERSION, Commit
+from spes_p2p.sync.core.messages import WIRE_VERSION, Commit
 from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
 from spes_p2p.sync.requests import Request, Serving
 from spes_p2p.testing.virtual_time import run_virtual

@@ -14,10 +14,9 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.genesis import sign_renewal
-from spes_p2p.sync.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest, Merge
-from spes_p2p.sync.plan import plan_slices
-from spes_p2p.sync.rules import (
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest, Merge
+from spes_p2p.sync.core.plan import plan_slices
+from spes_p2p.sync.core.rules import (
     NOBODY,
     Outcome,
     capped_tokens,
@@ -28,6 +27,7 @@ from spes_p2p.sync.rules import (
     next_step,
     renewed_manifest,
 )
+from spes_p2p.sync.genesis import sign_renewal
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 
 RUN = MadeRun()

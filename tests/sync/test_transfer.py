@@ -13,7 +13,7 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.messages import Slice
+from spes_p2p.sync.core.messages import Slice
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.sync.transfer import TILES_A_FETCH, Transfers, all_of, fetch_run
 from spes_p2p.testing.virtual_time import run_virtual

@@ -8,9 +8,9 @@ from hypothesis import given
 
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import sha256
-from spes_p2p.sync import votes
-from spes_p2p.sync.messages import Manifest, Proposal, Signed, manifest_hash
-from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.core import votes
+from spes_p2p.sync.core.messages import Manifest, Proposal, Signed, manifest_hash
+from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 from tests.sync.chains import A, MadeRun
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from spes_p2p.sync.round import Core
+from spes_p2p.sync.core.round import Core
 from spes_p2p.testing.exhaustive import Found, explore_all
 from spes_p2p.testing.small_world import CRASH, LATE, LOSE
 from tests.sync import planted

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.membership import electors
-from spes_p2p.sync.messages import Manifest, Status, manifest_hash
-from spes_p2p.sync.timing import Pace
+from spes_p2p.sync.core.messages import Manifest, Status, manifest_hash
+from spes_p2p.sync.core.timing import Pace
 
 MOST_HEARD = 256
 """Strangers that are kept in mind."""

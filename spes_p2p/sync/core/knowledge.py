@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.sync.actions import Build
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.actions import Build
+from spes_p2p.sync.core.messages import (
     Acceptance,
     Commit,
     DegradedVote,
@@ -20,7 +20,7 @@ from spes_p2p.sync.messages import (
     Status,
     Work,
 )
-from spes_p2p.sync.rules import Outcome
+from spes_p2p.sync.core.rules import Outcome
 
 MAX_NEWCOMERS = 64
 MOST_VOTES = 8

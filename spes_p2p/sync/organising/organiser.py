@@ -14,12 +14,12 @@ from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId, short
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob, Clock, Transport
-from spes_p2p.sync.caretaker import Caretaker, members_of, said_by, wishes_of
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.messages import Commit, Envelope, Manifest, Sealer, Status
+from spes_p2p.sync.core.rules import RunRules, genesis_manifest
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
-from spes_p2p.sync.messages import Commit, Envelope, Manifest, Sealer, Status
+from spes_p2p.sync.organising.caretaker import Caretaker, members_of, said_by, wishes_of
 from spes_p2p.sync.requests import HASHES, TILES, Request, Serving
-from spes_p2p.sync.rules import RunRules, genesis_manifest
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack, unpack

@@ -7,9 +7,9 @@ costs at most one envelope a peer, and what is lost comes again.
 from __future__ import annotations
 
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.actions import Send
-from spes_p2p.sync.messages import Envelope, Plan, Proposal, Report, Signed, Status, manifest_hash, plan_hash
-from spes_p2p.sync.round_state import CoreState
+from spes_p2p.sync.core.actions import Send
+from spes_p2p.sync.core.messages import Envelope, Plan, Proposal, Report, Signed, Status, manifest_hash, plan_hash
+from spes_p2p.sync.core.round_state import CoreState
 
 
 class Speaking(CoreState):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from spes_p2p.ids import Hash
 from spes_p2p.swarm.membership import electors, is_weighty_half
-from spes_p2p.sync.messages import MAJORITY, Commit, Manifest, manifest_hash
+from spes_p2p.sync.core.messages import MAJORITY, Commit, Manifest, manifest_hash
 
 Line = tuple[Commit, ...]
 """Commits on top of a common manifest, oldest first."""

@@ -16,7 +16,7 @@ from spes_p2p.state.version import Version
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.catch_up import CatchUp, InThread
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.messages import Commit, Manifest
+from spes_p2p.sync.core.messages import Commit, Manifest
 from spes_p2p.sync.transfer import Transfers
 
 KEPT = 2

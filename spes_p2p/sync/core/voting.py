@@ -5,10 +5,10 @@ from __future__ import annotations
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member, next_members
-from spes_p2p.sync import votes
-from spes_p2p.sync.actions import Probe, Verify
-from spes_p2p.sync.knowledge import Heard
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core import votes
+from spes_p2p.sync.core.actions import Probe, Verify
+from spes_p2p.sync.core.knowledge import Heard
+from spes_p2p.sync.core.messages import (
     DEGRADED,
     MAJORITY,
     Acceptance,
@@ -21,8 +21,8 @@ from spes_p2p.sync.messages import (
     Signed,
     manifest_hash,
 )
-from spes_p2p.sync.round_state import CoreState
-from spes_p2p.sync.rules import Outcome, child_manifest
+from spes_p2p.sync.core.round_state import CoreState
+from spes_p2p.sync.core.rules import Outcome, child_manifest
 
 Content = tuple[Manifest, tuple[bytes, ...]]
 """A manifest and the tile hashes of each of its slices, joined."""

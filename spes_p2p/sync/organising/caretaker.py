@@ -16,12 +16,9 @@ from spes_p2p.state.files import write_whole
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.membership import Member
 from spes_p2p.swarm.ports import Clock, Transport
-from spes_p2p.sync.archive import Archive, FewStreams
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.following import Following
-from spes_p2p.sync.genesis import RunInfo, sign_renewal
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.messages import (
     ORGANISER,
     Ballots,
     Commit,
@@ -34,11 +31,14 @@ from spes_p2p.sync.messages import (
     Work,
     manifest_hash,
 )
-from spes_p2p.sync.renewal import Vigil
-from spes_p2p.sync.rules import RunRules, renewed_manifest
+from spes_p2p.sync.core.rules import RunRules, renewed_manifest
+from spes_p2p.sync.core.timing import Pace
+from spes_p2p.sync.genesis import RunInfo, sign_renewal
+from spes_p2p.sync.organising.archive import Archive, FewStreams
+from spes_p2p.sync.organising.following import Following
+from spes_p2p.sync.organising.renewal import Vigil
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.timing import Pace
 from spes_p2p.sync.transfer import Transfers
 from spes_p2p.wire import pack, unpack
 

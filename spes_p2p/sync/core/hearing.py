@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.sync.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
+from spes_p2p.sync.core.messages import (
     MAX_MEMBERS,
     Acceptance,
     Commit,
@@ -25,8 +25,8 @@ from spes_p2p.sync.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.round_state import CoreState
-from spes_p2p.sync.rules import check_certificate, check_child, check_plan
+from spes_p2p.sync.core.round_state import CoreState
+from spes_p2p.sync.core.rules import check_certificate, check_child, check_plan
 
 MAX_REASON = 200
 """Characters of the reason for which somebody was left out of a slice."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
-from spes_p2p.sync.messages import Slice
+from spes_p2p.sync.core.messages import Slice
 
 
 def plan_slices(

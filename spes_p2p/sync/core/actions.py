@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.sync.messages import Commit, Contribution, Envelope, Plan, Proposal, Signed, Slice
-from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Plan, Proposal, Signed, Slice
+from spes_p2p.sync.core.votes import VoteRecord
 
 
 @dataclass(frozen=True)

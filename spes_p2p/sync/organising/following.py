@@ -12,8 +12,8 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.swarm.ports import Clock
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.forks import tokens_lost
-from spes_p2p.sync.messages import Status, manifest_hash
+from spes_p2p.sync.core.forks import tokens_lost
+from spes_p2p.sync.core.messages import Status, manifest_hash
 from spes_p2p.sync.tasks import Tasks
 
 MOST_REMEMBERED = 256

@@ -17,15 +17,15 @@ from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.steps import reached
-from spes_p2p.sync.actions import (
+from spes_p2p.sync.core.actions import (
     Action,
     Adopt,
     Build,
     CatchUp,
 )
-from spes_p2p.sync.hearing import Hearing
-from spes_p2p.sync.knowledge import MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.hearing import Hearing
+from spes_p2p.sync.core.knowledge import MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
+from spes_p2p.sync.core.messages import (
     DEGRADED,
     Acceptance,
     Commit,
@@ -38,14 +38,14 @@ from spes_p2p.sync.messages import (
     Work,
     plan_hash,
 )
-from spes_p2p.sync.reducing import Reducing
-from spes_p2p.sync.rules import (
+from spes_p2p.sync.core.reducing import Reducing
+from spes_p2p.sync.core.rules import (
     CheckSignature,
     Outcome,
     RunRules,
 )
-from spes_p2p.sync.speaking import Speaking
-from spes_p2p.sync.table import (
+from spes_p2p.sync.core.speaking import Speaking
+from spes_p2p.sync.core.table import (
     ALONE,
     LEADING,
     OPEN,
@@ -58,9 +58,9 @@ from spes_p2p.sync.table import (
     VOTER,
     WRITABLE,
 )
-from spes_p2p.sync.timing import Pace
-from spes_p2p.sync.votes import VoteRecord
-from spes_p2p.sync.voting import Voting
+from spes_p2p.sync.core.timing import Pace
+from spes_p2p.sync.core.votes import VoteRecord
+from spes_p2p.sync.core.voting import Voting
 
 __all__ = ["RULE_NAMES", "Core"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.actions import Build, CloseTraining, Fetch, Reduce
-from spes_p2p.sync.knowledge import Key
-from spes_p2p.sync.messages import Contribution, Plan, Report, Slice, Status
-from spes_p2p.sync.plan import plan_slices, reducer_order
-from spes_p2p.sync.round_state import CoreState
-from spes_p2p.sync.rules import capped_tokens, merge_alpha_for, next_step
+from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
+from spes_p2p.sync.core.knowledge import Key
+from spes_p2p.sync.core.messages import Contribution, Plan, Report, Slice, Status
+from spes_p2p.sync.core.plan import plan_slices, reducer_order
+from spes_p2p.sync.core.round_state import CoreState
+from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
 
 LOST = "lost"
 """Reason of a contributor that a reducer could not reach: another reducer may."""

@@ -15,7 +15,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish, assign
 from spes_p2p.ownership.expert_map import Ownership, nobody
 from spes_p2p.swarm.membership import Member, electors, is_majority, with_votes
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.messages import (
     DEGRADED,
     MAJORITY,
     ORGANISER,

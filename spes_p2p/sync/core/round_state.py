@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.swarm.membership import electors, is_majority, leader_order
-from spes_p2p.sync.actions import Action, Notice, Persist
-from spes_p2p.sync.knowledge import MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
-from spes_p2p.sync.messages import (
+from spes_p2p.sync.core.actions import Action, Notice, Persist
+from spes_p2p.sync.core.knowledge import MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
+from spes_p2p.sync.core.messages import (
     Ballots,
     Commit,
     Intent,
@@ -23,9 +23,9 @@ from spes_p2p.sync.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.rules import CheckSignature, RunRules
-from spes_p2p.sync.timing import Pace
-from spes_p2p.sync.votes import VoteRecord
+from spes_p2p.sync.core.rules import CheckSignature, RunRules
+from spes_p2p.sync.core.timing import Pace
+from spes_p2p.sync.core.votes import VoteRecord
 
 
 class CoreState:
