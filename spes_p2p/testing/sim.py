@@ -229,7 +229,7 @@ class World:
         if self.judge.forks:
             line = best(self.genesis, [tuple(chain) for chain in chains])
         else:
-            line = tuple(max(chains, key=len))
+            line = max((tuple(chain) for chain in chains), key=lambda line: len(line))
         return line[-1].manifest if line else self.genesis
 
     def is_one_history(self) -> bool:
