@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ MOST_VOTES = 8
 MOST_PLANS = 16
 """Plans of one elector that are taken up in a round; a leader makes one in each of its lives."""
 MAX_SEEDS = 16
+HOPELESS = 8
+"""A proposal that could not be staged in so many tries gives way to another."""
 MOST_REMEMBERED = 256
 """Heads of others of which we remember whether they belong to our history."""
 Key = tuple[int, int]
@@ -63,7 +66,7 @@ class RoundState:
     """Everything about the child of one manifest; forgotten when it is committed.
 
     `reports` are those that brought values; `voids` the words of reducers that had none. `seen` is when a reducer of
-    the plan last showed progress. `moved` counts signs of bytes moving here.
+    the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal.
     """
 
     tip: Manifest
@@ -97,6 +100,7 @@ class RoundState:
     verifying: Hash = NO_HASH
     verified: set[Hash] = field(default_factory=set)
     unfit: dict[Hash, int] = field(default_factory=dict)
+    in_vain: Counter[Hash] = field(default_factory=Counter)
     verify_after: float = 0.0
     own_vote: Signed[Acceptance] | None = None
     own_degraded: Signed[DegradedVote] | None = None

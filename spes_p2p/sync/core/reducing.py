@@ -81,6 +81,7 @@ class Reducing(CoreState):
         current = self.round
         if not current.failed or now < self._next_heartbeat:
             return False
+        self._note_vain_try(self._target())
         current.failed.clear()
         return True
 

@@ -213,6 +213,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         current.verify_after = now + self.pace.heartbeat_seconds
         current.unfit[name] = current.unfit.get(name, 0) + 1
         signed = self._proposal_of(name)
+        self._note_vain_try(signed)
         if current.unfit[name] > 1 and signed is not None:
             for piece in signed.value.manifest.slices:
                 current.staged.pop(piece.key, None)
@@ -272,11 +273,15 @@ class Core(Hearing, Reducing, Voting, Speaking):
         if len(self._outdone) >= MOST_REMEMBERED:
             del self._outdone[next(iter(self._outdone))]
         self._outdone[head] = None
+        self._asked_last = None
         self.round.adopting = False
         return self._advance(now)
 
     def catch_up_failed(self, now: float) -> list[Action]:
         """The holder could not serve what it said it has; another is asked."""
+        if self._asked_last is not None:
+            self._asked_in_vain[self._asked_last] += 1
+            self._asked_last = None
         self.round.adopting = False
         return self._advance(now)
 
@@ -380,16 +385,21 @@ class Core(Hearing, Reducing, Voting, Speaking):
             self._ahead_since = now
         if current.adopting:
             return False
-        limit = now - self.pace.deadline_seconds(0)
         asked = [*strays, *ahead] if ahead and self._is_left_behind(ahead, now) else strays
-        not_asked = [c for c in asked if self._asked.get(c.status.peer, float("-inf")) < limit]
+        not_asked = [contact for contact in asked if self._may_ask(contact.status.peer, now)]
         if not not_asked:
             return False
         best = max(not_asked, key=lambda contact: (contact.status.round, contact.status.peer))
         self._asked[best.status.peer] = now
+        self._asked_last = best.status.peer
         current.adopting = True
         self._out.append(CatchUp(best.status.peer, best.status.round, best.status.head))
         return True
+
+    def _may_ask(self, peer: PeerId, now: float) -> bool:
+        """Once a deadline; less often who could not give what it says it has."""
+        pause = self.pace.deadline_seconds(0) * 2.0 ** min(self._asked_in_vain[peer], 4)
+        return now - self._asked.get(peer, float("-inf")) > pause
 
     def _is_left_behind(self, ahead: list[Contact], now: float) -> bool:
         """The certificate of our child normally comes with the next message, its tiles from those who stage them."""

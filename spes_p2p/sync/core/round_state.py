@@ -8,7 +8,7 @@ from collections.abc import Callable
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.swarm.membership import electors, is_majority, leader_order
 from spes_p2p.sync.core.actions import Action, Notice, Persist
-from spes_p2p.sync.core.knowledge import MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
+from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
 from spes_p2p.sync.core.messages import (
     Ballots,
     Commit,
@@ -70,6 +70,8 @@ class CoreState:
         self._given_up: set[PeerId] = set()
         self._probed: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
+        self._asked_last: PeerId | None = None
+        self._asked_in_vain: Counter[PeerId] = Counter()
         self._ahead_since: float | None = None
         self._on_chain = on_chain
         self._strays: dict[Hash, bool] = {}
@@ -218,8 +220,18 @@ class CoreState:
         if current.decided is not None:
             return self._proposal_of(current.decided.certificate.manifest)
         heard, floor = self.degraded_set, 0 if self.degraded_set else self.record.promised
-        fitting = [ballot for said, ballot in current.proposals if said == heard and ballot >= floor]
-        return current.proposals[(heard, max(fitting))] if fitting else None
+        fitting = sorted(ballot for said, ballot in current.proposals if said == heard and ballot >= floor)
+        hopeful = [ballot for ballot in fitting if not self._is_hopeless(current.proposals[(heard, ballot)])]
+        return current.proposals[(heard, (hopeful or fitting)[-1])] if fitting else None
+
+    def _note_vain_try(self, proposal: Signed[Proposal] | None) -> None:
+        if proposal is not None:
+            self.round.in_vain[manifest_hash(proposal.value.manifest)] += 1
+            self.round.missing = None
+
+    def _is_hopeless(self, proposal: Signed[Proposal]) -> bool:
+        """Whether nobody gave its tiles, or they do not hash to its root, time and again: then another may do."""
+        return self.round.in_vain.get(manifest_hash(proposal.value.manifest), 0) >= HOPELESS
 
     def _stands_by_a_state(self) -> bool:
         """Whether what is staged serves a proposal, or one that we accepted: then plans no longer matter."""
@@ -296,7 +308,10 @@ class CoreState:
         self.round.asked = any(contact.status.ballots.prepare >= 0 for contact in self.contacts.values())
         self.degraded_set = ()
         self._ahead_since = None
-        self._asked.clear()
+        if self._asked_last is not None:
+            self._asked_in_vain.pop(self._asked_last, None)
+            self._asked_last = None
+        self._asked = {peer: at for peer, at in self._asked.items() if self._asked_in_vain[peer]}
         if self.record.parent != head:
             self.record = VoteRecord(head)
         named = {member.peer for member in tip.members}
