@@ -61,6 +61,8 @@ class Round:
     stale_columns: tuple[int, ...] = ()
     deadline_seconds: float = 0.0
     """How long without progress the next leader would have waited: learnt, see `sync/core/timing.py`."""
+    refused: tuple[str, ...] = ()
+    """Peers whose values for some slice were not fit (not finite, far too large, of a wrong size), as known here."""
     lost_tokens: int = 0
     """Tokens of committed rounds of ours that are lost, because another history of the run won."""
 

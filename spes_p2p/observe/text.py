@@ -56,6 +56,10 @@ def _round_line(event: Round) -> str:
         parts.append(f"merged with alpha {event.merge_alpha:.3g}")
     if event.stale_columns:
         parts.append(f"stale columns {span_text(event.stale_columns).replace(',', ', ')}")
+    if event.refused:
+        parts.append(f"{len(event.refused)} with values that were refused")
+    if event.lost_tokens:
+        parts.append(f"{count_text(event.lost_tokens)} tokens of another history lost")
     return ", ".join(parts)
 
 

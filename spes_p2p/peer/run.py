@@ -218,6 +218,7 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
             stale_columns=stale if manifest.slices else (),
             deadline_seconds=round(event.deadline_seconds, 3),
+            refused=tuple(event.refused),
             lost_tokens=event.lost_tokens,
         )
     )

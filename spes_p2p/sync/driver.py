@@ -92,6 +92,8 @@ class Applied:
     switched: bool = False
     """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
     lost_tokens: int = 0
+    refused: tuple[PeerId, ...] = ()
+    """Whose values a reducer found unfit, as far as it is known here."""
 
 
 class Hooks(Protocol):
@@ -401,6 +403,7 @@ class Driver:
             self._transport.bytes_received - times.received_before,
             self.core.pace.deadline_seconds(0),
             self._leavers(),
+            refused=self._refused(),
         )
 
     async def _enter(self, event: Applied, tell_core: Callable[[float], Sequence[do.Action]]) -> None:
@@ -418,6 +421,10 @@ class Driver:
     def _drop_all_but(self, keep: frozenset[int]) -> None:
         for round in set(self._disk.store.rounds()) - keep:
             self._disk.store.drop(round)
+
+    def _refused(self) -> tuple[PeerId, ...]:
+        left_out = (pair for _, signed in self.core.round.words() for pair in signed.value.left_out)
+        return tuple(sorted({peer for peer, reason in left_out if reason != LOST}))
 
     def _leavers(self) -> frozenset[PeerId]:
         others = {peer for peer, contact in self.core.contacts.items() if contact.status.intent.leaving}

@@ -163,7 +163,7 @@ def story(tmp_path: Path) -> Story:
 
 def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Story) -> None:
     story.at_step[2 * STEPS] = story.gate.stop
-    story.others = [SimpleNamespace(round=0, intent=SimpleNamespace(leaving=False))]
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
     story.play()
     assert [(work.ready, work.steps, work.tokens) for work in story.ready] == [(True, STEPS, STEPS * 4 * 16)] * 2
     assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]

@@ -60,6 +60,7 @@ def test_poison_is_left_out_of_its_slice_and_named(folder: Path, value: float, r
         assert {(n.peer, n.text.endswith(reason)) for n in named} == {("c", True)}
         spoilt = next(e for e in peer(swarm, "c").applied_events if e.commit.manifest.round == SPOILT)
         assert not spoilt.uncounted  # it drops what was refused
+        assert spoilt.refused == ("c",)
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
