@@ -45,7 +45,7 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised() -> None:
         (planted.PromisesWithoutReport, "hidden", {"report", "conflict"}),
         (planted.ProposesWithoutPromises, "hidden", {"conflict"}),
         (planted.IgnoresAcceptances, "hidden", {"conflict"}),
-        (planted.BreaksPromises, "votes", {"promise", "acceptance"}),
+        (planted.BreaksPromises, "links", {"promise", "acceptance"}),
         (planted.AddsDegradedVotes, "long cut", {"acceptance"}),
         (planted.DoesNotWait, None, {"wait"}),
         (planted.SpeaksBeforeWriting, None, {"durability"}),
