@@ -18,7 +18,7 @@ from spes_p2p.errors import StateError
 from spes_p2p.swarm import membership
 from spes_p2p.sync.core import actions, knowledge, messages, rules, timing, votes
 
-NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "fired"})
+NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "_rules_by_situation", "fired"})
 """Attributes of a `Core` that are given to it, or tell only what happened."""
 _SIGNATURES = frozenset({"signature", "public_key"})
 _SCALARS = (bool, int, float, str, bytes, type(None))

@@ -17,7 +17,7 @@ from spes_p2p.testing.judge import voters
 from spes_p2p.testing.sim import Weather, World
 from spes_p2p.testing.sim_peer import SimPeer
 
-FAULT_SECONDS = 8.0
+FAULT_SECONDS = 6.5
 CRASH_POINTS: tuple[type[do.Action], ...] = (
     do.Send, do.Persist, do.Persist, do.Persist, do.Adopt, do.Build, do.Verify, do.Reduce, do.Fetch, do.CloseTraining,
 )  # fmt: skip
@@ -30,7 +30,8 @@ Fault = Callable[[World, random.Random], None]
 class Kind:
     """A kind of schedule: its faults, drawn `at_least` to `at_most` times; all is mended after `mended_seconds`.
 
-    `slowness` scales how long peers train: long schedules need no more rounds than short ones.
+    `slowness` scales how long peers train, and `most_founders` bounds how many they are: long schedules need no more
+    rounds than short ones, nor as many messages at once.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Kind:
     weight: int = 1
     mended_seconds: float = FAULT_SECONDS + 1.0
     slowness: float = 1.0
+    most_founders: int = 7
 
 
 def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) -> tuple[World, Kind]:
@@ -47,7 +49,8 @@ def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) 
     chance = random.Random(seed ^ 0x5EED)
     kinds = [kind for kind in KINDS if only in (None, kind.name)]
     kind = chance.choices(kinds, [kind.weight for kind in kinds])[0]
-    founders = chance.choice((3, 3, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7))
+    founders = chance.choice((3, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7))
+    founders = min(founders, kind.most_founders)
     weather = Weather(
         longest_delay=chance.choice((0.1, 0.3, 1.0)),
         loss=chance.choice((0.0, 0.0, 0.02, 0.1)),
@@ -285,17 +288,17 @@ def join(world: World, chance: random.Random) -> None:
 ALL = (crash, crash_with_amnesia, quick_restart, cut, isolate, sleep, full_disk, leave, join)
 KINDS = (
     Kind("calm", (join,), 0, 1),
-    Kind("crash", (crash,), 1, 3, weight=3),
+    Kind("crash", (crash,), 1, 3, weight=4),
     Kind("votes", (quick_restart, quick_restart, isolate, crash, broken_links, broken_vote), 3, 6, weight=4),
-    Kind("hidden", (hidden_commit,), 2, 2, weight=4, mended_seconds=22.0, slowness=2.0),
-    Kind("links", (broken_links, broken_vote, broken_vote), 1, 3, weight=4),
+    Kind("hidden", (hidden_commit,), 2, 2, weight=3, mended_seconds=22.0, slowness=2.0),
+    Kind("links", (broken_links, broken_vote, broken_vote), 1, 3, weight=6),
     Kind("amnesia", (crash_with_amnesia,), 1, 2, weight=2),
     Kind("power", (power_cut, quick_restart), 1, 2),
     Kind("many", (crash_of_many,), 1, 1, weight=2),
     Kind("cuts", (cut, isolate), 1, 4, weight=2),
-    Kind("long cut", (long_cut,), 1, 1, mended_seconds=95.0, slowness=8.0),
-    Kind("meeting", (split_and_meet,), 1, 1, mended_seconds=125.0, slowness=8.0),
-    Kind("sleep", (sleep,), 1, 3, slowness=4.0),
+    Kind("long cut", (long_cut,), 1, 1, mended_seconds=95.0, slowness=8.0, most_founders=5),
+    Kind("meeting", (split_and_meet,), 1, 1, mended_seconds=125.0, slowness=8.0, most_founders=5),
+    Kind("sleep", (sleep,), 1, 3, slowness=6.0),
     Kind("disk", (full_disk, quick_restart), 1, 3, slowness=2.0),
     Kind("members", (join, leave, leave), 1, 4, weight=2),
     Kind("mixed", ALL, 3, 7, weight=2),

@@ -39,7 +39,8 @@ _TIMES = {
 }
 _TIMES_BY_KEY = {"seen", "_voting_at", "_probed", "_asked"}
 _SHARED = {"rules", "pace", "_sealer", "_check", "_on_chain"}
-_UNNAMED = _SHARED | {"fired", "_rules", "_loud", "missing"}
+_RULES = frozenset({"_rules", "_rules_by_situation"})
+_UNNAMED = _SHARED | _RULES | {"fired", "_loud", "missing"}
 """What no decision hangs on, or what is worked out of the rest (`_loud` repeats what the status said last)."""
 
 
@@ -110,10 +111,11 @@ class Snapshots:
     def _clone_object(self, value: Any) -> Any:
         twin = object.__new__(type(value))
         for name, item in vars(value).items():
-            shared = type(item) in _ATOMS or name in _SHARED or name == "_rules"
+            shared = type(item) in _ATOMS or name in _SHARED or name in _RULES
             twin.__dict__[name] = item if shared else self.clone(item)
         if isinstance(value, Core):
             twin._rules = tuple((name, needs, getattr(twin, rule.__name__)) for name, needs, rule in value._rules)
+            twin._rules_by_situation = {}
         return twin
 
     def name(self, value: Any, timeless: bool = False) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.membership import is_majority
 from spes_p2p.sync.core.actions import Action, Send
+from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Ballots, Contribution, Proposal, Signed, Status, manifest_hash
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.votes import VoteRecord
@@ -151,3 +152,14 @@ class CountsWorkTwice(Core):
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
         return tuple(replace(entry, sequences=entry.sequences + 1) for entry in super()._roster(now))
+
+
+class TakesOldReportsForProgress(Core):
+    """Whoever cannot get the tiles of a proposal forgets the report of others, hears it again, and takes that for news."""
+
+    def fetch_failed(self, key: Key, now: float) -> list[Action]:
+        index = self._index_of(key)
+        report = None if index is None else self.round.reports.get(index)
+        if index is not None and report is not None and not self._has_staged(key, report.value):
+            del self.round.reports[index]
+        return super().fetch_failed(key, now)

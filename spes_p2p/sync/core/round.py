@@ -93,6 +93,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         self._rules: tuple[tuple[str, int, Callable[[float], bool]], ...] = tuple(
             (rule.name, rule.needs, getattr(self, f"_rule_{rule.name}")) for rule in RULES
         )
+        self._rules_by_situation: dict[int, tuple[tuple[str, Callable[[float], bool]], ...]] = {}
         if record is not None and record.parent == self.head:
             self._resume(record, now)
 
@@ -180,13 +181,14 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """No holder could give the tiles: what was reported of them is forgotten, until somebody says it again.
 
         Only who has the tiles repeats a report, so one of a lost reducer is gone for good and its slice is done again.
+        A report of other tiles than those that a proposal wants stays: heard again and again it would pass for progress.
         """
         current = self.round
-        current.fetching.pop(key, None)
+        tried = current.fetching.pop(key, None)
         current.failed.add(key)
         index = self._index_of(key)
         report = None if index is None else current.reports.get(index)
-        if index is not None and report is not None and not self._has_staged(key, report.value):
+        if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
             del current.reports[index]
             current.missing = None
         return self._advance(now)
@@ -327,8 +329,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         fired = True
         while fired:
             situation, fired = self._situation() | tick, False
-            for name, needs, rule in self._rules:
-                if needs & situation == needs and rule(now):
+            for name, rule in self._rules_in(situation):
+                if rule(now):
                     self.fired[name] += 1
                     fired = True
                     reached(name, peer=self.me, round=self.tip.round + 1)
@@ -336,6 +338,14 @@ class Core(Hearing, Reducing, Voting, Speaking):
         self._flush(now)
         actions, self._out = self._out, []
         return actions
+
+    def _rules_in(self, situation: int) -> tuple[tuple[str, Callable[[float], bool]], ...]:
+        """The rules to be tried in a situation, in their order."""
+        fitting = self._rules_by_situation.get(situation)
+        if fitting is None:
+            fitting = tuple((name, rule) for name, needs, rule in self._rules if needs & situation == needs)
+            self._rules_by_situation[situation] = fitting
+        return fitting
 
     def _situation(self) -> int:
         current = self.round
