@@ -155,7 +155,7 @@ class CountsWorkTwice(Core):
 
 
 class TakesOldReportsForProgress(Core):
-    """Whoever cannot get the tiles of a proposal forgets the report of others, hears it again, and takes that for news."""
+    """Who cannot get the tiles of a proposal forgets the report of others, hears it again, and takes it for news."""
 
     def fetch_failed(self, key: Key, now: float) -> list[Action]:
         index = self._index_of(key)

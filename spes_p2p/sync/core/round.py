@@ -181,7 +181,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """No holder could give the tiles: what was reported of them is forgotten, until somebody says it again.
 
         Only who has the tiles repeats a report, so one of a lost reducer is gone for good and its slice is done again.
-        A report of other tiles than those that a proposal wants stays: heard again and again it would pass for progress.
+        A report of other tiles than those that a proposal wants stays: heard again, it would pass for progress.
         """
         current = self.round
         tried = current.fetching.pop(key, None)
