@@ -25,8 +25,8 @@ SMALL = (
     "model.expert_ffn=32",
     "data.sequence_length=64",
     "sync.tile_values=4096",
-    "sync.steps_per_round=40",
-    "sync.merge_interval=40",
+    "sync.steps_per_round=16",
+    "sync.merge_interval=16",
     "eval.sequences=8",
 )
 """On top of `tiny`: steps of a few milliseconds, and a merge in each round."""

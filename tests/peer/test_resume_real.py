@@ -20,12 +20,12 @@ def test_killed_and_terminated_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path / "cut") as swarm:
         swarm.bootstrap("tiny", data, ALONE)
         codes = [
-            end_at_step(swarm.peer("peer", data), 50, signal.SIGKILL),
-            end_at_step(swarm.peer("peer", data, ["--resume"]), 60, signal.SIGTERM),
+            end_at_step(swarm.peer("peer", data), 20, signal.SIGKILL),
+            end_at_step(swarm.peer("peer", data, ["--resume"]), 24, signal.SIGTERM),
             swarm.peer("peer", data, ["--resume", *ROUNDS]).wait(WAIT_SECONDS),
         ]
     assert codes == [-signal.SIGKILL, 0, 0]
     assert whole.exit_code == 0
     assert losses(tmp_path / "cut" / "peer") == losses(whole.folder)
-    assert set(losses(whole.folder)) == set(range(1, 121))
+    assert set(losses(whole.folder)) == set(range(1, 49))
     assert state_hash(tmp_path / "cut" / "peer", config) == state_hash(whole.folder, config)

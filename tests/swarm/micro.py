@@ -43,7 +43,7 @@ MICRO = (
     "swarm.heartbeat_seconds=0.3",
 )
 """On top of `tiny`: steps of a few milliseconds, 73 tiles in 23 slices and more, a merge in every second round."""
-LOCAL = ("eval.sequences=64",)
+LOCAL = ("eval.sequences=16",)
 """What each peer chooses: an evaluation that makes nobody late for the round."""
 GONE_SECONDS = 15.0
 MARK = "SPES_P2P_TEST_SWARM"

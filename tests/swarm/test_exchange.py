@@ -16,7 +16,7 @@ from tests.swarm.micro import Finished, dump_initial_state, recomputed_state, ru
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 5
-OWN_TWO = ("swarm.experts_per_peer=2",)
+OWN_TWO = ("swarm.experts_per_peer=2", "sync.steps_per_round=12", "sync.merge_interval=24")
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,18 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p import steps
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain
+from spes_p2p.testing.faults import SLOW, Fault
 from spes_p2p.testing.processes import Host, LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm
 
 NAMES = ("p0", "p1", "p2", "p3")
 STAY, CUT_OFF = NAMES[:3], NAMES[3]
-OVERRIDES = ("swarm.min_peers=4", "sync.steps_per_round=150")
+OVERRIDES = ("swarm.min_peers=4",)
+SLOW_STEPS = Fault(steps.INNER_STEP, SLOW, times=0, factor=8.0)
+"""A round takes seconds, most of them slept: time enough to notice a cut within one."""
 COMPLETE_SECONDS = 120.0
 
 
@@ -105,7 +109,7 @@ def test_a_cable_is_pulled_and_plugged_in_again(tmp_path: Path, tokens: Path) ->
     with divided_swarm(tmp_path) as (swarm, halves):
         swarm.bootstrap("tiny", tokens, [*MICRO, *OVERRIDES])
         for name in NAMES:
-            swarm.peer(name, tokens, LOCAL)
+            swarm.peer(name, tokens, LOCAL, faults=[SLOW_STEPS])
         swarm.wait_for_round(2, NAMES, COMPLETE_SECONDS)
         halves.pull()
         cut_at = newest(swarm, "p0")
