@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="ends here, if the rounds did not come before")
     parser.add_argument("--steps-per-round", type=int, default=60)
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="each inner step sleeps so long: for few cores")
     parser.add_argument("--output", type=Path, help="where all goes; an empty folder")
     chosen = parser.parse_args()
     folder = chosen.output or Path(tempfile.mkdtemp(prefix="spes-p2p-chaos-"))
@@ -36,8 +37,9 @@ def main() -> int:
         print(f"{time.monotonic() - began:7.1f} s  {text}", flush=True)
 
     options = ChaosOptions(
-        folder, chosen.peers, chosen.rounds, chosen.kill_rate, chosen.seed, chosen.minutes, chosen.steps_per_round
-    )
+        folder, chosen.peers, chosen.rounds, chosen.kill_rate, chosen.seed, chosen.minutes, chosen.steps_per_round,
+        step_seconds=chosen.step_seconds,
+    )  # fmt: skip
     found = Chaos(options, say).run()
     print(report(found))
     if found.problems:

@@ -24,9 +24,10 @@ from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
+from spes_p2p.steps import INNER_STEP
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import DEGRADED, Commit
-from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, Fault
+from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process, children
 
 MODEL = (
@@ -48,7 +49,10 @@ ROUND_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """`minutes`: where it ends, if `rounds` did not come before. `kill_rate`: share of rounds that lose a peer."""
+    """`minutes`: where it ends, if `rounds` did not come before. `kill_rate`: share of rounds that lose a peer.
+
+    `step_seconds`: what each inner step sleeps on top of its computing, so that many peers share few cores.
+    """
 
     folder: Path
     peers: int = 8
@@ -58,6 +62,7 @@ class ChaosOptions:
     minutes: float = 60.0
     steps_per_round: int = 60
     heartbeat_seconds: float = 0.5
+    step_seconds: float = 0.0
 
 
 @dataclass
@@ -190,7 +195,9 @@ class Chaos:
         return [name for name in self._names if self._swarm.processes[name].exit_code is None]
 
     def _start(self, name: str, data: Path, resume: bool = False) -> None:
-        faults = FAULTS if name != self._names[0] else ()
+        faults = list(FAULTS) if name != self._names[0] else []
+        if self._options.step_seconds:
+            faults.append(Fault(INNER_STEP, SLOW, times=0, seconds=self._options.step_seconds))
         self._swarm.peer(name, data, [*(["--resume"] if resume else []), *LOCAL], faults=faults)
         self._lives.append(Life(name, time.time()))
 
@@ -379,7 +386,8 @@ def report(found: Findings) -> str:
         return f"median {median(times):.2f} s, worst {max(times):.2f} s ({len(times)} rounds)" if times else "none"
 
     lines = [
-        f"{options.peers} peers, seed {options.seed}, kill rate {options.kill_rate:g}, {found.seconds / 60:.1f} min",
+        f"{options.peers} peers, seed {options.seed}, kill rate {options.kill_rate:g}, {found.seconds / 60:.1f} min, "
+        f"{options.steps_per_round} steps a round, each sleeps {options.step_seconds:g} s",
         f"blows                {len(found.blows)}",
         f"rounds committed     {found.rounds - found.degraded} of {found.rounds} (promised: {COMMITTED_SHARE:.0%})",
         f"rounds degraded      {found.degraded}",

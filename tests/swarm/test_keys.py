@@ -1,0 +1,61 @@
+"""Keys, signatures and greetings of strangers: whatever their bytes are, they are good or refused, never an exception."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p import wire
+from spes_p2p.swarm.hivemind_backend.hello import NOT_SERVING, HelloDesk, HelloReply, HelloRequest
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, peer_id_of
+
+DATA = b"what was said"
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> RsaSigner:
+    with_key = IdentityFile(tmp_path_factory.mktemp("keys") / "identity.key")
+    with_key.release()
+    return with_key.signer
+
+
+def test_its_own_signature_is_good(signer: RsaSigner) -> None:
+    assert RsaVerifier().verify(signer.peer_id, signer.public_key, DATA, signer.sign(DATA))
+    assert not RsaVerifier().verify(signer.peer_id, signer.public_key, DATA + b"!", signer.sign(DATA))
+
+
+@given(key=st.binary(max_size=600), signature=st.binary(max_size=300))
+def test_any_bytes_are_no_key(key: bytes, signature: bytes) -> None:
+    assert not RsaVerifier().verify(peer_id_of(key), key, DATA, signature)
+
+
+@given(place=st.integers(0, 10_000), new=st.binary(min_size=1, max_size=9))
+def test_a_damaged_key_is_another_key_or_none(signer: RsaSigner, place: int, new: bytes) -> None:
+    key = signer.public_key
+    place %= len(key)
+    spoilt = key[:place] + new + key[place + len(new) :]
+    assert RsaVerifier().verify(peer_id_of(spoilt), spoilt, DATA, signer.sign(DATA)) in (True, False)
+    assert RsaVerifier().verify(signer.peer_id, spoilt, DATA, signer.sign(DATA)) == (spoilt == key)
+
+
+@given(signature=st.binary(max_size=600))
+def test_any_bytes_are_no_signature(signer: RsaSigner, signature: bytes) -> None:
+    assert not RsaVerifier().verify(signer.peer_id, signer.public_key, DATA, signature)
+
+
+@given(place=st.integers(0, 100), new=st.binary(max_size=40))
+def test_any_greeting_is_answered(place: int, new: bytes) -> None:
+    """Nobody is dialled for it."""
+
+    async def nobody() -> list[Any]:
+        return []
+
+    desk = HelloDesk(cast(Any, SimpleNamespace(list_peers=nobody)), lambda: 7.0)
+    asked = wire.pack(HelloRequest("somebody"))
+    answer = asyncio.run(desk.answer(asked[: place % len(asked)] + new))
+    assert answer == NOT_SERVING or wire.unpack(HelloReply, answer) == HelloReply(7.0, False)
