@@ -1,4 +1,4 @@
-"""Keys, signatures and greetings of strangers: whatever their bytes are, they are good or refused, never an exception."""
+"""Keys, signatures and greetings of strangers: whatever their bytes, they are good or refused, never an exception."""
 
 from __future__ import annotations
 
