@@ -37,13 +37,22 @@ _BEGIN, _UNDONE = "begin", "undone"
 
 
 class FlightRecorder:
-    """Writes what a `Core` is given, and a digest of what it answers, into `folder`."""
+    """Writes what a `Core` is given, and a digest of what it answers, into `folder`.
 
-    def __init__(self, folder: Path, info: RunInfo, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    `say` hears once why nothing is recorded any more.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        info: RunInfo,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._info = info
-        self._max_file_bytes = max_file_bytes
+        self._max_file_bytes, self._say = max_file_bytes, say
         self._answers: list[bool] = []
         self._inside = False
         self._size = 0
@@ -98,7 +107,7 @@ class FlightRecorder:
                 newest.replace(self._folder / BEFORE)
             newest.touch()
         except OSError as error:
-            self.failed = error
+            self._stop(error)
             return
         self._size = 0
         self._write([_BEGIN, [pack(self._info), state_of(self._core)], []])
@@ -112,9 +121,13 @@ class FlightRecorder:
             with (self._folder / NEWEST).open("ab", buffering=0) as file:
                 file.write(len(data).to_bytes(4, "big") + zlib.crc32(data).to_bytes(4, "big") + data)
         except (OSError, TypeError, OverflowError) as error:
-            self.failed = error
+            self._stop(error)
             return
         self._size += len(data) + 8
+
+    def _stop(self, error: Exception) -> None:
+        self.failed = error
+        self._say(f"the flight recorder stops until the next start: {error}; training goes on")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,3 +76,20 @@ def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Pa
     with pytest.raises(StateError, match="no recording"):
         load_recording(newest)
     assert replace(whole, frames=[]).state["me"] == "b"
+
+
+def test_where_it_cannot_write_it_says_so_once_and_the_peer_goes_on(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b"])
+        recorder = FlightRecorder(tmp_path / "flight", swarm.info, say=said.append)
+        recorder.attach(swarm.peers[PeerId("b")].driver.core)
+        await swarm.until_round(1)
+        shutil.rmtree(tmp_path / "flight")
+        await swarm.until_round(3)
+
+    in_swarm(folder, play)
+    assert len(said) == 1
+    assert "the flight recorder stops" in said[0]
+    assert str(tmp_path / "flight") in said[0]
