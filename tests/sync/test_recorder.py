@@ -82,7 +82,7 @@ def test_where_it_cannot_write_it_says_so_once_and_the_peer_goes_on(folder: Path
     said: list[str] = []
 
     async def play(swarm: MemorySwarm) -> None:
-        await swarm.start(["a", "b"])
+        await swarm.start(["a", "b", "c"])
         recorder = FlightRecorder(tmp_path / "flight", swarm.info, say=said.append)
         recorder.attach(swarm.peers[PeerId("b")].driver.core)
         await swarm.until_round(1)
