@@ -110,14 +110,19 @@ def marked_processes(mark: dict[str, str]) -> list[psutil.Process]:
 
 
 def run_to_the_end(
-    folder: Path, tokens: Path, names: Sequence[str], rounds: int, overrides: Sequence[str] = ()
+    folder: Path,
+    tokens: Path,
+    names: Sequence[str],
+    rounds: int,
+    overrides: Sequence[str] = (),
+    local: Sequence[str] = LOCAL,
 ) -> Finished:
     """A swarm of these peers, until all of them have committed `rounds`; every round is dumped below `dumps`."""
     agreed = [f"swarm.min_peers={len(names)}", *overrides]
     with local_swarm(folder) as swarm:
         swarm.bootstrap("tiny", tokens, [*MICRO, *agreed])
         for name in names:
-            swarm.peer(name, tokens, [*dumping(folder, name), "--rounds", str(rounds), *LOCAL])
+            swarm.peer(name, tokens, [*dumping(folder, name), "--rounds", str(rounds), *local])
         swarm.wait_for_end(names, 180.0)
         events = {name: [event for _, event in swarm.processes[name].seen] for name in names}
     return Finished(folder, config_of(agreed), events)

@@ -16,19 +16,21 @@ from tests.swarm.micro import Finished, dump_initial_state, recomputed_state, ru
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 5
-OWN_TWO = ("swarm.experts_per_peer=2", "sync.steps_per_round=12", "sync.merge_interval=24")
+OWN_TWO = ("swarm.experts_per_peer=2",)
+SURE = ("eval.sequences=64",)
+"""Enough held-out text to tell models of 100 steps apart."""
 
 
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished:
-    return run_to_the_end(tmp_path_factory.mktemp("exchanged"), tokens, PEERS, ROUNDS, OWN_TWO)
+    return run_to_the_end(tmp_path_factory.mktemp("exchanged"), tokens, PEERS, ROUNDS, OWN_TWO, SURE)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished:
     """The same peers without any exchange."""
     folder = tmp_path_factory.mktemp("alone")
-    return run_to_the_end(folder, tokens, PEERS, ROUNDS, (*OWN_TWO, "sync.enabled=false"))
+    return run_to_the_end(folder, tokens, PEERS, ROUNDS, (*OWN_TWO, "sync.enabled=false"), SURE)
 
 
 def test_every_round_is_what_the_formulas_give(exchanged: Finished) -> None:
