@@ -6,6 +6,8 @@ total = cross entropy
       + output_z * mean(logsumexp(output logits)^2)
 with n tokens routed to the expert, p mean router probability, T tokens of the micro-batch, and f_e = 1, save with the
 decayed auxiliary loss, where it is a factor for owned experts. Even routing makes the second term's value 1.
+
+The two terms of the output logits come as sums from output_loss.py.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spes_p2p.model.router import Routing
@@ -46,16 +47,11 @@ class LossParts(NamedTuple):
 class HeadSums(NamedTuple):
     """Sums over the counted targets."""
 
+    total: Tensor
+    """cross_entropy + the weight given * output_z: the one to differentiate."""
     cross_entropy: Tensor
     output_z: Tensor
-
-
-def head_sums(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: Tensor) -> HeadSums:
-    """Cross entropy and squared logsumexp from the last hidden states, summed over the rows that count (1, not 0)."""
-    logits_NV = F.linear(x_ND, head_VD).float()
-    log_total_N = logits_NV.logsumexp(dim=-1)
-    chosen_N = logits_NV.gather(1, target_N[:, None]).squeeze(1)
-    return HeadSums(((log_total_N - chosen_N) * counted_N).sum(), (log_total_N.square() * counted_N).sum())
+    """These two have no gradient."""
 
 
 def load_balancing_loss(routings: Sequence[Routing], factor_E: Tensor) -> Tensor:
@@ -75,13 +71,11 @@ def combine(
 ) -> LossParts:
     """All parts and their weighted sum. Router terms count every token, masked or not: experts saw them all.
 
-    `head_factor` scales cross entropy and output z-loss in the total alone (see `Transformer.forward`).
+    `sums` must have been taken with `weights.output_z`. `head_factor` scales cross entropy and output z-loss in the
+    total alone (see `Transformer.forward`).
     """
-    cross_entropy, output_z = (total / targets.clamp(min=1) for total in sums)
+    head, cross_entropy, output_z = (total / targets.clamp(min=1) for total in sums)
     load_balancing = load_balancing_loss(routings, factor_E)
     router_z = torch.stack([routing.z_loss for routing in routings]).sum()
-    head = cross_entropy + weights.output_z * output_z
     total = head_factor * head + weights.load_balancing * load_balancing + weights.router_z * router_z
-    return LossParts(
-        total, cross_entropy.detach(), load_balancing.detach(), router_z.detach(), output_z.detach(), targets
-    )
+    return LossParts(total, cross_entropy, load_balancing.detach(), router_z.detach(), output_z, targets)

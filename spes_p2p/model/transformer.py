@@ -20,14 +20,13 @@ from spes_p2p.experts.backends import Backend, resolve_backend
 from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.model.attention import Attention, Rotation, rotation
 from spes_p2p.model.layers import Linear, RMSNorm, unloaded
-from spes_p2p.model.losses import HeadSums, LossParts, LossWeights, combine, head_sums
+from spes_p2p.model.losses import LossParts, LossWeights, combine
 from spes_p2p.model.moe import MoE
+from spes_p2p.model.output_loss import head_sums
 from spes_p2p.model.router import Routing
 
 if TYPE_CHECKING:
     from spes_p2p.config.schema import ModelConfig
-
-_HEAD_ROWS = 2048  # positions whose logits are held at once when checkpointing: at V = 151,936 in fp32 1.2 GB
 
 
 class Layer(nn.Module):
@@ -126,7 +125,13 @@ class Transformer(nn.Module):
         counted_BS = torch.ones_like(target_BS, dtype=torch.float32)
         if counted_B is not None:
             counted_BS = counted_BS * counted_B[:, None]
-        sums = self._head_sums(x_BSD[:, :-1].flatten(0, 1), target_BS.flatten(), counted_BS.flatten())
+        sums = head_sums(
+            x_BSD[:, :-1].flatten(0, 1),
+            self.head.weight,
+            target_BS.flatten(),
+            counted_BS.flatten(),
+            self.loss_weights.output_z,
+        )
         factor_E = torch.where(self.banks[0].owned_mask(), owned_balance_factor, 1.0)
         return combine(sums, counted_BS.sum(), routings, factor_E, self.loss_weights, head_factor)
 
@@ -142,15 +147,6 @@ class Transformer(nn.Module):
                 x_BSD, routing = layer(x_BSD, turn)
             routings.append(routing)
         return self.norm(x_BSD), routings
-
-    def _head_sums(self, x_ND: Tensor, target_N: Tensor, counted_N: Tensor) -> HeadSums:
-        if not self._checkpointing:
-            return head_sums(x_ND, self.head.weight, target_N, counted_N)
-        parts = [
-            checkpoint(head_sums, x, self.head.weight, target, counted, use_reentrant=False, preserve_rng_state=False)
-            for x, target, counted in zip(*(whole.split(_HEAD_ROWS) for whole in (x_ND, target_N, counted_N)))
-        ]
-        return HeadSums(*(torch.stack(column).sum() for column in zip(*parts)))
 
     @property
     def _checkpointing(self) -> bool:

@@ -1,0 +1,168 @@
+"""Cross entropy and output z-loss from the last hidden states, without ever holding all logits.
+
+The rows go through the head a chunk at a time. Where gradients are wanted, each chunk adds its part of them at once,
+while its logits are there, so that nothing is computed again in the backward pass: that only multiplies by the
+gradient of the one sum that has one. This is the one way for every device and checkpointing mode, so that no fused
+kernel of another library has to agree with it. Softmax in fp32, matrix products in the compute dtype, the gradient of
+the head in fp32.
+
+Legend: N rows, n rows of a chunk, D d_model, V embedding rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from spes_p2p.model.layers import compute_dtype
+from spes_p2p.model.losses import HeadSums
+
+CHUNK_BYTES = 2**28
+"""Most bytes of a chunk's logits in fp32; beside them it holds the same logits once in the compute dtype."""
+_SLICE_ROWS = 8192  # of the head, where a product cannot be added to its fp32 gradient directly
+
+
+class _Gradients(NamedTuple):
+    """Of the weighted sum; None where it is not wanted."""
+
+    x_ND: Tensor | None
+    head_VD: Tensor | None
+
+
+def chunk_rows(num_logits: int) -> int:
+    """Rows that go through the head at once when each has `num_logits` of them."""
+    return max(1, CHUNK_BYTES // (4 * num_logits))
+
+
+def head_sums(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: Tensor, output_z_weight: float) -> HeadSums:
+    """Cross entropy and squared logsumexp of the logits x @ head.T, summed over the rows that count (1, not 0).
+
+    Differentiable in `x_ND` and `head_VD`, once, through `HeadSums.total`.
+    """
+    dtype = compute_dtype(x_ND)
+    if not torch.is_grad_enabled():
+        sums, _ = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, (False, False))
+        return sums
+    return HeadSums(*cast(Any, _HeadSums.apply(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype)))
+
+
+class _HeadSums(torch.autograd.Function):
+    """Keeps the gradients from the forward pass: x_ND in its dtype and head_VD in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        head_VD: Tensor,
+        target_N: Tensor,
+        counted_N: Tensor,
+        output_z_weight: float,
+        dtype: torch.dtype,
+    ) -> HeadSums:
+        wanted = ctx.needs_input_grad[:2]
+        sums, gradients = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, wanted)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(sums.cross_entropy, sums.output_z)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # in place: a second backward pass through the same graph is refused by torch, as the tensors have changed
+        scaled = [None if gradient is None else gradient.mul_(d_total) for gradient in ctx.saved_tensors]
+        return *scaled, None, None, None, None
+
+
+def _sums(
+    x_ND: Tensor,
+    head_VD: Tensor,
+    target_N: Tensor,
+    counted_N: Tensor,
+    output_z_weight: float,
+    dtype: torch.dtype,
+    wanted: tuple[bool, bool],
+) -> tuple[HeadSums, _Gradients]:
+    """The sums, and the gradients of x_ND and head_VD where `wanted`."""
+    gradients = _Gradients(
+        torch.empty_like(x_ND, dtype=dtype) if wanted[0] else None,
+        torch.zeros_like(head_VD, dtype=torch.float32) if wanted[1] else None,
+    )
+    rows, parts = chunk_rows(len(head_VD)), []
+    with torch.autocast(x_ND.device.type, enabled=False):
+        matrix_VD = head_VD.to(dtype)
+        for start in range(0, max(1, len(x_ND)), rows):
+            part = slice(start, start + rows)
+            chunk = _Chunk(x_ND[part].to(dtype), matrix_VD, target_N[part], counted_N[part])
+            parts.append(chunk.sums())
+            if any(wanted):
+                chunk.add_gradients(gradients, part, output_z_weight)
+    cross_entropy, output_z = torch.stack(parts).sum(0).unbind()
+    return HeadSums(cross_entropy + output_z_weight * output_z, cross_entropy.clone(), output_z.clone()), gradients
+
+
+class _Chunk:
+    """Some rows and their logits. The logits' memory is used again for exponentials, and for the logits' gradient."""
+
+    def __init__(self, x_nD: Tensor, head_VD: Tensor, target_n: Tensor, counted_n: Tensor) -> None:
+        self._x_nD, self._head_VD, self._counted_n1 = x_nD, head_VD, counted_n[:, None].float()
+        self._target_n1 = target_n[:, None]
+        self._logits_nV = F.linear(x_nD, head_VD)
+        top_n1 = self._logits_nV.amax(1, keepdim=True).float()
+        self._chosen_n1 = self._logits_nV.gather(1, self._target_n1).float()
+        # one pass to fp32 and down by the row's largest
+        fp32 = self._logits_nV.dtype == torch.float32
+        self._exp_nV = (self._logits_nV.sub_(top_n1) if fp32 else self._logits_nV - top_n1).exp_()
+        self._total_n1 = self._exp_nV.sum(1, keepdim=True)
+        self._log_total_n1 = self._total_n1.log() + top_n1
+
+    def sums(self) -> Tensor:
+        """(cross entropy, squared logsumexp): [2] fp32."""
+        cross_entropy_n1 = self._log_total_n1 - self._chosen_n1
+        both = torch.cat((cross_entropy_n1, self._log_total_n1.square()), 1) * self._counted_n1
+        return both.sum(0)
+
+    def add_gradients(self, gradients: _Gradients, rows: slice, output_z_weight: float) -> None:
+        """Uses the logits up. d logits = counted * (softmax * (1 + 2 weight logsumexp) - one hot)."""
+        d_nV = self._logits_gradient(output_z_weight)
+        if gradients.x_ND is not None:
+            torch.mm(d_nV, self._head_VD, out=gradients.x_ND[rows])
+        if gradients.head_VD is not None:
+            _add_product(gradients.head_VD, d_nV.T, self._x_nD)
+
+    def _logits_gradient(self, output_z_weight: float) -> Tensor:
+        factor_n1 = self._counted_n1 * (1 + 2 * output_z_weight * self._log_total_n1) / self._total_n1
+        at_target_n1 = self._exp_nV.gather(1, self._target_n1) * factor_n1 - self._counted_n1
+        torch.mul(self._exp_nV, factor_n1, out=self._logits_nV)
+        return self._logits_nV.scatter_(1, self._target_n1, at_target_n1.to(self._logits_nV.dtype))
+
+
+def _add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
+    """Adds left @ right to the fp32 `sum_VD`, without a second one of its size."""
+    if left_Vn.dtype == sum_VD.dtype:
+        sum_VD.addmm_(left_Vn, right_nD)
+    elif _adds_into_fp32(sum_VD.device, left_Vn.dtype):
+        torch.addmm(sum_VD, left_Vn, right_nD, out_dtype=torch.float32, out=sum_VD)
+    else:
+        for part_vD, part_vn in _slices(sum_VD, left_Vn):
+            part_vD.add_(part_vn @ right_nD)
+
+
+def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(_SLICE_ROWS) for tensor in tensors))
+
+
+@cache
+def _adds_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a small product of `dtype` can be added to fp32 by the kernel itself."""
+    factor, into = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(into, factor, factor, out_dtype=torch.float32, out=into)
+    except (RuntimeError, TypeError):  # NotImplementedError among them
+        return False
+    return float(into[0, 0]) == 17
