@@ -82,7 +82,7 @@ def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
 
 
 def column_budget(options: PeerOptions, experts_per_peer: int, fit: int, num_experts: int) -> int:
-    """Most columns that this peer may be given. `fit`: how many its memory has room for, by a rough measure.
+    """Most columns that this peer may be given. `fit`: how many its memory has room for, by arithmetic.
 
     What the organiser asks of everybody, and what was claimed by number, is believed to fit. Raises ConfigError where
     more is claimed than `--max-experts` allows.

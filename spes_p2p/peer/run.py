@@ -15,14 +15,14 @@ from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
-from spes_p2p.ownership.budget import columns_that_fit
 from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.fitting import fit_config, measure
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.training import TrainingLoop
-from spes_p2p.state.layout import Layout
+from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit
@@ -31,7 +31,6 @@ from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.train.ddp import Ranks
-from spes_p2p.train.memory import free_and_total_bytes
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
 
@@ -78,13 +77,15 @@ def _run_connected(
         _add_file_sinks(options, config, info, connection.peer_id, bus)
         dataset = open_dataset(config)
         loader = _make_loader(config, info, dataset, connection.peer_id)
-        with (
-            _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks,
-            closing(
-                Trainer(config, connection.layout, device, ranks)  # memory runs out here, before others count on us
-            ) as trainer,
-        ):
-            _train(connection, options, config, info, trainer, loader, dataset, bus, say, show)
+        with _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks:
+            memory = measure(device, ranks.world_size)
+            config, words = fit_config(config, options, memory)
+            if words:
+                say(words)
+            fit = columns_that_fit(config, memory)
+            # memory runs out here, before others count on us
+            with closing(Trainer(config, connection.layout, device, ranks)) as trainer:
+                _train(connection, options, config, info, trainer, loader, dataset, bus, say, show, fit)
     finally:
         connection.close()
 
@@ -100,12 +101,14 @@ def _train(
     bus: EventBus,
     say: Say,
     show: Callable[[PeerId, StepsPerRound], None],
+    columns: int,
 ) -> None:
+    """`columns`: how many this machine has memory for."""
     checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
     again = options.resume and holds_run(options.output)
     store = options.output / RUN / STATE
     resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if again else None
-    tip = connection.enter(_columns_that_fit(connection.layout, choose_device(options.device)))
+    tip = connection.enter(columns)
     say(f"peer {me} is in, round {tip.manifest.round}")
     show(me, lambda step: steps_per_round_at(config, step))
     saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
@@ -161,12 +164,6 @@ def _restore(
         return False  # the moments are kept, the values are those of the newest commit
     loop.uncounted = resumed.uncounted
     return True
-
-
-def _columns_that_fit(layout: Layout, device: torch.device) -> int:
-    """Asked for when the trainer's model is there and owns nothing yet."""
-    free, total = free_and_total_bytes(device)
-    return columns_that_fit(free, total, layout.blocks[0].size, layout.blocks[-1].size)
 
 
 def choose_device(name: str) -> torch.device:

@@ -40,7 +40,8 @@ def run_inner_steps(
     """Trains up to `steps` more inner steps; looks at `should_stop` between two.
 
     `on_step` hears of every step, skipped or not, and the own steps of this round so far (`StepResult.step` is the
-    global step). A step whose loss or gradient is not finite is skipped; `emit` gets a Warning for the first of a row.
+    global step). A step whose loss or gradient is not finite is skipped; `emit` gets a Warning for the first of a row,
+    and for each time that the trainer had to do with less memory.
     Raises SpesError after ten in a row.
     """
     started = time.perf_counter()
@@ -49,6 +50,7 @@ def run_inner_steps(
     while done < steps and not should_stop() and _has(loader, size):
         result = trainer.train_step(loader.next_batch(size))
         reached(INNER_STEP, seconds=result.seconds)
+        _pass_notes_on(trainer, emit)
         sequences += size
         if result.skipped:
             skipped += 1
@@ -62,6 +64,13 @@ def run_inner_steps(
 
 def _has(loader: LeasedLoader | LocalLoader, sequences: int) -> bool:
     return not isinstance(loader, LeasedLoader) or loader.remaining() >= sequences
+
+
+def _pass_notes_on(trainer: Trainer, emit: Callable[[Event], None] | None) -> None:
+    notes, trainer.notes = trainer.notes, []
+    if emit is not None:
+        for text in notes:
+            emit(Warning(text))
 
 
 def _note_skip(trainer: Trainer, result: StepResult, emit: Callable[[Event], None] | None) -> None:

@@ -21,8 +21,11 @@ from spes_p2p.interop.hf import place_table
 from spes_p2p.model.losses import LossWeights
 from spes_p2p.model.params import Place, load_block, read_block
 from spes_p2p.model.transformer import Transformer
+from spes_p2p.planning.options import Options
+from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
+from spes_p2p.train.memory import forget_peak
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import StepResult, accumulate_gradient, autocast, to_device
@@ -36,6 +39,8 @@ class RankTrainer:
         self.step = 0
         self.round_steps = 0
         self.gradient_bytes = 0
+        self.is_updating = False
+        """Parameters may be half changed: a step that failed then must not be repeated."""
         settings = config.optimizer
         weights = LossWeights(settings.load_balancing_weight, settings.router_z_weight, settings.output_z_weight)
         self.model = Transformer(config.model, (), weights, ranks.device)
@@ -86,6 +91,22 @@ class RankTrainer:
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite)
 
+    def use_less_memory(self) -> str:
+        """Takes the next step down (see `one_step_down`), after a step that failed before its update; says which.
+
+        Nothing where there is none. For a peer of one rank: several would have to change alike.
+        """
+        before, data = Options.of(self.config), self.config.data
+        after = one_step_down(before, self.config.optimizer.batch_sequences, data.sequence_length)
+        if after is None:
+            return ""
+        self.config = after.applied(self.config)
+        self.model.config = self.config.model
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        forget_peak(self.ranks.device)
+        return ", ".join(after.changes(before))
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token, in nats, by this rank alone; NaN where there is no target."""
@@ -134,7 +155,9 @@ class RankTrainer:
         return losses, norm_value
 
     def _update(self, norm: float, lr: float) -> None:
+        self.is_updating = True
         clip_gradients(self.model, norm, self.config.optimizer.grad_clip)
         self.optimizer.step(lr)
         self.model.refresh()
         self.round_steps += 1
+        self.is_updating = False

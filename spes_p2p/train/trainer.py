@@ -18,7 +18,8 @@ from spes_p2p.config.load import config_to_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
-from spes_p2p.ownership.budget import columns_by_experience
+from spes_p2p.planning.budget import columns_by_experience
+from spes_p2p.planning.options import Options
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
@@ -49,6 +50,8 @@ class Trainer:
         self.config = config
         self.skipped_in_row = 0
         """Steps skipped since the last one that was not."""
+        self.notes: list[str] = []
+        """What there is to say of the last step; whoever says it empties the list."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
         with self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads()):
@@ -80,7 +83,8 @@ class Trainer:
         if spare is None:
             return None
         _, total = free_and_total_bytes(self._ranks.device)
-        return columns_by_experience(len(self.owned), spare, total, self._rank.layout.blocks[-1].size)
+        column_values, options = self._rank.layout.blocks[-1].size, Options.of(self.config)
+        return columns_by_experience(len(self.owned), spare, total, column_values, options)
 
     @property
     def gradient_bytes(self) -> int:
@@ -104,19 +108,33 @@ class Trainer:
     def train_step(self, batch: Batch | None) -> StepResult:
         """One inner step on `batch` (the whole peer's; rank 0 always has one).
 
-        A step whose loss or gradient is not finite changes nothing and says `skipped`. Raises ConfigError where the
-        batch cannot be split over the ranks.
+        A step whose loss or gradient is not finite changes nothing and says `skipped`. A step that runs out of memory
+        is made again with a smaller micro-batch or more checkpointing, from then on; `notes` says so. Raises SpesError
+        where nothing is left to save (with several ranks: at once), ConfigError where the batch cannot be split over
+        the ranks.
         """
         if batch is None:
             raise LocalProtocolError("train_step without a batch on rank 0")
         _check_batch(len(batch.tokens), self._ranks)
         with self._command("train_step", **_packed(batch) if self._ranks.world_size > 1 else {}):
-            try:
-                result = self._rank.train_step(batch)
-            except torch.OutOfMemoryError as error:
-                raise _out_of_memory(error, len(self.owned)) from error
+            result = self._step_that_fits(batch)
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         return result
+
+    def _step_that_fits(self, batch: Batch) -> StepResult:
+        while True:
+            try:
+                return self._rank.train_step(batch)
+            except torch.OutOfMemoryError as error:
+                failure = _out_of_memory(error, len(self.owned))
+                if self._rank.is_updating or self._ranks.world_size > 1:
+                    raise failure from error
+            # out here nothing holds the failed step's tensors any more
+            change = self._rank.use_less_memory()
+            if not change:
+                raise failure
+            self.config = self._rank.config
+            self.notes.append(f"{failure}; the step is made again with {change}, which stays")
 
     def contribution(self, block: int) -> Values:
         """Present values of block 0 or of an owned column: flat fp32, a copy."""

@@ -177,6 +177,55 @@ def test_a_device_without_memory_left_is_named_with_what_helps(monkeypatch: pyte
     assert trainer.columns_that_fit() is None
 
 
+class SmallDevice:
+    """A hook of the model that runs out of memory as a GPU does, in the middle of the forward pass.
+
+    It holds so many sequences at once, and twice as many where layers are computed again.
+    """
+
+    def __init__(self, trainer: Trainer, sequences: int) -> None:
+        self.model, self.sequences = trainer._rank.model, sequences
+        self.model.layers[1].register_forward_pre_hook(self)
+
+    def __call__(self, layer: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        room = self.sequences * (2 if self.model.config.activation_checkpointing == "full" else 1)
+        if torch.is_grad_enabled() and len(inputs[0]) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
+
+
+def test_a_step_that_runs_out_of_memory_is_made_again_with_less() -> None:
+    tight, roomy = trainer_of(small_config()), trainer_of(small_config("optimizer.micro_batch_sequences=4"))
+    SmallDevice(tight, sequences=2)
+    results = [[trainer.train_step(batch_of(seed)) for seed in range(3)] for trainer in (tight, roomy)]
+    assert [result.loss for result in results[0]] == pytest.approx([result.loss for result in results[1]], rel=1e-5)
+    assert largest_difference(values_of(tight), values_of(roomy)) < 1e-4
+    assert "while training 2 expert columns: CUDA out of memory; the step is made again with" in tight.notes[0]
+    last = tight.notes[-1]
+    assert last.endswith("with optimizer.micro_batch_sequences=4, which stays")
+    assert tight.notes.count(last) == 1, "later steps fit"
+
+
+def test_a_device_without_room_for_one_sequence_ends_the_peer() -> None:
+    trainer = trainer_of(small_config())
+    SmallDevice(trainer, sequences=0)
+    with pytest.raises(SpesError, match=r"while training 2 expert columns: CUDA out of memory$"):
+        trainer.train_step(batch_of(0))
+    assert trainer.config.optimizer.micro_batch_sequences == 1
+    assert trainer.config.model.activation_checkpointing == "full"
+
+
+def test_a_step_that_fails_in_its_update_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(small_config())
+
+    def full(lr: float) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer._rank.optimizer, "step", full)
+    with pytest.raises(SpesError, match="while training 2 expert columns"):
+        trainer.train_step(batch_of(0))
+    assert not trainer.notes
+
+
 def test_misuse_is_refused() -> None:
     config = small_config()
     trainer = Trainer(config, small_layout(config), CPU)

@@ -1,0 +1,32 @@
+"""What this machine takes on: measures its memory and lets `planning.budget` choose. Runs before the model is made."""
+
+from __future__ import annotations
+
+import torch
+
+from spes_p2p.config.load import parse_override
+from spes_p2p.config.schema import Config
+from spes_p2p.peer.options import PeerOptions
+from spes_p2p.planning.budget import Device, fitted
+from spes_p2p.train.memory import free_and_total_bytes
+
+
+def measure(device: torch.device, ranks: int) -> Device:
+    """Free memory now, of the first rank's device; on the CPU all ranks share it."""
+    free, total = free_and_total_bytes(device)
+    is_gpu = device.type == "cuda"
+    return Device(free if is_gpu else free // ranks, total, ranks, is_gpu)
+
+
+def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Config, str]:
+    """`config` with local options that make the wanted columns fit (see `budget.fitted`); a CPU, which swaps, keeps it.
+
+    Wanted is what was claimed by number, else what the organiser asks of everybody, at most `--max-experts`.
+    """
+    if not device.is_gpu:
+        return config, ""
+    wanted = len(options.owned_experts or ()) or config.swarm.experts_per_peer
+    if options.max_experts is not None:
+        wanted = min(wanted, options.max_experts)
+    by_hand = {parse_override(override)[0] for override in options.overrides}
+    return fitted(config, device, wanted, by_hand)

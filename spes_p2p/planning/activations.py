@@ -1,0 +1,104 @@
+"""Bytes that one micro-batch leaves on the device between forward and backward pass, by the shapes of our model.
+
+T = B S tokens, N = T K rows of experts, c bytes a value in the compute dtype (2: bf16 on CUDA, 4: fp32 on a CPU). The
+residual stream, norms and router are fp32; products are in the compute dtype. Symbols as in `sizes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.config.schema import ModelConfig
+from spes_p2p.planning.units import MIB
+
+LOGITS_CHUNK_BYTES = 256 * MIB
+"""Most fp32 logits that the loss holds at once."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """One micro-batch of one rank. All in bytes."""
+
+    model: ModelConfig
+    tokens: int
+    """T."""
+    compute_bytes: int
+    """c."""
+    checkpointing: str
+
+    def kept(self) -> int:
+        """What all layers keep until the backward pass, and the input of the head.
+
+        none: everything of a layer. full: only its input [T, D] in fp32; the rest is made again, one layer at a time.
+        selective: as none, without what is cheap to make again (see `selective`).
+        """
+        layer = {"none": self.layer, "selective": self.selective, "full": self.residual}[self.checkpointing]()
+        return self.model.num_layers * layer + self.head_input()
+
+    def recomputed(self) -> int:
+        """What is made again of the layer whose backward pass runs, beyond what it kept."""
+        kept = {"none": self.layer, "selective": self.selective, "full": self.residual}[self.checkpointing]()
+        return self.layer() - kept
+
+    def residual(self) -> int:
+        """The residual stream once: 4 T D."""
+        return 4 * self.tokens * self.model.d_model
+
+    def layer(self) -> int:
+        """Two norms, attention, router, experts."""
+        return 2 * self._norm() + self._attention() + self._router() + self._experts()
+
+    def selective(self) -> int:
+        """Results of matrix products and of attention are kept; norms, rotation and the router's fp32 input are not."""
+        query, key, tokens = self._widths()
+        products = self.compute_bytes * tokens * (2 * query + 2 * key + self.model.d_model)
+        return self.residual() + products + 4 * tokens * self.model.num_heads + self._experts()
+
+    def head_input(self) -> int:
+        """Last residual in fp32, its norm in c twice (once without the last position), 12 a token for the targets."""
+        return self._norm() + self.tokens * (self.compute_bytes * self.model.d_model + 12)
+
+    def backward_temporaries(self, owned: int) -> int:
+        """The larger of two moments in the backward pass of a layer's experts, plus two gradients of the residual.
+
+        Gradients of y [N, D], of hidden [N, F], hidden once more [N, F], and of gate and up [N, 2F], with the bf16
+        gradient of down [O, D, F]; or gate and up's, the gathered tokens [N, D] and the gradient [O, 2F, D] beside it.
+        """
+        rows, width, ffn, size = self.rows, self.model.d_model, self.model.expert_ffn, self.compute_bytes
+        first = rows * (width + 4 * ffn) + owned * width * ffn
+        second = rows * (width + 2 * ffn) + 3 * owned * width * ffn
+        return size * max(first, second) + 2 * self.residual()
+
+    def logits(self) -> int:
+        """The loss of one chunk of positions: logits in c and fp32, and their gradient in both."""
+        rows = max(1, min(self.tokens, LOGITS_CHUNK_BYTES // (4 * self.model.embedding_rows)))
+        copies = self.compute_bytes if self.compute_bytes != 4 else 0
+        return rows * self.model.embedding_rows * 2 * (4 + copies)
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.tokens * self.model.top_k
+
+    def _norm(self) -> int:
+        """The input in fp32, the result in c."""
+        return self.tokens * self.model.d_model * (4 + self.compute_bytes)
+
+    def _attention(self) -> int:
+        """Rotated q, k, and v, the output in c; logsumexp [T, H] in fp32; with QK norm its inputs in fp32, too."""
+        query, key, tokens = self._widths()
+        kept = self.compute_bytes * tokens * (2 * query + 2 * key) + 4 * tokens * self.model.num_heads
+        return kept + (0 if self.model.qk_norm == "none" else 4 * tokens * (query + key))
+
+    def _router(self) -> int:
+        """Input in fp32 where the compute dtype is another, logits and probabilities [T, E], choices and weights."""
+        copied = 4 * self.tokens * self.model.d_model if self.compute_bytes != 4 else 0
+        return copied + self.tokens * (8 * self.model.num_experts + 20 * self.model.top_k)
+
+    def _experts(self) -> int:
+        """Gate and up products [N, 2F] in c, weights (4 a row) and both orders (8 each); the tokens are the norm's."""
+        return self.rows * (2 * self.compute_bytes * self.model.expert_ffn + 20)
+
+    def _widths(self) -> tuple[int, int, int]:
+        """Q, U, T."""
+        return self.model.num_heads * self.model.head_dim, self.model.num_kv_heads * self.model.head_dim, self.tokens

@@ -1,0 +1,81 @@
+"""What a peer takes on with the memory that it finds: the same arithmetic as `plan`, with a margin.
+
+Numbers are measured by somebody else; options that all peers must have equal are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from spes_p2p.config.schema import Config
+from spes_p2p.planning.memory import Workload, predict, trained_value_bytes
+from spes_p2p.planning.options import KEYS, Options
+from spes_p2p.planning.search import Search, most_columns, search
+from spes_p2p.planning.units import gib_text
+
+MARGIN_SHARE = 0.08
+"""Of all memory, kept free because a prediction may be wrong by that much."""
+FRAGMENT_SHARE = 0.05
+"""The same once a peak has been seen."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What was measured before the model was made: `free_bytes` of `total_bytes`, on each of `ranks` devices."""
+
+    free_bytes: int
+    total_bytes: int
+    ranks: int = 1
+    is_gpu: bool = True
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.free_bytes - round(MARGIN_SHARE * self.total_bytes)
+
+    def workload(self, config: Config, owned: int) -> Workload:
+        return replace(Workload.of(config, owned, ranks=self.ranks), compute_bytes=2 if self.is_gpu else 4)
+
+    def limit(self, work: Workload) -> int:
+        """To be compared with `Memory.total`: whoever measured free memory has paid for the context already."""
+        return self.usable_bytes + predict(work).context
+
+
+def columns_that_fit(config: Config, device: Device) -> int:
+    """Columns that a peer has memory for, besides training the shared parameters; 0 also where not even these fit."""
+    work = device.workload(config, 0)
+    return most_columns(work, device.limit(work)) or 0
+
+
+def fitted(config: Config, device: Device, wanted: int, chosen_by_hand: Collection[str]) -> tuple[Config, str]:
+    """`config` with the cheapest local options that make `wanted` columns fit, and what there is to say about it.
+
+    What a person has set (dotted keys in `chosen_by_hand`) stays. The same config where it fits as it is, without
+    words, and where nothing makes it fit, with a warning.
+    """
+    work = device.workload(config, wanted)
+    fixed = frozenset(name for name, key in KEYS.items() if key in chosen_by_hand)
+    found = search(work, device.limit(work), local_only=True, fixed=fixed)
+    if found.chosen is None:
+        return config, not_enough(found, device.usable_bytes, predict(work).total - predict(work).context)
+    changes = found.chosen.options.changes(Options.of(config))
+    if not changes:
+        return config, ""
+    room = gib_text(device.usable_bytes)
+    return found.chosen.options.applied(config), f"{wanted} expert columns fit into {room} with {', '.join(changes)}"
+
+
+def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
+    """One sentence for a search without result, with the nearest thing that does fit."""
+    asked = f"{found.wanted} expert columns need {gib_text(needed_bytes)}, more than the {gib_text(usable_bytes)} here"
+    if found.nearest is None:
+        return f"{asked}, and no options of this machine's own make even a peer without columns fit"
+    return f"{asked}, with all options of this machine's own; {found.nearest.owned} would fit"
+
+
+def columns_by_experience(
+    owned: int, spare_bytes: int, total_bytes: int, column_values: int, options: Options | None = None
+) -> int:
+    """Columns that there is memory for, where training `owned` of them left `spare_bytes` at its peak."""
+    room = spare_bytes - round(FRAGMENT_SHARE * total_bytes)
+    return owned + max(0, int(room // (column_values * trained_value_bytes(options or Options()))))

@@ -1,0 +1,213 @@
+"""Bytes of device memory that training needs, by part, at the moment when it needs most.
+
+What lies there all the time: weights, masters, moments. What comes and goes: activations, logits, gradients. Symbols as
+in `sizes`; P_s shared values, P_c values of a column, c bytes of the compute dtype. One rank is meant; several ranks of
+a peer each hold the same on a GPU of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spes_p2p.config.schema import Config, ModelConfig
+from spes_p2p.planning.activations import Activations
+from spes_p2p.planning.options import Options
+from spes_p2p.planning.sizes import Sizes
+from spes_p2p.planning.units import GIB, MIB
+
+SHARED, BANK, MASTERS, GRADIENTS, OPTIMIZER = "shared parameters", "bank", "masters", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
+
+SCALE_BLOCK = 128
+"""Values of a quantised row that share one fp32 scale (the whole row where this does not divide it)."""
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
+"""Of a trained value: two moments, in fp32, or in 8 bits with one fp32 scale for each 256 values."""
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+FOREIGN_BYTES = {"int8": 1, "fp8": 1}
+WORKSPACE_BYTES = 64 * MIB
+"""What matrix products take for themselves."""
+FRAGMENT_SHARE = 0.04
+"""Of what comes and goes, lost between blocks of the allocator."""
+CONTEXT_BYTES = GIB // 2
+RANKS_BYTES = GIB // 2
+"""What CUDA takes for itself, and what communication between ranks takes on top; no allocator counts them."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`parts` add up to the highest number of bytes allocated at once."""
+
+    parts: Mapping[str, int]
+    moment: str
+    """When that is: head, backward or step."""
+    slack: int
+    """Lost by the allocator."""
+    context: int
+    """Taken before the first tensor."""
+    host: int
+    """Pinned memory of the host, for offloaded experts."""
+
+    @property
+    def allocated(self) -> int:
+        """What torch.cuda.max_memory_allocated should say."""
+        return sum(self.parts.values())
+
+    @property
+    def total(self) -> int:
+        """What the device must have."""
+        return self.allocated + self.slack + self.context
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Whose memory is asked for. `owned`: columns trained here."""
+
+    model: ModelConfig
+    options: Options
+    owned: int
+    sequence_length: int
+    batch_sequences: int
+    """Of one inner step of the peer."""
+    ranks: int = 1
+    compute_bytes: int = 2
+    """4 on a CPU."""
+
+    @classmethod
+    def of(cls, config: Config, owned: int, options: Options | None = None, ranks: int = 1) -> Workload:
+        """A config's; `options` in place of its own."""
+        data, optimizer = config.data, config.optimizer
+        options = options or Options.of(config)
+        return cls(config.model, options, owned, data.sequence_length, optimizer.batch_sequences, ranks)
+
+    @property
+    def sequences(self) -> int:
+        """That go through the device at once."""
+        return min(self.options.micro_batch_sequences, max(1, self.batch_sequences // self.ranks))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are there all the time: from micro-batch to micro-batch, or in the buckets of DDP."""
+        return self.sequences * self.ranks < self.batch_sequences or self.ranks > 1
+
+
+def predict(work: Workload) -> Memory:
+    """The highest need of one inner step, among the moments in which it can be:
+
+    head: all activations, logits, the gradient of the head; backward: all activations (without checkpointing) and the
+    temporaries of one layer, at its first layer, or all gradients at its last one; step: gradients and nothing else.
+    """
+    held = _held(work)
+    moments = {name: {**held, **parts} for name, parts in _moments(work).items()}
+    name, parts = max(moments.items(), key=lambda entry: sum(entry[1].values()))
+    passing = sum(parts[part] for part in (GRADIENTS, ACTIVATIONS, LOGITS, BUFFERS))
+    on_gpu = work.compute_bytes == 2
+    context = (CONTEXT_BYTES + RANKS_BYTES * (work.ranks > 1)) if on_gpu else 0
+    return Memory(parts, name, round(FRAGMENT_SHARE * passing), context, _host_bytes(work))
+
+
+def state_bytes(work: Workload) -> int:
+    """Weights, masters, moments and gradients alone: what depends on neither batch nor sequence."""
+    sizes = Sizes.of(work.model)
+    trained = sizes.trained(work.owned) * (4 + GRADIENT_BYTES[work.options.gradient_dtype])
+    return trained + _optimizer_bytes(work) + bank_bytes(work)
+
+
+def trained_value_bytes(options: Options) -> float:
+    """Of each value that is trained: master, gradient, moments."""
+    return 4 + GRADIENT_BYTES[options.gradient_dtype] + OPTIMIZER_BYTES[options.optimizer]
+
+
+def bank_bytes(work: Workload) -> int:
+    """All experts for the forward pass, on the device.
+
+    compute: c E P_c. Otherwise owned ones c O P_c, a workspace of one layer c E P_c / L, and the foreign ones,
+    (E - O) P_c, as they are held; offloaded, only two layers of these.
+    """
+    sizes, owned = Sizes.of(work.model), work.owned
+    if not _is_thrifty(work.options):
+        return work.compute_bytes * sizes.experts
+    layers = 2 / work.model.num_layers if work.options.foreign_offload else 1
+    own = work.compute_bytes * (owned * sizes.column + sizes.num_experts * sizes.expert)
+    return own + round(layers * foreign_bytes(work))
+
+
+def foreign_bytes(work: Workload) -> int:
+    """Foreign experts of all layers: gate and up [2F, D], down [D, F], in codes with scales or in the compute dtype."""
+    model, kind = work.model, work.options.foreign_dtype
+    foreign = (model.num_experts - work.owned) * model.num_layers
+    if kind == "compute":
+        return work.compute_bytes * foreign * 3 * model.d_model * model.expert_ffn
+    values = 2 * model.expert_ffn * model.d_model, model.d_model * model.expert_ffn
+    per_value = (FOREIGN_BYTES[kind] + 4 / _scale_block(width) for width in (model.d_model, model.expert_ffn))
+    return round(foreign * sum(count * size for count, size in zip(values, per_value, strict=True)))
+
+
+def _scale_block(width: int) -> int:
+    return SCALE_BLOCK if width % SCALE_BLOCK == 0 else width
+
+
+def _is_thrifty(options: Options) -> bool:
+    return options.foreign_dtype != "compute" or options.foreign_offload
+
+
+def _host_bytes(work: Workload) -> int:
+    return foreign_bytes(work) if work.options.foreign_offload else 0
+
+
+def _held(work: Workload) -> dict[str, int]:
+    """What is there all the time, from the second step on."""
+    sizes = Sizes.of(work.model)
+    return {
+        SHARED: 4 * sizes.shared,
+        BANK: bank_bytes(work),
+        MASTERS: 4 * work.owned * sizes.column,
+        OPTIMIZER: _optimizer_bytes(work),
+        BUFFERS: WORKSPACE_BYTES if work.compute_bytes == 2 else 0,
+    }
+
+
+def _optimizer_bytes(work: Workload) -> int:
+    return round(OPTIMIZER_BYTES[work.options.optimizer] * Sizes.of(work.model).trained(work.owned))
+
+
+def _moments(work: Workload) -> dict[str, dict[str, int]]:
+    sizes, model = Sizes.of(work.model), work.model
+    active = Activations(
+        model, work.sequences * work.sequence_length, work.compute_bytes, work.options.activation_checkpointing
+    )
+    gradient = GRADIENT_BYTES[work.options.gradient_dtype]
+    all_gradients = gradient * sizes.trained(work.owned)
+    early = all_gradients if work.accumulates else 0
+    head_gradient = early or gradient * sizes.embedding
+    # a fresh gradient, in the compute dtype and in fp32, before it is added to what is there
+    fresh_head, fresh_layer = (
+        (work.compute_bytes + 4 * work.accumulates) * count for count in (sizes.embedding, work.owned * sizes.expert)
+    )
+    copies = _compute_copies(work, sizes)
+    one_layer = active.kept() // model.num_layers + active.recomputed()
+    temporaries = active.backward_temporaries(work.owned)
+    return {
+        "head": _passing(work, sizes, head_gradient + fresh_head, active.kept(), active.logits(), copies),
+        "backward, last layer": _passing(
+            work, sizes, head_gradient + fresh_layer, active.kept() + active.recomputed() + temporaries, 0, copies
+        ),
+        "backward, first layer": _passing(work, sizes, all_gradients + fresh_layer, one_layer + temporaries, 0, 0),
+        "step": _passing(work, sizes, all_gradients, 0, 0, 0),
+    }
+
+
+def _passing(
+    work: Workload, sizes: Sizes, gradients: int, activations: int, logits: int, copies: int
+) -> dict[str, int]:
+    return {
+        SHARED: 4 * sizes.shared + copies,
+        GRADIENTS: gradients,
+        ACTIVATIONS: activations,
+        LOGITS: logits,
+    }
+
+
+def _compute_copies(work: Workload, sizes: Sizes) -> int:
+    """Autocast keeps a copy of every shared matrix but embedding and router from forward to backward pass."""
+    return 0 if work.compute_bytes == 4 else work.compute_bytes * (sizes.embedding + sizes.attention)

@@ -1,0 +1,82 @@
+"""The settings that trade memory for speed, apart from the rest of a config, and how to put them back into one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
+
+from spes_p2p.config.fields import is_local
+from spes_p2p.config.schema import Config, fields_of_tree
+
+KEYS = {
+    "micro_batch_sequences": "optimizer.micro_batch_sequences",
+    "gradient_dtype": "optimizer.gradient_dtype",
+    "optimizer": "optimizer.name",
+    "activation_checkpointing": "model.activation_checkpointing",
+    "foreign_dtype": "model.foreign_dtype",
+    "foreign_offload": "model.foreign_offload",
+}
+"""Our name to the config's."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Values as in the config."""
+
+    micro_batch_sequences: int = 1
+    gradient_dtype: str = "fp32"
+    optimizer: str = "adamw"
+    activation_checkpointing: str = "none"
+    foreign_dtype: str = "compute"
+    foreign_offload: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> Options:
+        """Those of a config; what its schema does not have stays at the default."""
+        found = {field.name: _get(config, KEYS[field.name], field.default) for field in fields(cls)}
+        return cls(**found)
+
+    def applied(self, config: Config) -> Config:
+        """`config` with these options, unchecked: take only values that the schema allows."""
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            section, leaf = key.split(".")
+            part = getattr(config, section)
+            if leaf in type(part).model_fields and getattr(part, leaf) != value:
+                config = config.model_copy(update={section: part.model_copy(update={leaf: value})})
+        return config
+
+    def changes(self, since: Options) -> tuple[str, ...]:
+        """What differs, as overrides: `model.activation_checkpointing=full`."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(since, field.name)]
+        return tuple(f"{KEYS[name]}={_yaml(getattr(self, name))}" for name in names)
+
+
+def is_known(name: str, value: Any) -> bool:
+    """Whether the schema of this version has the option `name` and allows `value`."""
+    field = dict(fields_of_tree()).get(KEYS[name])
+    if field is None:
+        return False
+    allowed = get_args(field.annotation)
+    return not allowed or value in allowed
+
+
+def is_agreed(key: str) -> bool:
+    """Whether all peers of a run must have the setting `key` equal."""
+    return not is_local(dict(fields_of_tree())[key])
+
+
+def halved(options: Options, batch_sequences: int) -> Options:
+    """With the largest micro-batch that divides the batch and is at most half as large (the same, where it is 1)."""
+    size = options.micro_batch_sequences
+    smaller = [part for part in range(1, size // 2 + 1) if batch_sequences % part == 0]
+    return replace(options, micro_batch_sequences=smaller[-1]) if smaller else options
+
+
+def _get(config: Config, key: str, default: Any) -> Any:
+    section, leaf = key.split(".")
+    return getattr(getattr(config, section), leaf, default)
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,162 @@
+"""What fits into a given memory, and which options make it fit.
+
+Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): gradients in bf16
+cost nothing; Adam in 8 bits nearly nothing; selective checkpointing a few percent; foreign experts in one byte are
+unpacked twice a micro-batch; full checkpointing computes every layer twice; offloaded experts cross the PCIe bus twice
+a micro-batch. On each rung the micro-batch is halved first, down to 4,096 tokens, where products are still large;
+smaller ones come last of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from spes_p2p.planning.memory import Memory, Workload, predict
+from spes_p2p.planning.options import KEYS, Options, halved, is_agreed, is_known
+
+LADDER: tuple[tuple[str, Any], ...] = (
+    ("gradient_dtype", "bf16"),
+    ("optimizer", "adamw8bit"),
+    ("activation_checkpointing", "selective"),
+    ("foreign_dtype", "int8"),
+    ("activation_checkpointing", "full"),
+    ("foreign_offload", True),
+)
+CHEAP_TOKENS = 4096
+"""A micro-batch of so many tokens is as fast as a larger one, or nearly."""
+_CHECKPOINTING = ("none", "selective", "full")
+_FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit",), "foreign_dtype": ("int8", "fp8")}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One set of options with the micro-batch of the config."""
+
+    options: Options
+    adds: str
+    """Its last step as an override; nothing for the config as it is."""
+    memory: Memory
+    """Of the wanted columns."""
+    most_columns: int | None
+    """That fit; None where not even none does."""
+    largest_micro_batch: int
+    """That fits with the wanted columns; 0 where none does."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Something that fits: these options, micro-batch included, with so many columns."""
+
+    options: Options
+    owned: int
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Search:
+    """`chosen`: the wanted columns by the cheapest options, if any hold them; `nearest`: if not, most columns."""
+
+    wanted: int
+    rungs: tuple[Rung, ...]
+    chosen: Fit | None
+    nearest: Fit | None
+
+
+def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: Collection[str] = frozenset()) -> Search:
+    """All rungs for the columns and options of `work`; `memory_bytes` is what the device may be filled with.
+
+    `local_only`: without options that all peers of a run must have equal. `fixed`: names of options that stay.
+    """
+    ladder = list(rungs(work.options, local_only, fixed))
+    found = tuple(_rung(replace(work, options=options), adds, memory_bytes) for options, adds in ladder)
+    halves = "micro_batch_sequences" not in fixed
+    tried = [list(_halvings(options, work.batch_sequences, halves)) for options, _ in ladder]
+    chosen = _first_that_fits(work, tried, memory_bytes)
+    return Search(work.owned, found, chosen, None if chosen else _nearest(work, tried, memory_bytes))
+
+
+def rungs(options: Options, local_only: bool, fixed: Collection[str] = frozenset()) -> Iterator[tuple[Options, str]]:
+    """`options`, then cumulatively with each option of the ladder that this version has and that saves memory."""
+    yield options, ""
+    for name, value in LADDER:
+        if not is_known(name, value) or not _saves(name, getattr(options, name), value):
+            continue
+        if name in fixed or (local_only and is_agreed(KEYS[name])):
+            continue
+        changed = replace(options, **{name: value})
+        yield changed, changed.changes(options)[0]
+        options = changed
+
+
+def most_columns(work: Workload, memory_bytes: int) -> int | None:
+    """Most columns that fit with the options of `work`; None where not even none does."""
+    fitting = [owned for owned in range(work.model.num_experts + 1) if _fits(replace(work, owned=owned), memory_bytes)]
+    return max(fitting, default=None)
+
+
+def one_step_down(options: Options, batch_sequences: int, sequence_length: int) -> Options | None:
+    """The next cheapest way to less memory that a peer can take while it runs; None at the end.
+
+    Halves the micro-batch down to 4,096 tokens, then checkpoints more, then halves on.
+    """
+    smaller = halved(options, batch_sequences)
+    if smaller != options and smaller.micro_batch_sequences * sequence_length >= CHEAP_TOKENS:
+        return smaller
+    for mode in _CHECKPOINTING[_CHECKPOINTING.index(options.activation_checkpointing) + 1 :]:
+        if is_known("activation_checkpointing", mode):
+            return replace(options, activation_checkpointing=mode)
+    return smaller if smaller != options else None
+
+
+def _saves(name: str, present: Any, value: Any) -> bool:
+    if name == "activation_checkpointing":
+        return _CHECKPOINTING.index(value) > _CHECKPOINTING.index(present)
+    return present != value and present not in _FRUGAL.get(name, ())
+
+
+def _rung(work: Workload, adds: str, memory_bytes: int) -> Rung:
+    sizes = [size for size in range(1, work.batch_sequences + 1) if work.batch_sequences % size == 0]
+    fitting = [size for size in sizes if _fits(_with_micro_batch(work, size), memory_bytes)]
+    return Rung(work.options, adds, predict(work), most_columns(work, memory_bytes), max(fitting, default=0))
+
+
+def _first_that_fits(work: Workload, tried: list[list[Options]], memory_bytes: int) -> Fit | None:
+    """Two passes: first with micro-batches that cost no speed, then with any."""
+    configured = work.options.micro_batch_sequences * work.sequence_length
+    for least_tokens in (min(CHEAP_TOKENS, configured), 0):
+        for options in chain.from_iterable(tried):
+            enough = options.micro_batch_sequences * work.sequence_length >= least_tokens
+            changed = replace(work, options=options)
+            if enough and _fits(changed, memory_bytes):
+                return Fit(options, work.owned, predict(changed))
+    return None
+
+
+def _nearest(work: Workload, tried: list[list[Options]], memory_bytes: int) -> Fit | None:
+    """Most columns that any options hold, by the first options that hold them."""
+    every = list(chain.from_iterable(tried))
+    held = [(most_columns(replace(work, options=options), memory_bytes), options) for options in every]
+    best = max((columns for columns, _ in held if columns is not None), default=None)
+    if best is None:
+        return None
+    options = next(options for columns, options in held if columns == best)
+    return Fit(options, best, predict(replace(work, options=options, owned=best)))
+
+
+def _halvings(options: Options, batch_sequences: int, halves: bool) -> Iterator[Options]:
+    """`options`, and with ever smaller micro-batches where these may change."""
+    yield options
+    while halves and (smaller := halved(options, batch_sequences)) != options:
+        options = smaller
+        yield options
+
+
+def _with_micro_batch(work: Workload, size: int) -> Workload:
+    return replace(work, options=replace(work.options, micro_batch_sequences=size))
+
+
+def _fits(work: Workload, memory_bytes: int) -> bool:
+    return predict(work).total <= memory_bytes

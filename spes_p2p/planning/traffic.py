@@ -1,0 +1,133 @@
+"""What a round puts on the links, by the plan that every peer follows (sync/core/plan.py).
+
+A slice with m contributors is sent to its reducer by the m - 1 others, and handed out by it to the N - 1 others. So
+with N peers, P_s shared values, and columns of P_c values with r owners each (links alike, columns dealt evenly) a peer
+with O columns sends, and receives, in values:
+
+    up    2 (N - 1) / N P_s  +  O ((r - 1) + (N - 1)) / r P_c
+    down  2 (N - 1) / N P_s  +  2 O (r - 1) / r P_c  +  (E_o - O) P_c
+
+where E_o columns have an owner. With r = 1 and E = N O that is 2(N-1)/N P_s + (N-1)/N P_e both ways. Any holder may
+hand a tile on, so that one peer may send more and another less; the sum stays. Leaves out what messages and streams add
+to the values (below 1%).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.config.sections import SyncConfig
+from spes_p2p.errors import ConfigError
+from spes_p2p.planning.sizes import Sizes
+
+CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
+"""Of a value on the wire; the quantised ones with one fp32 scale for 128 values."""
+DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Values that one peer sends and receives in a round, and the same summed over all peers."""
+
+    up_values: float
+    down_values: float
+
+    def bytes_up(self, codec: str) -> float:
+        return self.up_values * CODEC_BYTES[codec]
+
+    def bytes_down(self, codec: str) -> float:
+        return self.down_values * CODEC_BYTES[codec]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes a second; None: no limit known."""
+
+    up: float | None = None
+    down: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.up is not None or self.down is not None
+
+    def seconds(self, up_bytes: float, down_bytes: float) -> float:
+        """At the link's full speed both ways at once."""
+        return max(up_bytes / self.up if self.up else 0.0, down_bytes / self.down if self.down else 0.0)
+
+
+@dataclass(frozen=True)
+class SyncCost:
+    """One codec on one link. None where something it needs was not given."""
+
+    codec: str
+    exists: bool
+    """Whether this version has the codec."""
+    bytes_up: float
+    bytes_down: float
+    seconds: float | None
+    """One sync; needs a link."""
+    share: float | None
+    """Of all time that goes into syncing, since training waits; needs tokens a second, too."""
+    bytes_per_day: float | None
+    """Up and down together; needs the same."""
+
+
+def round_traffic(sizes: Sizes, peers: int, owned: int, replicas: float, expert_rounds: int = 1) -> Traffic:
+    """The formula above. `replicas` is r >= 1; columns travel every `expert_rounds`-th round; alone, nothing moves."""
+    others, share = peers - 1, 2 * (peers - 1) / peers * sizes.shared
+    if not others:
+        return Traffic(0.0, 0.0)
+    with_owner = min(sizes.num_experts, peers * owned / replicas)
+    column = sizes.column / expert_rounds
+    up = owned * (replicas - 1 + others) / replicas * column
+    down = (2 * owned * (replicas - 1) / replicas + with_owner - owned) * column
+    return Traffic(share + up, share + down)
+
+
+def replicas_of(num_experts: int, peers: int, owned: int) -> float:
+    """Owners of a column, on average, where each of `peers` owns `owned` of `num_experts`; at least 1."""
+    return max(1.0, peers * owned / num_experts)
+
+
+def codecs() -> tuple[str, ...]:
+    """Those of this version, then those that only have a formula yet."""
+    return (*_present(), *(name for name in CODEC_BYTES if name not in _present()))
+
+
+def sync_costs(
+    config: Config, peers: int, owned: int, link: Link, tokens_per_second: float | None
+) -> tuple[SyncCost, ...]:
+    """For each codec, with `owned` columns at each of `peers` (all alike) that train at `tokens_per_second` each."""
+    sizes = Sizes.of(config.model)
+    traffic = round_traffic(
+        sizes, peers, owned, replicas_of(sizes.num_experts, peers, owned), getattr(config.sync, "expert_rounds", 1)
+    )
+    training = round_tokens(config) / tokens_per_second if tokens_per_second else None
+    return tuple(_cost(codec, traffic, link, training) for codec in codecs())
+
+
+def round_tokens(config: Config) -> int:
+    """Tokens that one peer trains in a round, late in the run: H B S."""
+    steps = steps_per_round_at(config, config.scheduler.total_steps)
+    return steps * config.optimizer.batch_sequences * config.data.sequence_length
+
+
+def _cost(codec: str, traffic: Traffic, link: Link, training_seconds: float | None) -> SyncCost:
+    up, down = traffic.bytes_up(codec), traffic.bytes_down(codec)
+    seconds = link.seconds(up, down) if link.is_known else None
+    share = per_day = None
+    if seconds is not None and training_seconds is not None:
+        share = seconds / (seconds + training_seconds)
+        per_day = (up + down) * DAY_SECONDS / (seconds + training_seconds)
+    return SyncCost(codec, codec in _present(), up, down, seconds, share, per_day)
+
+
+def _present() -> tuple[Any, ...]:
+    return get_args(SyncConfig.model_fields["codec"].annotation)
+
+
+def check_peers(peers: int) -> None:
+    if peers < 1:
+        raise ConfigError(f"--peers is {peers}", fix="give how many peers the run has, 1 or more")
