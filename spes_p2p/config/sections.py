@@ -47,7 +47,15 @@ class ModelConfig(Section):
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
-    expert_backend: Literal["auto", "grouped_mm", "eager"] = local("How this machine computes experts.", "auto")
+    expert_backend: Literal["auto", "grouped_mm", "megablocks", "eager"] = local(
+        "How this machine computes experts; auto takes the fastest that works here.", "auto"
+    )
+    foreign_dtype: Literal["compute", "int8", "fp8"] = local(
+        "How experts are held that this peer does not train: in the compute dtype, or in one byte a value.", "compute"
+    )
+    foreign_offload: bool = local(
+        "Hold experts that this peer does not train in host memory, and fetch them one layer ahead.", False
+    )
     activation_checkpointing: Literal["none", "full"] = local(
         "Recompute layers in the backward pass to save memory.", "none"
     )
@@ -119,7 +127,12 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """One inner step."""
 
-    name: Literal["adamw"] = agreed("The inner optimizer.", "adamw")
+    name: Literal["adamw", "adamw8bit"] = local(
+        "The inner optimizer: AdamW, with moments in fp32 or in 8 bits (2 bytes a trained value instead of 8; needs "
+        "the extra optim8bit).",
+        "adamw",
+    )
+    gradient_dtype: Literal["fp32", "bf16"] = local("How gradients are kept until the step: 4 or 2 bytes.", "fp32")
     lr: float = agreed("Highest learning rate.", gt=0)
     betas: tuple[float, float] = agreed("AdamW's decay rates of both moments.", (0.9, 0.95))
     eps: float = agreed("AdamW's epsilon.", 1e-8, gt=0)

@@ -1,7 +1,7 @@
-"""The two matrix products that experts need, per group of rows, and who computes them.
+"""What experts need of a device, and who computes it: sorting rows by expert, and two products per group of rows.
 
 The rows of an activation are sorted by group (one group an expert); `ends_G` holds the end of each group. A backend is
-the one swap point for kernels: it knows nothing of ownership or autograd (bank.py), and sorts nothing (dispatch.py).
+the one swap point for kernels: it knows nothing of ownership or autograd (bank.py, mlp.py).
 
 Shapes: N rows, K and M widths, E or G groups. `ends_G` is int32, rising, on the device of the rows; rows at or after
 the last end belong to no group.
@@ -9,24 +9,34 @@ the last end belong to no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spes_p2p.errors import ConfigError
+from spes_p2p.experts.dispatch import Order, gather_rows, sort_by_slot, sum_rows
 
-BackendName = Literal["auto", "grouped_mm", "eager"]
+BackendName = Literal["auto", "grouped_mm", "megablocks", "eager"]
 _ALIGNMENT_BYTES = 16  # what torch's grouped_mm demands of every stride
 
 
 class Backend(Protocol):
-    """Grouped matrix products; all tensors have one dtype and live on one device."""
+    """Dispatch and grouped matrix products; all tensors have one dtype and live on one device."""
 
     name: str
+
+    def sort(self, slot_TK: Tensor, num_experts: int) -> Order:
+        """See dispatch.sort_by_slot."""
+        ...
+
+    def gather(self, x_TD: Tensor, order: Order) -> Tensor:
+        """x_ND: the token of each row."""
+        ...
+
+    def combine(self, y_ND: Tensor, order: Order) -> Tensor:
+        """y_TD: for each token the sum of its rows."""
+        ...
 
     def rows(self, x_NK: Tensor, w_EKM: Tensor, ends_E: Tensor) -> Tensor:
         """y_NM with y[n] = x[n] @ w[group of n]; every row belongs to a group. `w_EKM` may be a transposed view."""
@@ -37,7 +47,20 @@ class Backend(Protocol):
         ...
 
 
-class Eager:
+class TorchDispatch:
+    """Sorting, gathering and summing by torch's own operations."""
+
+    def sort(self, slot_TK: Tensor, num_experts: int) -> Order:
+        return sort_by_slot(slot_TK, num_experts)
+
+    def gather(self, x_TD: Tensor, order: Order) -> Tensor:
+        return gather_rows(x_TD, order)
+
+    def combine(self, y_ND: Tensor, order: Order) -> Tensor:
+        return sum_rows(y_ND, order)
+
+
+class Eager(TorchDispatch):
     """A plain loop over the groups: the reference. Waits for the device to learn the group sizes."""
 
     name = "eager"
@@ -50,7 +73,7 @@ class Eager:
         return torch.stack([x_NM[start:end].T @ y_NK[start:end] for start, end in _ranges(ends_G)])
 
 
-class GroupedMM:
+class GroupedMM(TorchDispatch):
     """torch's grouped_mm: one kernel for all groups and no wait for the device.
 
     So it is on CUDA in bf16 from compute capability 9.0; elsewhere torch serves the same call by a loop of its own.
@@ -68,44 +91,6 @@ class GroupedMM:
     def outer(self, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> Tensor:
         w_GMK = F.grouped_mm(_aligned(x_NM).T, _aligned(y_NK), offs=ends_G)
         return w_GMK[:, : x_NM.shape[1], : y_NK.shape[1]]
-
-
-def resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
-    """The backend for a configured name, and why it was taken, in words for the log.
-
-    `auto` takes grouped_mm where a small trial of it runs, else eager. Raises ConfigError for an unknown name, or for a
-    backend asked for by name that does not run on `device` with `dtype`.
-    """
-    if name not in ("auto", "grouped_mm", "eager"):
-        raise ConfigError(f"model.expert_backend is {name!r}, an unknown backend", fix="use auto, grouped_mm or eager")
-    if name == "eager":
-        return Eager(), "asked for"
-    failure = "" if device.type == "meta" else _why_grouped_mm_fails(device, dtype)
-    if not failure:
-        return GroupedMM(), "asked for" if name == "grouped_mm" else f"grouped_mm runs on {device} in {dtype}"
-    if name == "grouped_mm":
-        raise ConfigError(
-            f"model.expert_backend is grouped_mm, which fails on {device} in {dtype}: {failure}", fix="set it to auto"
-        )
-    return Eager(), f"grouped_mm fails on {device} in {dtype}: {failure}"
-
-
-@cache
-def _why_grouped_mm_fails(device: torch.device, dtype: torch.dtype) -> str:
-    """The first line of the error of a small trial, or nothing."""
-    x_NK = torch.ones(4, 16, device=device, dtype=dtype)
-    w_EMK = torch.ones(2, 8, 16, device=device, dtype=dtype)
-    ends_E = torch.tensor([1, 4], device=device, dtype=torch.int32)
-    backend = GroupedMM()
-    trials: tuple[Callable[[], Tensor], ...] = (
-        lambda: backend.rows(x_NK, w_EMK.transpose(1, 2), ends_E),
-        lambda: backend.outer(x_NK, x_NK, ends_E[:1]),
-    )
-    try:
-        sums = [float(trial().sum()) for trial in trials]
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        return str(error).splitlines()[0]
-    return "" if sums == [4 * 8 * 16, 16 * 16] else f"a trial gave {sums}"
 
 
 def _ranges(ends_G: Tensor) -> list[tuple[int, int]]:

@@ -1,27 +1,30 @@
 """All experts of one layer: what every peer needs for the forward pass, and what it trains.
 
-The bank holds every expert in the compute dtype: three buffers, outside the state_dict and outside DDP. The masters
-hold the owned experts in fp32: three parameters, or none where nothing is owned. `refresh` copies the masters into the
-bank after an optimizer step. Owned experts lie first in the bank, so that their rows are first after the sort, and the
-weight gradient of the owned experts alone is one product over the first `n_owned` group ends, with no host sync.
+The store (stores.py) holds every expert in the compute dtype or cheaper, outside the state_dict and outside DDP. The
+masters hold the owned experts in fp32: two parameters, `gate_up` and `down`, or none where nothing is owned. `refresh`
+copies the masters into the store after an optimizer step. Owned experts lie first in the store, so that their rows are
+first after the sort, and the weight gradient of the owned experts alone is one product over the first `n_owned` group
+ends, with no host sync (mlp.py).
 
-Legend: T tokens, K experts a token, N = T * K rows sorted by slot, D d_model, F expert ffn, E experts, O owned experts.
+The world above knows three matrices an expert, as files name them; gate and up are the two halves of one here, so that
+one product serves both.
+
+Legend: T tokens, K experts a token, D d_model, F expert ffn, E experts, O owned experts.
 Leaves out: routing (model/router.py), kernels (backends.py), and who owns what (ownership).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.backends import Backend
-from spes_p2p.experts.dispatch import gather_rows, return_rows, sort_by_slot
+from spes_p2p.experts.mlp import experts_of
+from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, Store, Thrifty
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
@@ -44,41 +47,56 @@ class ExpertBank(nn.Module):
         backend: Backend,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        foreign: Foreign | None = None,
     ) -> None:
-        """Allocates the bank in `dtype` and the masters of `owned` in fp32. Raises ConfigError as `set_owned`."""
+        """Allocates the store in `dtype` and the masters of `owned` in fp32. Raises ConfigError as `set_owned`."""
         super().__init__()
-        self.num_experts, self.backend = num_experts, backend
+        self.num_experts, self.backend, self.dtype = num_experts, backend, dtype
         self.owned: tuple[int, ...] = ()
+        self._ffn = ffn
         self._slots: tuple[int, ...] = tuple(range(num_experts))
-        shapes = {"gate": (ffn, d_model), "up": (ffn, d_model), "down": (d_model, ffn)}
-        for which in MATRICES:
-            bank = torch.full((num_experts, *shapes[which]), torch.nan, device=device, dtype=dtype)
-            self.register_buffer(f"{which}_bank", bank, persistent=False)
-            self.register_parameter(which, None)
+        self.shapes: dict[Part, tuple[int, int]] = {"gate_up": (2 * ffn, d_model), "down": (d_model, ffn)}
+        """[out, in] of each part of one expert."""
+        shapes = {part: (num_experts, *shape) for part, shape in self.shapes.items()}
+        self.store: Store
+        if foreign is not None and foreign.thrifty:
+            self.store = Thrifty(shapes, device, dtype, foreign)
+        else:
+            self.store = Dense(shapes, device, dtype)
+        for part in PARTS:
+            self.register_parameter(part, None)
         self.register_buffer("_slot_E", torch.arange(num_experts, device=device), persistent=False)
         self.set_owned(owned)
 
-    def bank(self, which: Matrix) -> Tensor:
-        """The bank of one matrix, [E, out, in], owned experts first (see `slot`)."""
-        return cast(Tensor, getattr(self, f"{which}_bank"))
-
-    def master(self, which: Matrix) -> nn.Parameter | None:
-        """The fp32 master of one matrix, [O, out, in] in the order of `owned`, or None where nothing is owned."""
-        return cast("nn.Parameter | None", getattr(self, which))
+    def master(self, part: Part) -> nn.Parameter | None:
+        """The fp32 master of one part, [O, out, in] in the order of `owned`, or None where nothing is owned."""
+        return cast("nn.Parameter | None", getattr(self, part))
 
     def slot(self, expert: int) -> int:
-        """Where an expert lies in the bank."""
+        """Where an expert lies in the store."""
         return self._slots[expert]
 
     def owned_mask(self) -> Tensor:
         """bool [E], True for owned experts, on the bank's device."""
         return self._slot_E < len(self.owned)
 
+    def rows_of(self, which: Matrix) -> tuple[Part, slice]:
+        """The part that holds a matrix, and its rows there."""
+        if which == "down":
+            return "down", slice(None)
+        return "gate_up", slice(0, self._ffn) if which == "gate" else slice(self._ffn, 2 * self._ffn)
+
+    def shape_of(self, which: Matrix) -> torch.Size:
+        """[out, in] of a matrix."""
+        part, rows = self.rows_of(which)
+        out, width = self.shapes[part]
+        return torch.Size((len(range(out)[rows]), width))
+
     @torch.no_grad()
     def set_owned(self, owned: Sequence[int]) -> None:
         """Changes which experts are trained. Experts that stay owned keep their master values.
 
-        New masters take the bank's values: load the expert again where the bank is bf16. The masters become new
+        New masters take the store's values: load the expert again where they are rounded. The masters become new
         Parameters without gradients, so the optimizer and DDP must be built again; with the same `owned`, nothing
         happens. Raises ConfigError unless `owned` is strictly rising and within 0..E-1.
         """
@@ -90,85 +108,61 @@ class ExpertBank(nn.Module):
             )
         if owned == self.owned:
             return
-        kept = {which: {expert: self.read(expert, which) for expert in self.owned} for which in MATRICES}
+        kept = {part: self._kept(part, owned) for part in PARTS}
         self._reorder(owned)
-        for which in MATRICES:
-            self._new_master(which, kept[which])
+        for part in PARTS:
+            self._new_master(part, kept[part])
+
+    def _kept(self, part: Part, owned: tuple[int, ...]) -> dict[int, Tensor]:
+        """The master values of experts that stay owned."""
+        master = self.master(part)
+        return {} if master is None else {e: master[self.slot(e)] for e in self.owned if e in owned}
 
     def _reorder(self, owned: tuple[int, ...]) -> None:
         experts = [*owned, *(expert for expert in range(self.num_experts) if expert not in owned)]
-        old_slots = torch.tensor([self._slots[expert] for expert in experts], device=self._slot_E.device)
-        for which in MATRICES:
-            setattr(self, f"{which}_bank", self.bank(which)[old_slots])
+        self.store.reorder([self._slots[expert] for expert in experts], len(owned))
         self._slots = tuple(experts.index(expert) for expert in range(self.num_experts))
         self._slot_E.copy_(torch.tensor(self._slots))
         self.owned = owned
 
-    def _new_master(self, which: Matrix, kept: dict[int, Tensor]) -> None:
+    def _new_master(self, part: Part, kept: dict[int, Tensor]) -> None:
         if not self.owned:
-            setattr(self, which, None)
+            setattr(self, part, None)
             return
-        values = [kept.get(expert, self.bank(which)[self.slot(expert)]).float() for expert in self.owned]
-        setattr(self, which, nn.Parameter(torch.stack(values)))
+        master = torch.empty(len(self.owned), *self.shapes[part], device=self._slot_E.device)
+        for slot, expert in enumerate(self.owned):
+            master[slot].copy_(kept[expert] if expert in kept else self.store.read(part, slot))
+        setattr(self, part, nn.Parameter(master))
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the masters into the bank. Call it after every optimizer step, never between forward and backward."""
-        for which in MATRICES:
-            master = self.master(which)
+        """Shows the masters to the forward pass. Call it after every optimizer step, never before its backward."""
+        for part in PARTS:
+            master = self.master(part)
             if master is not None:
-                self.bank(which)[: len(self.owned)].copy_(master)
+                self.store.refresh(part, master)
 
     @torch.no_grad()
     def load(self, expert: int, which: Matrix, values: Tensor) -> None:
-        """Writes one matrix [out, in] of one expert into the bank and, when owned, the master."""
-        self.bank(which)[self.slot(expert)].copy_(values)
-        master = self.master(which)
+        """Writes one matrix [out, in] of one expert into the store and, when owned, the master."""
+        part, rows = self.rows_of(which)
+        self.store.write(part, self.slot(expert), rows, values)
+        master = self.master(part)
         if master is not None and expert in self.owned:
-            master[self.slot(expert)].copy_(values)
+            master[self.slot(expert), rows].copy_(values)
 
     def read(self, expert: int, which: Matrix) -> Tensor:
-        """One matrix [out, in] of one expert, as a view: the fp32 master when owned, else the bank's copy."""
-        master = self.master(which)
-        source = self.bank(which) if master is None or expert not in self.owned else master.detach()
-        return source[self.slot(expert)]
+        """One matrix [out, in] of one expert: a view of the fp32 master when owned, else what the store holds."""
+        part, rows = self.rows_of(which)
+        master = self.master(part)
+        if master is None or expert not in self.owned:
+            return self.store.read(part, self.slot(expert))[rows]
+        return master.detach()[self.slot(expert), rows]
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """y_TD = sum over k of weight[t, k] * expert[t, k](x[t]), in the bank's dtype; no token is dropped."""
-        # autocast would undo the bank's dtype, which is the compute dtype already
+        """y_TD = sum over k of weight[t, k] * expert[t, k](x[t]), in the compute dtype; no token is dropped."""
+        # autocast would undo the store's dtype, which is the compute dtype already
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
-            order = sort_by_slot(self._slot_E[expert_TK], self.num_experts)
-            x_ND = gather_rows(x_TD.to(self.bank("gate").dtype), order)
-            hidden_NF = F.silu(self._product("gate", x_ND, order.ends_E)) * self._product("up", x_ND, order.ends_E)
-            y_TKD = return_rows(self._product("down", hidden_NF, order.ends_E), order, expert_TK.shape[1])
-            return torch.einsum("tkd,tk->td", y_TKD, weight_TK.to(y_TKD.dtype))
-
-    def _product(self, which: Matrix, x_NK: Tensor, ends_E: Tensor) -> Tensor:
-        return cast(Tensor, _GroupedLinear.apply(x_NK, self.bank(which), self.master(which), ends_E, self.backend))
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """y[n] = w[group of n] @ x[n] through the whole bank; weight gradients for the masters alone.
-
-    The masters take no part in the forward pass: they are an input so that autograd asks for their gradient. They
-    always get one, of zeros where an expert saw no token, so that DDP never waits for it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NK: Tensor, bank_EMK: Tensor, master_OMK: Tensor | None, ends_E: Tensor, backend: Backend
-    ) -> Tensor:
-        ctx.num_owned = 0 if master_OMK is None else master_OMK.shape[0]
-        ctx.backend = backend
-        ctx.save_for_backward(x_NK if ctx.num_owned else None, bank_EMK, ends_E)
-        return backend.rows(x_NK, bank_EMK.transpose(1, 2), ends_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_NM: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        x_NK, bank_EMK, ends_E = ctx.saved_tensors
-        dx_NK = ctx.backend.rows(dy_NM, bank_EMK, ends_E) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[2]:
-            return dx_NK, None, None, None, None
-        dw_OMK = ctx.backend.outer(dy_NM, x_NK, ends_E[: ctx.num_owned])
-        return dx_NK, None, dw_OMK.float(), None, None
+            order = self.backend.sort(self._slot_E[expert_TK], self.num_experts)
+            masters = self.master("gate_up"), self.master("down")
+            return experts_of(x_TD.to(self.dtype), weight_TK, order, self.store, *masters, self.backend)

@@ -1,27 +1,34 @@
-"""From tokens to rows sorted by expert and back, without a host sync.
+"""From tokens to rows sorted by expert, without a host sync.
 
-Both ways are gathers, forward and backward: the sort is a permutation, so its backward is a gather through the inverse.
-That is deterministic and needs no atomic adds, unlike index_add. Knows expert slots only, not what an expert computes.
+Both ways are gathers, since the sort is a permutation and its inverse is kept: deterministic, and no atomic adds,
+unlike index_add. Knows expert slots only, not what an expert computes; mlp.py gives the gradients.
 
 Shapes: T tokens, K experts a token, N = T * K rows, D width, E experts.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 class Order(NamedTuple):
     """Rows sorted by slot: row r of the sorted order is assignment `order_N[r]` = token * K + choice."""
 
     order_N: Tensor
-    inverse_N: Tensor
+    inverse_TK: Tensor
+    """The row of each assignment."""
     ends_E: Tensor
     """int32, the end of each slot's rows."""
+    slot_N: Tensor
+    """The slot of each row."""
+
+    def tokens(self) -> Tensor:
+        """[N], the token of each row."""
+        return self.order_N // self.inverse_TK.shape[1]
 
 
 def sort_by_slot(slot_TK: Tensor, num_experts: int) -> Order:
@@ -30,41 +37,15 @@ def sort_by_slot(slot_TK: Tensor, num_experts: int) -> Order:
     positions_N = torch.arange(order_N.numel(), device=order_N.device)
     inverse_N = torch.empty_like(order_N).scatter_(0, order_N, positions_N)
     slots_E = torch.arange(num_experts, device=order_N.device)
-    return Order(order_N, inverse_N, torch.searchsorted(sorted_N, slots_E, right=True, out_int32=True))
+    ends_E = torch.searchsorted(sorted_N, slots_E, right=True, out_int32=True)
+    return Order(order_N, inverse_N.view_as(slot_TK), ends_E, sorted_N)
 
 
 def gather_rows(x_TD: Tensor, order: Order) -> Tensor:
-    """x_ND: a copy of its token for each assignment, in the sorted order."""
-    return cast(Tensor, _GatherRows.apply(x_TD, order.order_N, order.inverse_N))
+    """x_ND: a copy of its token for each row."""
+    return x_TD.index_select(0, order.tokens())
 
 
-def return_rows(y_ND: Tensor, order: Order, top_k: int) -> Tensor:
-    """y_TKD: the sorted rows back at their tokens and choices."""
-    return cast(Tensor, _Permute.apply(y_ND, order.inverse_N, order.order_N)).unflatten(0, (-1, top_k))
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_N)
-        ctx.top_k = order_N.numel() // x_TD.shape[0]
-        return x_TD[order_N // ctx.top_k]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx_ND: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_N,) = ctx.saved_tensors
-        return dx_ND[inverse_N].unflatten(0, (-1, ctx.top_k)).sum(1), None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_N)
-        return y_ND[order_N]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_N,) = ctx.saved_tensors
-        return dy_ND[inverse_N], None, None
+def sum_rows(y_ND: Tensor, order: Order) -> Tensor:
+    """y_TD: for each token the sum of its rows, without a copy of all rows in the tokens' order."""
+    return F.embedding_bag(order.inverse_TK, y_ND, mode="sum")

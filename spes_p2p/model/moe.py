@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
+from spes_p2p.experts.stores import Foreign
 from spes_p2p.model.router import Router, Routing
 
 if TYPE_CHECKING:
@@ -26,10 +27,13 @@ class MoE(nn.Module):
         backend: Backend,
         device: torch.device | None,
         dtype: torch.dtype,
+        foreign: Foreign | None = None,
     ) -> None:
         super().__init__()
         self.router = Router(config, device)
-        self.experts = ExpertBank(config.num_experts, config.d_model, config.expert_ffn, owned, backend, device, dtype)
+        self.experts = ExpertBank(
+            config.num_experts, config.d_model, config.expert_ffn, owned, backend, device, dtype, foreign
+        )
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Routing]:
         """[B, S, D] to [B, S, D], and how the tokens were routed."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import StateError
 from spes_p2p.experts.bank import MATRICES, Matrix
+from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.transformer import Transformer
 
 
@@ -47,21 +48,21 @@ def named_shared(model: Transformer) -> dict[str, nn.Parameter]:
 
 
 def masters_of(model: Transformer) -> Iterator[nn.Parameter]:
-    """The fp32 masters [O, out, in] of the owned experts, by layer, then gate, up, down; none if none is owned."""
+    """The fp32 masters [O, out, in] of the owned experts, by layer and part (gate_up, down); none if none is owned."""
     for bank in model.banks:
-        for which in MATRICES:
-            master = bank.master(which)
+        for part in PARTS:
+            master = bank.master(part)
             if master is not None:
                 yield master
 
 
 def expert_matrix(model: Transformer, layer: int, expert: int, which: Matrix) -> Tensor:
-    """One matrix [out, in], as a view without gradient: the fp32 master if owned, else the bank's copy."""
+    """One matrix [out, in] without gradient: a view of the fp32 master if owned, else what the bank holds."""
     return model.banks[layer].read(expert, which)
 
 
 def place(model: Transformer, where: Place) -> Tensor:
-    """The tensor at a place, as a view without gradient."""
+    """The tensor at a place without gradient, as a view unless it is a foreign expert."""
     if isinstance(where, ExpertPlace):
         return expert_matrix(model, where.layer, where.expert, where.which)
     return model.get_parameter(where.parameter).detach()
@@ -76,7 +77,7 @@ def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray
     pieces = _pieces(model, table, block_index)
     _check(flat, block_index, pieces[-1][2])
     for where, start, stop in pieces:
-        values = torch.from_numpy(np.array(flat[start:stop])).view(place(model, where).shape)
+        values = torch.from_numpy(np.array(flat[start:stop])).view(_shape(model, where))
         if isinstance(where, ExpertPlace):
             model.banks[where.layer].load(where.expert, where.which, values)
         else:
@@ -108,7 +109,7 @@ def init_normal_(model: Transformer, seed: int) -> None:
     for bank in model.banks:
         for which in MATRICES:
             for expert in range(bank.num_experts):
-                bank.load(expert, which, _cut_normal(bank.read(expert, which).shape, std, generator))
+                bank.load(expert, which, _cut_normal(bank.shape_of(which), std, generator))
 
 
 def _cut_normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
@@ -119,10 +120,17 @@ def _pieces(model: Transformer, table: Table, block_index: int) -> list[tuple[Pl
     """(place, start, stop) of each tensor of a block, in values of its flat array."""
     pieces, start = [], 0
     for where in table[block_index]:
-        stop = start + place(model, where).numel()
+        stop = start + _shape(model, where).numel()
         pieces.append((where, start, stop))
         start = stop
     return pieces
+
+
+def _shape(model: Transformer, where: Place) -> torch.Size:
+    """Of the tensor at a place, without reading it: a foreign expert may be packed."""
+    if isinstance(where, ExpertPlace):
+        return model.banks[where.layer].shape_of(where.which)
+    return model.get_parameter(where.parameter).shape
 
 
 def _check(flat: NDArray[np.float32], block_index: int, size: int) -> None:

@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spes_p2p.experts.backends import Backend, resolve_backend
+from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
+from spes_p2p.experts.choice import resolve_backend
+from spes_p2p.experts.offload import Courier
+from spes_p2p.experts.stores import Foreign
 from spes_p2p.model.attention import Attention, Rotation, rotation
 from spes_p2p.model.layers import Linear, RMSNorm, unloaded
 from spes_p2p.model.losses import LossParts, LossWeights, combine
@@ -39,12 +42,13 @@ class Layer(nn.Module):
         backend: Backend,
         device: torch.device,
         dtype: torch.dtype,
+        foreign: Foreign,
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.rms_eps, device)
         self.attention = Attention(config, device)
         self.moe_norm = RMSNorm(config.d_model, config.rms_eps, device)
-        self.moe = MoE(config, owned, backend, device, dtype)
+        self.moe = MoE(config, owned, backend, device, dtype, foreign)
 
     def forward(self, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Routing]:
         """[B, S, D] to [B, S, D], and how the tokens were routed."""
@@ -76,7 +80,10 @@ class Transformer(nn.Module):
         self.loss_weights = loss_weights or LossWeights()
         self.backend, self.backend_reason = resolve_backend(config.expert_backend, device, dtype)
         self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
-        self.layers = nn.ModuleList(Layer(config, owned, self.backend, device, dtype) for _ in range(config.num_layers))
+        foreign = Foreign(config.foreign_dtype, Courier(device) if config.foreign_offload else None)
+        self.layers = nn.ModuleList(
+            Layer(config, owned, self.backend, device, dtype, foreign) for _ in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.d_model, config.rms_eps, device)
         self.head = Linear(config.d_model, config.embedding_rows, device)
         # DDP reads this: it must neither compare nor broadcast the banks, which ranks refresh alike by themselves

@@ -60,6 +60,20 @@ def check_moments(moments: Moments, betas: tuple[float, float], grad_clip: float
         raise RemoteProtocolError(f"optimizer moments of gradients with a norm of {math.sqrt(total):.3g} or more")
 
 
+def within_bounds(moments: Moments, betas: tuple[float, float], grad_clip: float) -> Moments:
+    """Moments that were rounded, made to stand `check_moments`. In place."""
+    factor = _mean_over_root(betas)
+    excess = float(moments.square.sum(dtype=np.float64)) / grad_clip**2
+    for start in range(0, len(moments.mean), _CHUNK_VALUES):
+        mean, square = (part[start : start + _CHUNK_VALUES] for part in (moments.mean, moments.square))
+        if excess > 1:
+            square /= excess
+        if math.isfinite(factor):
+            largest = factor * np.sqrt(square)
+            np.clip(mean, -largest, largest, out=mean)
+    return moments
+
+
 def _mean_over_root(betas: tuple[float, float]) -> float:
     beta1, beta2 = betas
     if beta1**2 >= beta2:  # no bound

@@ -1,6 +1,7 @@
 """Optimizer moments of one column out of a rank's optimizer, and into it: what a new owner takes over.
 
-Flat arrays are laid out like the column's block of the state, whatever the optimizer's own order is.
+Flat arrays are laid out like the column's block of the state and fp32, whatever the optimizer's own order and way to
+keep them are.
 """
 
 from __future__ import annotations
@@ -9,24 +10,28 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from spes_p2p.model.params import ExpertPlace
-from spes_p2p.state.layout import Values
-from spes_p2p.state.moments import NO_MOMENTS, Moments
+from spes_p2p.state.moments import NO_MOMENTS, Moments, within_bounds
 from spes_p2p.train.ddp import broadcast_array
-from spes_p2p.train.optim import MOMENTS
+from spes_p2p.train.moment_store import MOMENTS, is_packed
 from spes_p2p.train.rank import RankTrainer
 
 
 def read_moments(trainer: RankTrainer, column: int) -> Moments:
     """A copy; without steps and arrays for an owned column that was never trained here."""
     group = next(group for group in trainer.optimizer.groups if group.column == column)
-    names = [name for name, _, _ in _pieces(trainer, column)]
-    if not group.steps or any(name not in group.moments for name in names):
+    pieces = list(_pieces(trainer, column))
+    if not group.steps or any(name not in group.moments for name, _, _ in pieces):
         return NO_MOMENTS
-    mean, square = (torch.cat([group.moments[name][which].reshape(-1).cpu() for name in names]) for which in MOMENTS)
-    return Moments(group.steps, mean.numpy(), square.numpy())
+    flat = {which: np.empty(pieces[-1][2].stop, np.float32) for which in MOMENTS}
+    for name, rows, part in pieces:
+        for which, values in group.moments_of(name).items():
+            flat[which][part] = values[rows].reshape(-1).cpu().numpy()
+    moments, settings = Moments(group.steps, *flat.values()), trainer.config.optimizer
+    if any(is_packed(group.moments[name]) for name, _, _ in pieces):
+        return within_bounds(moments, settings.betas, settings.grad_clip)
+    return moments
 
 
 def take_moments(trainer: RankTrainer, column: int, steps: int, moments: Moments | None) -> None:
@@ -36,24 +41,25 @@ def take_moments(trainer: RankTrainer, column: int, steps: int, moments: Moments
         broadcast_array(trainer.ranks, None if moments is None else values, size)
         for values in ((None, None) if moments is None else (moments.mean, moments.square))
     ]
+    group = next(group for group in trainer.optimizer.groups if group.column == column)
     taken = {
-        name: {which: _like(parameter, values[part]) for which, values in zip(MOMENTS, flat, strict=True)}
-        for name, parameter, part in _pieces(trainer, column)
+        name: {which: torch.empty_like(parameter.detach()) for which in MOMENTS}
+        for name, parameter in group.tensors.items()
     }
+    for name, rows, part in _pieces(trainer, column):
+        for which, values in zip(MOMENTS, flat, strict=True):
+            target = taken[name][which][rows]
+            target.copy_(torch.from_numpy(np.array(values[part])).view_as(target))
     trainer.optimizer.restore(column, True, steps, taken)
 
 
-def _pieces(trainer: RankTrainer, column: int) -> Iterator[tuple[str, Tensor, slice]]:
-    """(name in the optimizer, parameter, part of the flat array) in the order of the block."""
-    group = next(group for group in trainer.optimizer.groups if group.column == column)
+def _pieces(trainer: RankTrainer, column: int) -> Iterator[tuple[str, slice, slice]]:
+    """(name in the optimizer, rows there, part of the flat array) in the order of the block."""
     start = 0
     for place in trainer.places(1 + column):
         assert isinstance(place, ExpertPlace)
-        name = f"layers.{place.layer}.{place.which}"
-        parameter = group.tensors[name].detach()
-        yield name, parameter, slice(start, start + parameter.numel())
-        start += parameter.numel()
-
-
-def _like(parameter: Tensor, values: Values) -> Tensor:
-    return torch.from_numpy(np.array(values)).view(parameter.shape).to(parameter.device)
+        bank = trainer.model.banks[place.layer]
+        part, rows = bank.rows_of(place.which)
+        stop = start + bank.shape_of(place.which).numel()
+        yield f"layers.{place.layer}.{part}", rows, slice(start, stop)
+        start = stop

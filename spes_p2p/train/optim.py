@@ -3,25 +3,27 @@
 The masters of a bank are one parameter [O, out, in] for all owned experts, but torch keeps one step count a tensor, and
 a column that was adopted later needs its own. So the optimizer gets the rows: leaf tensors that share storage with the
 masters, and whose gradients are views of the masters' gradients. One parameter group a column, so that each has its own
-learning-rate ramp. Moments stay with a column for as long as it is owned; they are never averaged (SPES).
+learning-rate ramp. Moments stay with a column for as long as it is owned; they are never averaged (SPES). How they are
+kept is the business of moment_store.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from spes_p2p.config.schema import OptimizerConfig
-from spes_p2p.experts.bank import MATRICES
+from spes_p2p.errors import ConfigError
+from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
+from spes_p2p.train.moment_store import MOMENTS, Piece, Stored, kind_of, unpacked
 from spes_p2p.train.schedule import ramp
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+__all__ = ["MOMENTS", "Group", "Optimizer"]
 
 
 @dataclass
@@ -34,24 +36,24 @@ class Group:
     """Whether the learning rate rises over the first steps: the moments began after the run did."""
     steps: int = 0
     """Optimizer steps that the moments have seen: the count of the bias correction."""
-    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """By tensor name; empty until the first step."""
-    counts: dict[str, Tensor] = field(default_factory=dict)
-    """`steps` once a tensor, as torch wants it."""
+    moments: dict[str, Stored] = field(default_factory=dict)
+    """By tensor name, as they are kept; empty until the first step."""
+
+    def moments_of(self, name: str) -> Stored:
+        """Both moments of a tensor in fp32."""
+        return unpacked(self.moments[name])
 
 
 class Optimizer:
-    """AdamW with weight decay on everything. `rebuild` it whenever the owned columns change.
-
-    Uses torch's AdamW as a function: its class loads the compiler when it is made, for seconds, in which no other
-    thread runs.
-    """
+    """AdamW with weight decay on everything. `rebuild` it whenever the owned columns change."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self._config = config
+        """Raises ConfigError where a library is missing that optimizer.name asks for."""
+        self._kind = kind_of(config)
+        self._gradient_dtype = _gradient_dtype(config)
         self._groups: dict[int | None, Group] = {}
-        self._rows: list[tuple[nn.Parameter, nn.Parameter, int]] = []
-        self._fused = True
+        self._masters: dict[int, tuple[nn.Parameter, int]] = {}
+        """Where a row's gradient is, by the row's id: in that of its master."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -60,64 +62,53 @@ class Optimizer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of moments and step counts."""
-        moments = (tensor for group in self.groups for pair in group.moments.values() for tensor in pair.values())
-        counts = (tensor for group in self.groups for tensor in group.counts.values())
-        return sum(tensor.nbytes for tensor in (*moments, *counts))
+        """Bytes of moments, with their scales."""
+        moments = (tensor for group in self.groups for kept in group.moments.values() for tensor in kept.values())
+        return sum(tensor.nbytes for tensor in moments)
 
     def rebuild(self, model: Transformer, keep_moments: bool, ramp_fresh: bool) -> None:
         """Takes the model's present parameters; groups that were there keep their moments if `keep_moments`.
 
         With `ramp_fresh`, the learning rate of all other groups rises over their first steps.
         """
+        if self._gradient_dtype != torch.float32:
+            for parameter in model.parameters():
+                parameter.grad_dtype = self._gradient_dtype
         before = self._groups if keep_moments else {}
-        self._rows = list(_rows(model))
+        rows = list(_rows(model))
+        self._masters = {id(row): (master, index) for row, master, index in rows}
         self._groups = {}
-        for column, tensors in _tensors(model, self._rows):
+        for column, tensors in _tensors(model, rows):
             old = before.get(column, Group(column, tensors, ramp_fresh))
             self._groups[column] = replace(old, tensors=tensors)
-        self._fused = _has_fused(self.groups)
 
-    def restore(self, column: int | None, ramped: bool, steps: int, moments: dict[str, dict[str, Tensor]]) -> None:
-        """Replaces what is known of one group."""
+    def restore(self, column: int | None, ramped: bool, steps: int, moments: dict[str, Stored]) -> None:
+        """Replaces what is known of one group. The moments may be of any kind."""
         group = self._groups[column]
-        group.ramped, group.steps, group.moments, group.counts = ramped, steps, moments, {}
+        group.ramped, group.steps = ramped, steps
+        group.moments = {name: self._kind.stored(kept) for name, kept in moments.items()}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One step with the gradients that the model has."""
-        for row, master, index in self._rows:
-            row.grad = None if master.grad is None else master.grad[index]
         for group in self.groups:
-            self._step_group(group, lr * ramp(group.steps) if group.ramped else lr)
+            self._kind.update(self._pieces(group), group.steps, lr * ramp(group.steps) if group.ramped else lr)
             group.steps += 1
-        for row, _, _ in self._rows:
-            row.grad = None
 
-    def _step_group(self, group: Group, lr: float) -> None:
-        names = [name for name, parameter in group.tensors.items() if parameter.grad is not None]
-        parameters: list[Tensor] = [group.tensors[name] for name in names]
-        for name, parameter in zip(names, parameters, strict=True):
-            group.moments.setdefault(name, {moment: torch.zeros_like(parameter) for moment in MOMENTS})
-            group.counts.setdefault(name, torch.tensor(float(group.steps), device=parameter.device))
-        config, (beta1, beta2) = self._config, self._config.betas
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [group.moments[name][MOMENTS[0]] for name in names],
-            [group.moments[name][MOMENTS[1]] for name in names],
-            [],
-            [group.counts[name] for name in names],
-            foreach=not self._fused,
-            fused=self._fused,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=config.weight_decay,
-            eps=config.eps,
-            maximize=False,
-        )
+    def _pieces(self, group: Group) -> list[Piece]:
+        pieces = []
+        for name, parameter in group.tensors.items():
+            gradient = self._gradient(parameter)
+            if gradient is not None:
+                moments = group.moments.get(name) or group.moments.setdefault(name, self._kind.fresh(parameter))
+                pieces.append(Piece(parameter.detach(), gradient, moments))
+        return pieces
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        if id(parameter) not in self._masters:
+            return parameter.grad
+        master, index = self._masters[id(parameter)]
+        return None if master.grad is None else master.grad[index]
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -128,7 +119,10 @@ def gradient_bytes(model: nn.Module) -> int:
 def gradient_norm(model: nn.Module) -> Tensor:
     """L2 norm of all gradients together, shared and owned: a scalar on the device."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
@@ -137,8 +131,13 @@ def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, torch.tensor(norm))
 
 
-def _has_fused(groups: Iterable[Group]) -> bool:
-    return {tensor.device.type for group in groups for tensor in group.tensors.values()} <= {"cpu", "cuda"}
+def _gradient_dtype(config: OptimizerConfig) -> torch.dtype:
+    if config.gradient_dtype == "bf16" and not hasattr(Tensor, "grad_dtype"):
+        raise ConfigError(
+            f"optimizer.gradient_dtype is bf16, which torch {torch.__version__} cannot keep for fp32 parameters",
+            fix="set it to fp32, or install torch 2.10 or newer",
+        )
+    return torch.bfloat16 if config.gradient_dtype == "bf16" else torch.float32
 
 
 def _rows(model: Transformer) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
@@ -154,5 +153,5 @@ def _tensors(
     yield None, named_shared(model)
     for position, column in enumerate(model.owned):
         own = [row for row, _, index in rows if index == position]
-        names = [f"layers.{layer}.{which}" for layer in range(len(model.banks)) for which in MATRICES]
+        names = [f"layers.{layer}.{part}" for layer in range(len(model.banks)) for part in PARTS]
         yield column, dict(zip(names, own, strict=True))

@@ -3,7 +3,7 @@
 `private_state` gives a tree of plain values and the very tensors that are trained, on their device, so that saving them
 one after the other takes no memory; it is the same at every rank. `load_private_state` takes a tree back, on rank 0
 from the tree and on the others by broadcast. Foreign experts are not in it: they come with the committed state, which
-must have been adopted first.
+must have been adopted first. Moments are saved as they are kept; a peer that keeps them otherwise turns them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from spes_p2p.errors import CheckpointError
 from spes_p2p.train.ddp import broadcast_array
-from spes_p2p.train.optim import MOMENTS
+from spes_p2p.train.moment_store import Stored, is_packed, stored_shapes
 from spes_p2p.train.rank import RankTrainer
 
-FORMAT = 1
+FORMAT = 2
 _FIX = "resume from another checkpoint of this run, or join without --resume"
 
 
@@ -47,7 +47,7 @@ def outline(trainer: RankTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if state["format"] != FORMAT:
             raise CheckpointError(f"the training state has format {state['format']}, not {FORMAT}", fix=_FIX)
-        groups = [{key: group[key] for key in ("column", "ramped", "steps")} for group in state["groups"]]
+        groups = [_group_outline(group) for group in state["groups"]]
         plain = {"step": state["step"], "round_steps": state["round_steps"], "owned": list(state["owned"])}
         _check_tensors(trainer, state)
     except (KeyError, TypeError, AttributeError) as error:
@@ -60,17 +60,23 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
     trainer.set_owned(tuple(plain["owned"]), keep_moments=False, ramp_fresh=False)
     for index, group in enumerate(trainer.optimizer.groups):
         saved, tensors = plain["groups"][index], None if state is None else state["groups"][index]["tensors"]
-        moments: dict[str, dict[str, Tensor]] = {}
+        moments: dict[str, Stored] = {}
         for name, parameter in group.tensors.items():
             entry = None if tensors is None else tensors[name]
-            parameter.detach().copy_(_received(trainer, entry, "value", parameter))
+            parameter.detach().copy_(_received(trainer, entry, "value", parameter.shape, torch.float32))
             if saved["steps"]:
-                moments[name] = {moment: _received(trainer, entry, moment, parameter) for moment in MOMENTS}
+                shapes = stored_shapes(parameter.shape, name in saved["packed"])
+                moments[name] = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
     trainer.model.refresh()
     trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
     if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
         _restore_rng(trainer, state["rng"])
+
+
+def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:
+    packed = [name for name, entry in group["tensors"].items() if is_packed(entry)]
+    return {**{key: group[key] for key in ("column", "ramped", "steps")}, "packed": packed}
 
 
 def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
@@ -82,35 +88,40 @@ def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
     return {"column": group.column, "ramped": group.ramped, "steps": group.steps, "tensors": tensors}
 
 
-def _received(trainer: RankTrainer, entry: Mapping[str, Tensor] | None, key: str, like: Tensor) -> Tensor:
+def _received(
+    trainer: RankTrainer, entry: Mapping[str, Tensor] | None, key: str, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
     flat = None if entry is None else entry[key].reshape(-1).cpu().numpy()
-    received = torch.from_numpy(broadcast_array(trainer.ranks, flat, like.numel()))
-    return received.view(like.shape).to(like.device, copy=True)
+    received = torch.from_numpy(broadcast_array(trainer.ranks, flat, shape.numel()))  # other ranks get codes as fp32
+    return received.view(shape).to(trainer.ranks.device, dtype, copy=True)
 
 
 def _check_tensors(trainer: RankTrainer, state: Mapping[str, Any]) -> None:
     """Names, shapes and types as this model would save them with these columns."""
     shared = {name: tuple(tensor.shape) for name, tensor in trainer.optimizer.groups[0].tensors.items()}
     column = {
-        f"layers.{layer}.{which}": tuple(bank.bank(which).shape[1:])
+        f"layers.{layer}.{part}": shape
         for layer, bank in enumerate(trainer.model.banks)
-        for which in ("gate", "up", "down")
+        for part, shape in bank.shapes.items()
     }
     wanted = [None, *state["owned"]]
     if [group["column"] for group in state["groups"]] != wanted:
         raise CheckpointError(f"the training state does not hold the groups {wanted}", fix=_FIX)
     for group in state["groups"]:
-        keys = ("value", *MOMENTS) if group["steps"] else ("value",)
         shapes = shared if group["column"] is None else column
         for name, shape in shapes.items():
-            for key in keys:
-                _check_tensor(f"{name}/{key}", group["tensors"][name][key], shape)
+            entry = group["tensors"][name]
+            kept = stored_shapes(torch.Size(shape), is_packed(entry)) if group["steps"] else {}
+            for key, (own, dtype) in {"value": (torch.Size(shape), torch.float32), **kept}.items():
+                _check_tensor(f"{name}/{key}", entry[key], own, dtype)
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise CheckpointError(
-            f"the training state has {name} as {tensor.dtype} of shape {tuple(tensor.shape)}, not {shape}", fix=_FIX
+            f"the training state has {name} as {tensor.dtype} of shape {tuple(tensor.shape)}, not {dtype} of shape "
+            f"{tuple(shape)}",
+            fix=_FIX,
         )
 
 

@@ -24,7 +24,7 @@ from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
-from spes_p2p.train.ddp import Ranks, broadcast_array, gather_texts, sum_over_ranks, wrap
+from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
 from spes_p2p.train.memory import forget_peak
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
@@ -69,7 +69,8 @@ class RankTrainer:
         if changed:
             self._forward = None
             gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
-            self._forward = wrap(self.model, self.ranks)
+            # DDP wants gradients of the parameters' dtype
+            self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks)
 
     def train_step(self, batch: Batch) -> StepResult:
         """One inner step on the whole peer's `batch`, of which this rank computes its share."""
@@ -82,6 +83,8 @@ class RankTrainer:
         sums = accumulate_gradient(
             self._forward, batch, self.ranks, self.config.optimizer.micro_batch_sequences, factor
         )
+        if self._has_bf16_gradients and self.ranks.world_size > 1:
+            average_gradients(self.model, self.ranks)
         losses, norm = self._totals(sums, batch)
         finite = all(map(math.isfinite, (*losses, norm)))
         if finite:
@@ -141,6 +144,10 @@ class RankTrainer:
         for _, _, values in self.trained_tensors():
             digest.update(values.cpu().numpy().tobytes())
         return gather_texts(self.ranks, digest.hexdigest())
+
+    @property
+    def _has_bf16_gradients(self) -> bool:
+        return self.config.optimizer.gradient_dtype == "bf16"
 
     def _totals(self, sums: Tensor, batch: Batch) -> tuple[tuple[float, float, float, float], float]:
         """(cross entropy, load balancing, router z, output z) of the whole peer, and the gradient norm of rank 0.

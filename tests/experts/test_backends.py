@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.experts.backends import Eager, GroupedMM, resolve_backend
+from spes_p2p.experts.backends import Eager, GroupedMM
+from spes_p2p.experts.choice import resolve_backend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
@@ -54,6 +55,8 @@ def test_a_backend_asked_for_by_name_must_run() -> None:
     assert resolve_backend("eager", CPU, torch.float32)[0].name == "eager"
     with pytest.raises(ConfigError, match="grouped_mm, which fails on cpu"):
         resolve_backend("grouped_mm", CPU, torch.int32)
+    with pytest.raises(ConfigError, match="megablocks, which cannot be used: MegaBlocks runs on CUDA only"):
+        resolve_backend("megablocks", CPU, torch.float32)
     with pytest.raises(ConfigError, match="'fast', an unknown backend"):
         resolve_backend("fast", CPU, torch.float32)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.bank import MATRICES, ExpertBank, Matrix
+from spes_p2p.experts.offload import Courier
+from spes_p2p.experts.stores import Foreign, ForeignDtype, Thrifty
 
 E, D, FFN, TOP_K = 6, 8, 12, 2
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -19,14 +21,19 @@ OWNED = [(), (0,), (0, 1), (1, 4), (5,), (0, 2, 3, 5), tuple(range(E))]
 
 
 def make_bank(
-    owned: tuple[int, ...], backend: Backend, width: int = D, ffn: int = FFN, dtype: torch.dtype = torch.float32
+    owned: tuple[int, ...],
+    backend: Backend,
+    width: int = D,
+    ffn: int = FFN,
+    dtype: torch.dtype = torch.float32,
+    foreign: Foreign | None = None,
 ) -> ExpertBank:
     """A bank with values that depend on the expert alone, not on who owns it."""
-    bank = ExpertBank(E, width, ffn, owned, backend, dtype=dtype)
+    bank = ExpertBank(E, width, ffn, owned, backend, dtype=dtype, foreign=foreign)
     generator = torch.Generator().manual_seed(1)
     for which in MATRICES:
         for expert in range(E):
-            bank.load(expert, which, 0.3 * torch.randn(bank.read(expert, which).shape, generator=generator))
+            bank.load(expert, which, 0.3 * torch.randn(bank.shape_of(which), generator=generator))
     return bank
 
 
@@ -45,8 +52,14 @@ def run_bank(bank: ExpertBank, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tenso
     (y_TD.float() * torch.linspace(-1, 1, y_TD.numel()).view_as(y_TD)).sum().backward()
     assert x_TD.grad is not None
     assert weight_TK.grad is not None
-    grads = {which: None if (master := bank.master(which)) is None else master.grad for which in MATRICES}
-    return Run(y_TD.detach(), x_TD.grad, weight_TK.grad, grads)
+    return Run(y_TD.detach(), x_TD.grad, weight_TK.grad, {which: gradient_of(bank, which) for which in MATRICES})
+
+
+def gradient_of(bank: ExpertBank, which: Matrix) -> Tensor | None:
+    """[O, out, in], the gradient of one matrix's masters."""
+    part, rows = bank.rows_of(which)
+    master = bank.master(part)
+    return None if master is None or master.grad is None else master.grad[:, rows]
 
 
 def run_plain(bank: ExpertBank, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Run:
@@ -93,10 +106,67 @@ def test_odd_widths_and_bf16(backend: Backend, width: int, ffn: int, dtype: torc
     check(make_bank((1, 4), backend, width, ffn, dtype), "all", 33)
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("foreign", ["compute", "int8", "fp8"])
+@pytest.mark.parametrize("owned", OWNED, ids=str)
+def test_foreign_experts_held_otherwise(owned: tuple[int, ...], foreign: ForeignDtype, on_host: bool) -> None:
+    """As with a whole bank of the values that `read` gives."""
+    check(make_bank(owned, GroupedMM(), foreign=held(foreign, on_host)), "all", 33)
+
+
+def held(dtype: ForeignDtype, on_host: bool) -> Foreign:
+    return Foreign(dtype, Courier(torch.device("cpu")) if on_host else None)
+
+
+@pytest.mark.parametrize("foreign", ["int8", "fp8"])
+def test_foreign_experts_take_a_byte_a_value(foreign: ForeignDtype) -> None:
+    width, ffn = 256, 128
+    bank = make_bank((1, 4), Eager(), width, ffn, torch.bfloat16, Foreign(foreign))
+    assert isinstance(bank.store, Thrifty)
+    values = 3 * width * ffn
+    assert bank.store.foreign_bytes == (E - 2) * (values + 4 * values // 128)
+    assert sum(buffer.nbytes for buffer in bank.store.buffers()) == 2 * 2 * values
+
+
+@pytest.mark.parametrize("foreign", ["compute", "int8"])
+def test_layers_share_a_workspace_and_a_courier(foreign: ForeignDtype) -> None:
+    """Three layers one after the other, forward and backward, as if each had everything for itself."""
+    for_all = held(foreign, on_host=True)
+    shared = [ExpertBank(E, D, FFN, (1,), Eager(), foreign=for_all) for _ in range(3)]
+    own = [ExpertBank(E, D, FFN, (1,), Eager(), foreign=Foreign(foreign)) for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    for one, other in zip(shared, own):
+        for which in MATRICES:
+            for expert in range(E):
+                values = torch.randn(one.shape_of(which), generator=generator)
+                one.load(expert, which, values)
+                other.load(expert, which, values)
+    inputs = torch.randn(9, D, generator=generator), routing("all", 9), torch.rand(9, TOP_K, generator=generator)
+    for step in range(2):
+        through = [run_layers(layers, *inputs) for layers in (shared, own)]
+        for left, right in zip(*through, strict=True):
+            assert torch.equal(left, right)
+        for one, other in zip(shared, own):
+            for bank in (one, other):
+                bank.load(3, "up", torch.full((FFN, D), 0.1 * step))
+                bank.load(1, "down", torch.full((D, FFN), 0.1 * step))
+
+
+def run_layers(banks: list[ExpertBank], x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> list[Tensor]:
+    """The output, the gradient of the input and of all masters."""
+    x_TD = x_TD.clone().requires_grad_()
+    y_TD = x_TD
+    for bank in banks:
+        bank.zero_grad()
+        y_TD = y_TD + bank(y_TD, expert_TK, weight_TK)
+    y_TD.square().sum().backward()
+    gradients = [master.grad for bank in banks for master in bank.parameters()]
+    return [tensor for tensor in (y_TD.detach(), x_TD.grad, *gradients) if tensor is not None]
+
+
 def check(bank: ExpertBank, kind: str, tokens: int) -> None:
     bank.refresh()
-    tolerance = TOLERANCE[bank.bank("gate").dtype]
-    width = bank.bank("gate").shape[2]
+    tolerance, width = TOLERANCE[bank.dtype], bank.shape_of("gate")[1]
     torch.manual_seed(3)
     inputs = torch.randn(tokens, width), routing(kind, tokens), torch.rand(tokens, TOP_K)
     got, want = run_bank(bank, *inputs), run_plain(bank, *inputs)
@@ -126,8 +196,7 @@ def test_a_master_without_tokens_has_a_zero_gradient() -> None:
 def test_the_bank_is_no_parameter_and_not_in_the_state_dict() -> None:
     bank = make_bank((1, 4), Eager())
     assert {name: tuple(value.shape) for name, value in bank.state_dict().items()} == {
-        "gate": (2, FFN, D),
-        "up": (2, FFN, D),
+        "gate_up": (2, 2 * FFN, D),
         "down": (2, D, FFN),
     }
     assert not any(buffer.requires_grad for buffer in bank.buffers())
@@ -136,18 +205,19 @@ def test_the_bank_is_no_parameter_and_not_in_the_state_dict() -> None:
 
 def test_refresh_shows_the_masters_to_the_forward_pass() -> None:
     bank = make_bank((1, 4), Eager())
-    master = bank.master("up")
+    master = bank.master("gate_up")
     assert master is not None
     with torch.no_grad():
         master[1] += 1.0
-    before = bank.bank("up").clone()
+    before = bank.store.matrices("gate_up").clone()
     bank.refresh()
-    changed = (bank.bank("up") != before).flatten(1).any(1)
+    changed = (bank.store.matrices("gate_up") != before).flatten(1).any(1)
     assert changed.tolist() == [slot == bank.slot(4) for slot in range(E)]
 
 
-def test_set_owned_moves_no_value() -> None:
-    bank = make_bank((1, 4), Eager())
+@pytest.mark.parametrize("on_host", [False, True])
+def test_set_owned_moves_no_value(on_host: bool) -> None:
+    bank = make_bank((1, 4), Eager(), foreign=held("compute", on_host))
     values = {(e, which): bank.read(e, which).clone() for e in range(E) for which in MATRICES}
     for owned in [(0, 4, 5), (), (2,), tuple(range(E))]:
         bank.set_owned(owned)
@@ -166,12 +236,12 @@ def assert_slots_agree(bank: ExpertBank) -> None:
 
 def test_set_owned_keeps_a_masters_fp32_values_and_does_nothing_twice() -> None:
     bank = make_bank((1, 4), Eager(), dtype=torch.bfloat16)
-    master = bank.master("gate")
+    master = bank.master("gate_up")
     assert master is not None
-    fine = master[1].detach().clone()
+    fine = master[1, :FFN].detach().clone()
     assert not torch.equal(fine, fine.bfloat16().float())
     bank.set_owned((1, 4))
-    assert bank.master("gate") is master
+    assert bank.master("gate_up") is master
     bank.set_owned((3, 4))
     assert torch.equal(bank.read(4, "gate"), fine)
 
@@ -209,8 +279,7 @@ def test_no_wait_for_the_device_and_the_same_values() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert_close(y_TD.detach().cpu(), want.y_TD, 2e-2)
     for which in MATRICES:
-        master, expected = device.master(which), want.dw[which]
-        assert master is not None
-        assert master.grad is not None
+        gradient, expected = gradient_of(device, which), want.dw[which]
+        assert gradient is not None
         assert expected is not None
-        assert_close(master.grad.cpu(), expected, 2e-2)
+        assert_close(gradient.cpu(), expected, 2e-2)

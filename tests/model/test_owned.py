@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from spes_p2p.experts.bank import MATRICES
+from spes_p2p.experts.bank import ExpertBank
+from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
 from tests.model.tiny import tiny_model, tiny_tokens
@@ -30,8 +31,8 @@ def test_gradients_equal_those_of_full_training(backend: str, owned: tuple[int, 
     for name, parameter in named_shared(whole).items():
         assert_close(part.get_parameter(name).grad, parameter.grad)
     for full_bank, bank in zip(whole.banks, part.banks):
-        for which in MATRICES:
-            full, master = full_bank.master(which), bank.master(which)
+        for part_name in PARTS:
+            full, master = full_bank.master(part_name), bank.master(part_name)
             assert full is not None
             assert full.grad is not None
             if owned:
@@ -60,7 +61,7 @@ def test_bytes_of_gradients_and_optimizer_state() -> None:
     assert sum(gradient.nbytes for gradient in gradients) == trained_bytes
     moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert sum(moment.nbytes for moment in moments) == 2 * trained_bytes
-    assert sum(bank.bank(which).nbytes for bank in model.banks for which in MATRICES) == 4 * 8 * column_values
+    assert sum(bank.store.matrices(part).nbytes for bank in model.banks for part in PARTS) == 4 * 8 * column_values
 
 
 def test_a_step_changes_owned_experts_alone() -> None:
@@ -69,8 +70,14 @@ def test_a_step_changes_owned_experts_alone() -> None:
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
     model.refresh()
     for bank, values in zip(model.banks, before):
-        changed = [e for e in EVERYTHING if not torch.equal(bank.bank("up")[bank.slot(e)], values[e])]
+        changed = [e for e in EVERYTHING if not torch.equal(up_of(bank, e), values[e])]
         assert changed == [2, 5]
+
+
+def up_of(bank: ExpertBank, expert: int) -> torch.Tensor:
+    """As the forward pass sees it."""
+    part, rows = bank.rows_of("up")
+    return bank.store.matrices(part)[bank.slot(expert), rows]
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_a_column_goes_into_the_bank_and_into_the_master_if_owned(owned: tuple[i
     model, flat = tiny_model(owned), np.arange(16 * 24, dtype=np.float32)
     load_block(model, TABLE, 1, flat)
     bank, values = model.banks[1], torch.from_numpy(flat).view(16, 24)
-    assert torch.equal(bank.bank("down")[bank.slot(4)], values)
+    assert torch.equal(bank.store.read("down", bank.slot(4)), values)
     assert torch.equal(expert_matrix(model, 1, 4, "down"), values)
     assert (read_block(model, TABLE, 1) == flat).all()
     if owned:

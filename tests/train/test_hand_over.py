@@ -50,13 +50,14 @@ def test_a_new_owner_goes_on_as_the_old_one_would_have() -> None:
 def test_moments_are_laid_out_like_the_block() -> None:
     giver, config = trained((1, 4)), small_config()
     flat, start = giver.moments(4), 0
-    tensors = giver.private_state()["groups"][2]["tensors"]
+    tensors, bank = giver.private_state()["groups"][2]["tensors"], giver._rank.model.banks[0]
     for place in place_table(config.model)[1 + 4]:
         assert isinstance(place, ExpertPlace)
-        own = tensors[f"layers.{place.layer}.{place.which}"]
-        part = slice(start, start + own["value"].numel())
-        assert np.array_equal(flat.mean[part], own["exp_avg"].reshape(-1).numpy())
-        assert np.array_equal(flat.square[part], own["exp_avg_sq"].reshape(-1).numpy())
+        name, rows = bank.rows_of(place.which)
+        own = tensors[f"layers.{place.layer}.{name}"]
+        part = slice(start, start + own["value"][rows].numel())
+        assert np.array_equal(flat.mean[part], own["exp_avg"][rows].reshape(-1).numpy())
+        assert np.array_equal(flat.square[part], own["exp_avg_sq"][rows].reshape(-1).numpy())
         start = part.stop
     assert (flat.steps, len(flat.mean), len(flat.square)) == (4, start, start)
 

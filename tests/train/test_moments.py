@@ -12,6 +12,7 @@ import torch
 from spes_p2p.checkpoint.private import read_private, write_private
 from spes_p2p.errors import CheckpointError
 from spes_p2p.state.layout import Values
+from spes_p2p.train.private import FORMAT
 from spes_p2p.train.trainer import Trainer
 from tests.train.small import Blocks, batch_of, initial, same_bits, small_config, trainer_of, values_of
 
@@ -154,6 +155,6 @@ def test_a_saved_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="format 9"):
         trainer.load_private_state(trainer.private_state() | {"format": 9})
     with pytest.raises(CheckpointError, match="damaged"):
-        trainer.load_private_state({"format": 1})
+        trainer.load_private_state({"format": FORMAT})
     with pytest.raises(CheckpointError, match="groups"):
         trainer.load_private_state(trainer.private_state() | {"owned": (1, 2)})

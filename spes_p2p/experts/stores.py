@@ -1,0 +1,219 @@
+"""How the experts of one layer are held for the forward pass: whole in the compute dtype, or foreign ones cheaper.
+
+`Dense` is the bank itself. `Thrifty` holds owned experts in the compute dtype and foreign ones in int8 or fp8, on the
+device or in pinned host memory (offload.py), and puts the matrices together in a workspace that all layers share
+whenever they are asked for: some copying each time, for one or two bytes a foreign value less.
+
+Both answer the same calls (`Store`); who is owned, and the fp32 masters, are the bank's business (bank.py). Slots count
+owned experts first. Values are NaN until written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.experts.offload import Courier
+from spes_p2p.experts.quantise import Quantised, dequantise, empty, quantise
+
+Part = Literal["gate_up", "down"]
+PARTS: tuple[Part, ...] = ("gate_up", "down")
+ForeignDtype = Literal["compute", "int8", "fp8"]
+
+
+class Store(Protocol):
+    """The matrices of all experts of a layer, [E, out, in] for each part."""
+
+    def matrices(self, part: Part) -> Tensor:
+        """[E, out, in] in the compute dtype, to be read, until another layer is asked."""
+        ...
+
+    def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
+        """Writes some rows of one expert's matrix."""
+        ...
+
+    def read(self, part: Part, slot: int) -> Tensor:
+        """One expert's matrix [out, in] in the compute dtype, to be read."""
+        ...
+
+    def refresh(self, part: Part, masters: Tensor) -> None:
+        """Takes the owned experts' values from their masters [O, out, in]."""
+        ...
+
+    def reorder(self, old_slots: Sequence[int], num_owned: int) -> None:
+        """Slot s becomes what slot `old_slots[s]` was; the first `num_owned` are owned from now on."""
+        ...
+
+
+@dataclass
+class Workspace:
+    """Memory for the matrices of one layer at a time, shared by all layers of a model."""
+
+    buffers: dict[Part, Tensor] = field(default_factory=dict)
+    holds: dict[Part, object] = field(default_factory=dict)
+    """Whose matrices a buffer has now; None once they changed."""
+
+    def buffer(self, part: Part, like: Tensor, experts: int) -> Tensor:
+        """[experts, out, in] in the dtype and on the device of `like` [_, out, in]."""
+        buffer = self.buffers.get(part)
+        if buffer is None or buffer.shape != (experts, *like.shape[1:]) or buffer.device != like.device:
+            buffer = self.buffers[part] = like.new_empty(experts, *like.shape[1:])
+            self.holds[part] = None
+        return buffer
+
+
+@dataclass
+class Foreign:
+    """How experts are held that are not trained here; one for all layers of a model.
+
+    `courier` brings them from host memory; without one they lie on the device.
+    """
+
+    dtype: ForeignDtype = "compute"
+    courier: Courier | None = None
+    workspace: Workspace = field(default_factory=Workspace)
+
+    @property
+    def thrifty(self) -> bool:
+        """Whether the matrices of a layer must be put together for each use."""
+        return self.dtype != "compute" or self.courier is not None
+
+
+class Dense(nn.Module):
+    """All experts in the compute dtype: nothing to put together."""
+
+    def __init__(
+        self, shapes: dict[Part, tuple[int, int, int]], device: torch.device | None, dtype: torch.dtype
+    ) -> None:
+        """`shapes`: [E, out, in] of each part."""
+        super().__init__()
+        for part, shape in shapes.items():
+            self.register_buffer(part, torch.full(shape, torch.nan, device=device, dtype=dtype), persistent=False)
+
+    def matrices(self, part: Part) -> Tensor:
+        return cast(Tensor, getattr(self, part))
+
+    def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
+        self.matrices(part)[slot, rows].copy_(values)
+
+    def read(self, part: Part, slot: int) -> Tensor:
+        return self.matrices(part)[slot]
+
+    def refresh(self, part: Part, masters: Tensor) -> None:
+        self.matrices(part)[: len(masters)].copy_(masters)
+
+    def reorder(self, old_slots: Sequence[int], num_owned: int) -> None:
+        for part in PARTS:
+            setattr(self, part, self.matrices(part)[torch.tensor(old_slots, device=self.matrices(part).device)])
+
+
+class Thrifty(nn.Module):
+    """Owned experts in the compute dtype, foreign ones quantised or on the host or both."""
+
+    def __init__(
+        self,
+        shapes: dict[Part, tuple[int, int, int]],
+        device: torch.device | None,
+        dtype: torch.dtype,
+        foreign: Foreign,
+    ) -> None:
+        super().__init__()
+        courier = foreign.courier
+        self._kind, self._workspace, self._courier = foreign.dtype, foreign.workspace, courier
+        self._where = torch.device("cpu") if courier else device
+        self._pin = courier is not None and courier.pins
+        self._foreign: dict[Part, tuple[Tensor, ...]] = {}
+        self._dtype = dtype
+        for part, (experts, *shape) in shapes.items():
+            self.register_buffer(part, torch.empty(0, *shape, device=device, dtype=dtype), persistent=False)
+            self._foreign[part] = self._allocate((experts, *shape))
+        if courier:
+            courier.register(self, self._foreign)
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Of foreign experts, scales included, wherever they lie."""
+        return sum(tensor.nbytes for tensors in self._foreign.values() for tensor in tensors)
+
+    def _allocate(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        if self._kind != "compute":
+            return tuple(empty(self._kind, shape, self._where, self._pin))
+        return (torch.full(shape, torch.nan, dtype=self._dtype, device=self._where, pin_memory=self._pin),)
+
+    def _owned(self, part: Part) -> Tensor:
+        return cast(Tensor, getattr(self, part))
+
+    def matrices(self, part: Part) -> Tensor:
+        owned, foreign = self._owned(part), self._foreign[part]
+        whole = self._workspace.buffer(part, owned, len(owned) + len(foreign[0]))
+        if self._workspace.holds.get(part) is not self:
+            whole[: len(owned)].copy_(owned)
+            here = self._courier.fetch(self, part) if self._courier else foreign
+            self._fill(whole[len(owned) :], here)
+            if self._courier:
+                self._courier.done(self, part)
+            self._workspace.holds[part] = self
+        return whole
+
+    def _fill(self, out: Tensor, foreign: tuple[Tensor, ...]) -> None:
+        if self._kind == "compute":
+            out.copy_(foreign[0])
+        else:
+            dequantise(Quantised(*foreign), out)
+
+    def write(self, part: Part, slot: int, rows: slice, values: Tensor) -> None:
+        owned = self._owned(part)
+        if slot < len(owned):
+            owned[slot, rows].copy_(values)
+        else:
+            at = slot - len(owned)
+            changed = (values,) if self._kind == "compute" else quantise(self._kind, values)
+            for whole, new in zip(self._foreign[part], changed, strict=True):
+                whole[at, rows].copy_(new)
+        self._changed(part)
+
+    def read(self, part: Part, slot: int) -> Tensor:
+        owned = self._owned(part)
+        if slot < len(owned):
+            return owned[slot]
+        foreign = tuple(tensor[slot - len(owned)] for tensor in self._foreign[part])
+        out = torch.empty(owned.shape[1:], dtype=owned.dtype, device=self._where)
+        self._fill(out, foreign)
+        return out.to(owned.device)
+
+    def refresh(self, part: Part, masters: Tensor) -> None:
+        self._owned(part).copy_(masters)
+        self._changed(part)
+
+    def reorder(self, old_slots: Sequence[int], num_owned: int) -> None:
+        for part in PARTS:
+            before, old_foreign = self._owned(part), self._foreign[part]
+            owned = before.new_empty(num_owned, *before.shape[1:])
+            for slot, old in enumerate(old_slots[:num_owned]):
+                owned[slot].copy_(self.read(part, old))
+            foreign = self._allocate((len(old_slots) - num_owned, *before.shape[1:]))
+            for at, old in enumerate(old_slots[num_owned:]):
+                new = self._foreign_of(part, old)
+                for whole, one in zip(foreign, new, strict=True):
+                    whole[at].copy_(one)
+            del old_foreign
+            setattr(self, part, owned)
+            self._foreign[part] = foreign
+            self._changed(part)
+
+    def _foreign_of(self, part: Part, slot: int) -> tuple[Tensor, ...]:
+        """One expert as foreign ones are held; exactly what it was, where it was foreign before."""
+        owned = self._owned(part)
+        if slot >= len(owned):
+            return tuple(tensor[slot - len(owned)] for tensor in self._foreign[part])
+        return (owned[slot],) if self._kind == "compute" else tuple(quantise(self._kind, owned[slot]))
+
+    def _changed(self, part: Part) -> None:
+        if self._workspace.holds.get(part) is self:
+            self._workspace.holds[part] = None
+        if self._courier:
+            self._courier.forget(self, part)

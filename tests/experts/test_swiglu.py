@@ -1,0 +1,75 @@
+"""The elementwise middle of an expert against autograd, and so its Triton kernels, run by Triton on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spes_p2p.experts import swiglu
+
+KERNELS = "spes_p2p.experts.swiglu_kernels"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def inputs(rows: int, ffn: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """d_hidden, gate_up and weight."""
+    generator = torch.Generator().manual_seed(rows)
+    d_hidden_NF, gate_up_N2F = (torch.randn(rows, width, generator=generator).to(dtype) for width in (ffn, 2 * ffn))
+    return d_hidden_NF, gate_up_N2F, torch.rand(rows, generator=generator)
+
+
+def by_autograd(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden and both gradients, in fp32."""
+    gate_up_N2F, weight_N = gate_up_N2F.float().requires_grad_(), weight_N.clone().requires_grad_()
+    gate_NF, up_NF = gate_up_N2F.chunk(2, dim=1)
+    hidden_NF = F.silu(gate_NF) * up_NF * weight_N[:, None]
+    hidden_NF.backward(d_hidden_NF.float())
+    assert gate_up_N2F.grad is not None
+    assert weight_N.grad is not None
+    return hidden_NF.detach(), gate_up_N2F.grad, weight_N.grad
+
+
+def assert_all_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float) -> None:
+    for left, right in zip(got, want, strict=True):
+        assert left.shape == right.shape
+        assert (left.float() - right).abs().max() <= tolerance * right.abs().max()
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """Imported under Triton's interpreter; afterwards as if it never had been."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, KERNELS, raising=False)
+        yield importlib.import_module(KERNELS)
+        sys.modules.pop(KERNELS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "ffn"), [(5, 12), (1, 7), (3, 64)])
+def test_equals_autograd(rows: int, ffn: int, dtype: torch.dtype) -> None:
+    given = inputs(rows, ffn, dtype)
+    hidden_NF, want = swiglu.forward(*given[1:]), by_autograd(*given)
+    got = swiglu.backward(*given)
+    assert hidden_NF.dtype == got.hidden_NF.dtype == got.d_gate_up_N2F.dtype == dtype
+    assert got.d_weight_N.dtype == torch.float32
+    assert torch.equal(hidden_NF, got.hidden_NF)
+    assert_all_close(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "ffn"), [(5, 12), (1, 7), (2, 1500), (0, 8)])
+def test_the_kernels_give_the_same(kernels: ModuleType, rows: int, ffn: int, dtype: torch.dtype) -> None:
+    given = inputs(rows, ffn, dtype)
+    hidden_NF, got = kernels.forward(*given[1:]), kernels.backward(*given)
+    assert hidden_NF.shape == (rows, ffn)
+    if rows:
+        assert torch.equal(hidden_NF, got[0])
+        assert_all_close(got, by_autograd(*given), TOLERANCE[dtype])
