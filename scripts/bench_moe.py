@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""One MoE layer forward and backward: our backends beside transformers, MegaBlocks and the dense ceiling, in one run.
+
+python scripts/bench_moe.py                    # the reference shape, and those of spes-1b and spes-9b, on a GPU
+python scripts/bench_moe.py --shapes reference --owned 1/4
+
+Every row is one layer of the same shape on the same tokens with the same routing: experts alone, behind the router.
+`owned` is the share of experts with weight gradients; others always have all. TFLOP/s count the products that a row
+must make (6, or 4 + 2 x owned, FLOP a weight and row). The ceiling is one dense matrix product of the same FLOP. On a
+CPU a small shape runs, for the comparison alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.experts.bank import MATRICES, ExpertBank
+from spes_p2p.experts.choice import resolve_backend
+from spes_p2p.experts.stores import Foreign
+
+GPU_SHAPES = {
+    "reference": (8192, 2048, 2048, 32, 4),
+    "spes-1b": (8 * 2048, 768, 2048, 16, 2),
+    "spes-9b": (2048, 2048, 2048, 64, 8),
+}
+CPU_SHAPES = {"small": (512, 128, 256, 8, 2)}
+"""(tokens, d_model, expert ffn, experts, experts a token)."""
+BACKENDS = ("grouped_mm", "megablocks", "eager")
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    tokens: int
+    d_model: int
+    ffn: int
+    experts: int
+    top_k: int
+
+    def flop(self, owned: Fraction) -> float:
+        """Forward, gradient of the rows, and weight gradients of owned experts (evenly routed)."""
+        products = self.tokens * self.top_k * 3 * self.d_model * self.ffn
+        return float(products * 2 * (2 + owned))
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    owned: Fraction
+    milliseconds: float
+    peak_bytes: int
+    tflops: float
+
+
+class Inputs:
+    """Tokens and an even random routing, the same for everybody."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        scores_TE = torch.rand(shape.tokens, shape.experts, generator=generator)
+        weight_TK, expert_TK = scores_TE.softmax(-1).topk(shape.top_k)
+        self.x_TD = torch.randn(shape.tokens, shape.d_model, generator=generator).to(device, dtype).requires_grad_()
+        self.weight_TK = weight_TK.to(device).requires_grad_()
+        self.expert_TK = expert_TK.to(device)
+        self.dy_TD = torch.randn(shape.tokens, shape.d_model, generator=generator).to(device, dtype)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    parser.add_argument("--shapes", nargs="+", choices=list(shapes), default=list(shapes))
+    parser.add_argument("--owned", nargs="+", type=Fraction, default=[Fraction(1), Fraction(1, 4), Fraction(1, 16)])
+    parser.add_argument("--repeats", type=int, default=30)
+    chosen = parser.parse_args()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {dtype}, median of {chosen.repeats}\n")
+    for shape in (Shape(one, *shapes[one]) for one in chosen.shapes):
+        print(f"{shape.name}: {shape.tokens} tokens, d {shape.d_model}, ffn {shape.ffn}, ", end="")
+        print(f"{shape.experts} experts top-{shape.top_k}")
+        print(f"{'':34}{'owned':>6}{'ms':>9}{'TFLOP/s':>9}{'peak MiB':>10}")
+        for row in rows_of(shape, chosen.owned, device, dtype, chosen.repeats):
+            peak = f"{row.peak_bytes / 2**20:10.0f}" if device.type == "cuda" else f"{'-':>10}"
+            print(f"{row.what:34}{row.owned!s:>6}{row.milliseconds:9.3f}{row.tflops:9.2f}{peak}", flush=True)
+        print()
+    return 0
+
+
+def rows_of(
+    shape: Shape, shares: list[Fraction], device: torch.device, dtype: torch.dtype, repeats: int
+) -> Iterator[Row]:
+    """Who can run here; who cannot is told in a line."""
+    whole = Fraction(1)
+    yield measure("dense matrix product (ceiling)", shape, whole, dense(shape, device, dtype), device, repeats)
+    inputs = Inputs(shape, device, dtype)
+    for backend in BACKENDS:
+        for share in shares:
+            with explained(backend):
+                layer = ours(shape, share, backend, device, dtype)
+                step = step_of(partial(routed, layer, inputs), inputs, layer)
+                yield measure(f"spes-p2p {backend}", shape, share, step, device, repeats)
+    for kind in ("int8", "fp8"):
+        with explained(f"foreign experts in {kind}"):
+            quarter = ours(shape, Fraction(1, 4), "auto", device, dtype, Foreign(kind))
+            step = step_of(partial(routed, quarter, inputs), inputs, quarter)
+            yield measure(f"spes-p2p auto, foreign in {kind}", shape, Fraction(1, 4), step, device, repeats)
+    for implementation in ("grouped_mm", "eager"):
+        with explained(f"transformers {implementation}"):
+            theirs = transformers_experts(shape, implementation, device, dtype)
+            step = step_of(partial(routed, theirs, inputs), inputs, theirs)
+            yield measure(f"transformers OLMoE {implementation}", shape, whole, step, device, repeats)
+    with explained("MegaBlocks dMoE"):
+        moe = megablocks_dmoe(shape, device, dtype)
+        step = step_of(partial(by_itself, moe), inputs, moe)
+        yield measure("MegaBlocks dMoE (with its router)", shape, whole, step, device, repeats)
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Says why something does not run here, and goes on."""
+    try:
+        yield
+    except (ConfigError, ImportError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        print(f"{what}: does not run here: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+
+def measure(
+    what: str, shape: Shape, owned: Fraction, step: Callable[[], None], device: torch.device, repeats: int
+) -> Row:
+    for _ in range(5):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for start, stop in events:
+            start.record()
+            step()
+            stop.record()
+        torch.cuda.synchronize()
+        milliseconds, peak = median(a.elapsed_time(b) for a, b in events), torch.cuda.max_memory_allocated()
+    else:
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - started)
+        milliseconds, peak = 1000 * median(times), 0
+    return Row(what, owned, milliseconds, peak, shape.flop(owned) / milliseconds / 1e9)
+
+
+def step_of(forward: Callable[[Tensor], Tensor], inputs: Inputs, module: nn.Module) -> Callable[[], None]:
+    """Forward and backward with fresh gradients."""
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        inputs.x_TD.grad = inputs.weight_TK.grad = None
+        forward(inputs.x_TD).backward(inputs.dy_TD)
+
+    return step
+
+
+def routed(experts: nn.Module, inputs: Inputs, x_TD: Tensor) -> Tensor:
+    """Through experts that are told where each token goes."""
+    output: Tensor = experts(x_TD, inputs.expert_TK, inputs.weight_TK)
+    return output
+
+
+def by_itself(layer: nn.Module, x_TD: Tensor) -> Tensor:
+    """Through a layer that routes, [S, 1, D] in and out."""
+    output = layer(x_TD.unsqueeze(1))
+    return (output[0] if isinstance(output, tuple) else output).squeeze(1)
+
+
+def dense(shape: Shape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """The same FLOP in nine plain products: forward, rows, weights, each of gate, up and down."""
+    rows = shape.tokens * shape.top_k
+    x, w = torch.randn(rows, shape.d_model), torch.randn(shape.d_model, shape.ffn)
+    x, w, y = x.to(device, dtype), w.to(device, dtype), torch.randn(rows, shape.ffn).to(device, dtype)
+
+    def step() -> None:
+        for _ in range(3):
+            _ = (x @ w, y @ w.T, x.T @ y)
+
+    return step
+
+
+def ours(
+    shape: Shape,
+    share: Fraction,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    foreign: Foreign | None = None,
+) -> ExpertBank:
+    owned = range(max(1, int(share * shape.experts)))
+    found, _ = resolve_backend(backend, device, dtype)
+    bank = ExpertBank(shape.experts, shape.d_model, shape.ffn, tuple(owned), found, device, dtype, foreign)
+    for expert in range(shape.experts):
+        for which in MATRICES:
+            bank.load(expert, which, 0.02 * torch.randn(bank.shape_of(which), device=device))
+    bank.refresh()
+    return bank
+
+
+def transformers_experts(shape: Shape, implementation: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+    config = OlmoeConfig(
+        hidden_size=shape.d_model, intermediate_size=shape.ffn, num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    experts = OlmoeExperts(config).to(device, dtype)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return experts
+
+
+def megablocks_dmoe(shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Its dropless layer over grouped products: served by torch's grouped_mm where grouped_gemm is not installed."""
+    import torch.nn.functional as F
+    from megablocks import grouped_gemm_util
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import dMoE
+
+    if grouped_gemm_util.ops is None:
+        grouped_gemm_util.ops = _TorchGrouped()
+        grouped_gemm_util.grouped_gemm_is_available = lambda: True
+        grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+    arguments = Arguments(
+        hidden_size=shape.d_model, ffn_hidden_size=shape.ffn, moe_num_experts=shape.experts, moe_top_k=shape.top_k,
+        mlp_type="glu", mlp_impl="grouped", activation_fn=F.silu, bias=False, return_bias=False, device=device,
+        bf16=dtype == torch.bfloat16, fp16=False,
+    )  # fmt: skip
+    return dMoE(arguments).to(device, dtype)
+
+
+class _TorchGrouped:
+    """`grouped_gemm.ops` by torch."""
+
+    @staticmethod
+    def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
+        import torch.nn.functional as F
+
+        ends = batch_sizes.cumsum(0).to(a.device, torch.int32)
+        return F.grouped_mm(a, b.mT if trans_b else b, offs=ends)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
