@@ -71,6 +71,7 @@ class Optimizer:
 
         With `ramp_fresh`, the learning rate of all other groups rises over their first steps.
         """
+        self._kind.check(model.embedding.device)
         if self._gradient_dtype != torch.float32:
             for parameter in model.parameters():
                 parameter.grad_dtype = self._gradient_dtype

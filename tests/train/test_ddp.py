@@ -69,6 +69,23 @@ def test_two_ranks_resume_bit_for_bit(two_ranks: LocalRanks) -> None:
     assert len(set(resumed.value_hashes())) == 1
 
 
+def test_two_ranks_with_small_moments_and_gradients_agree_and_resume(two_ranks: LocalRanks) -> None:
+    """bf16 gradients are averaged without DDP; codes of 8 bits go to the other rank as they are."""
+    wide = "model.d_model=64", "model.expert_ffn=64", "optimizer.load_balancing_weight=0.0"
+    config = small_config(*wide, "optimizer.name=adamw8bit", "optimizer.gradient_dtype=bf16")
+    one, two = trainer_of(config), trainer_of(config, ranks=two_ranks.ranks)
+    for seed in range(3):
+        numbers = [(result.loss, result.grad_norm) for result in (t.train_step(batch_of(seed)) for t in (one, two))]
+        assert numbers[1] == pytest.approx(numbers[0], rel=2e-2)
+    state = copy.deepcopy(two.private_state())
+    loss = two.train_step(batch_of(9)).loss
+    resumed = trainer_of(config, (3,), ranks=two_ranks.ranks)
+    resumed.load_private_state(state)
+    assert resumed.train_step(batch_of(9)).loss == loss
+    assert resumed.value_hashes() == two.value_hashes()
+    assert len(set(two.value_hashes())) == 1
+
+
 def test_a_batch_that_cannot_be_split_is_refused(two_ranks: LocalRanks) -> None:
     odd = small_config("optimizer.batch_sequences=7")
     with pytest.raises(ConfigError, match="7 sequences cannot be split over 2 ranks"):

@@ -1,0 +1,260 @@
+"""How the two moments of a tensor are kept, and the step that uses them: in fp32, or in 8 bits with scales.
+
+8 bits are bitsandbytes' (Dettmers et al., arXiv 2110.02861): a code of its dynamic map for each value, and an fp32
+scale for every 256 of them; 2.03 bytes a trained value instead of 8. Tensors of fewer than 4096 values stay fp32.
+Moments are kept as named tensors, so that whoever counts or saves them need not know their kind. Gradients may be
+bf16: a step makes them fp32 a piece at a time.
+
+Leaves out: which tensors there are, and with which learning rate and count they step (optim.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from spes_p2p.config.schema import OptimizerConfig
+from spes_p2p.errors import ConfigError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BLOCK_VALUES = 256
+"""Values that share a scale."""
+SMALLEST_VALUES = 4096
+"""Tensors with fewer values are kept in fp32."""
+PIECE_VALUES = 2**26
+"""Most gradient values of another dtype that are turned into fp32 at once."""
+_SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}
+
+Stored = dict[str, Tensor]
+"""`exp_avg` and `exp_avg_sq`: fp32, or uint8 codes and the scales `exp_avg_scale` and `exp_avg_sq_scale`."""
+
+
+class Piece(NamedTuple):
+    """A tensor, or a part of a flat one, to be stepped in place."""
+
+    values: Tensor
+    gradient: Tensor
+    moments: Stored
+
+
+class Kind(Protocol):
+    """One way to keep moments."""
+
+    def check(self, device: torch.device) -> None:
+        """Raises ConfigError where this kind does not run on the device."""
+        ...
+
+    def fresh(self, values: Tensor) -> Stored:
+        """Moments of `values` before the first step."""
+        ...
+
+    def stored(self, moments: Stored) -> Stored:
+        """Moments of any kind in this one; the same tensors where they are of this kind already."""
+        ...
+
+    def update(self, pieces: list[Piece], steps: int, lr: float) -> None:
+        """One AdamW step in place, the `steps + 1`-th that these moments see."""
+        ...
+
+
+def is_packed(moments: Stored) -> bool:
+    """Whether these are codes of 8 bits."""
+    return _SCALES[MOMENTS[0]] in moments
+
+
+def unpacked(moments: Stored) -> Stored:
+    """Both moments in fp32: the very tensors where they are kept so."""
+    return {which: _dequantised(moments, which) for which in MOMENTS} if is_packed(moments) else moments
+
+
+def stored_shapes(shape: torch.Size, packed: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of everything that is kept for a tensor of `shape`."""
+    if not packed:
+        return dict.fromkeys(MOMENTS, (shape, torch.float32))
+    scales = torch.Size((-(-shape.numel() // BLOCK_VALUES),))
+    codes = dict.fromkeys(MOMENTS, (shape, torch.uint8))
+    return codes | {_SCALES[which]: (scales, torch.float32) for which in MOMENTS}
+
+
+def kind_of(config: OptimizerConfig) -> Kind:
+    """Raises ConfigError where optimizer.name asks for a library that is not installed."""
+    return EightBit(config) if config.name == "adamw8bit" else Float32(config)
+
+
+class Float32:
+    """torch's AdamW, fused where the device has it.
+
+    As a function: its class loads the compiler when it is made, for seconds, in which no other thread runs.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+
+    def check(self, device: torch.device) -> None:
+        pass  # torch runs wherever its tensors are
+
+    def fresh(self, values: Tensor) -> Stored:
+        return _zeros(values, packed=False)
+
+    def stored(self, moments: Stored) -> Stored:
+        return unpacked(moments)
+
+    def update(self, pieces: list[Piece], steps: int, lr: float) -> None:
+        for batch in _batches(pieces):
+            self._update_batch(batch, steps, lr)
+
+    def _update_batch(self, pieces: list[Piece], steps: int, lr: float) -> None:
+        device, config = pieces[0].values.device, self._config
+        fused = device.type in ("cpu", "cuda")
+        adamw(
+            [piece.values for piece in pieces],
+            [piece.gradient.float() for piece in pieces],
+            [piece.moments[MOMENTS[0]] for piece in pieces],
+            [piece.moments[MOMENTS[1]] for piece in pieces],
+            [],
+            list(torch.full((len(pieces),), float(steps), device=device).unbind()),
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=lr,
+            weight_decay=config.weight_decay,
+            eps=config.eps,
+            maximize=False,
+        )
+
+
+class EightBit:
+    """bitsandbytes' blockwise AdamW for large tensors. Loading the library takes seconds: make one before training."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config, self._float32 = config, Float32(config)
+        self._library = _bitsandbytes()
+
+    def check(self, device: torch.device) -> None:
+        if device.type != "meta":
+            values, gradient = (torch.zeros(BLOCK_VALUES, device=device) for _ in range(2))
+            trial = Piece(values, gradient, _zeros(values, packed=True))
+            try:
+                self._update_piece(trial, 0, 0.0)
+            except (RuntimeError, ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"optimizer.name is adamw8bit, which fails on {device}: {str(error).splitlines()[0]}",
+                    fix="set optimizer.name=adamw, or install a bitsandbytes for this device",
+                ) from error
+
+    def fresh(self, values: Tensor) -> Stored:
+        return _zeros(values, packed=values.numel() >= SMALLEST_VALUES)
+
+    def stored(self, moments: Stored) -> Stored:
+        if is_packed(moments) or moments[MOMENTS[0]].numel() < SMALLEST_VALUES:
+            return moments
+        parts = [_quantised(moments[which], which) for which in MOMENTS]
+        return parts[0] | parts[1]
+
+    def update(self, pieces: list[Piece], steps: int, lr: float) -> None:
+        self._float32.update([piece for piece in pieces if not is_packed(piece.moments)], steps, lr)
+        for piece in _cut(piece for piece in pieces if is_packed(piece.moments)):
+            self._update_piece(piece, steps, lr)
+
+    def _update_piece(self, piece: Piece, steps: int, lr: float) -> None:
+        config, (mean, square) = self._config, MOMENTS
+        self._library.optimizer_update_8bit_blockwise(
+            "adam",
+            piece.gradient.float().contiguous(),  # its CUDA kernel takes it for a tensor of the values' type
+            piece.values,
+            piece.moments[mean],
+            piece.moments[square],
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            beta3=0.0,
+            alpha=0.0,
+            eps=config.eps,
+            step=steps + 1,
+            lr=lr,
+            qmap1=_map(mean, piece.values.device),
+            qmap2=_map(square, piece.values.device),
+            absmax1=piece.moments[_SCALES[mean]],
+            absmax2=piece.moments[_SCALES[square]],
+            weight_decay=config.weight_decay,
+        )
+
+
+def _zeros(values: Tensor, packed: bool) -> Stored:
+    shapes = stored_shapes(values.shape, packed)
+    return {name: torch.zeros(shape, dtype=dtype, device=values.device) for name, (shape, dtype) in shapes.items()}
+
+
+def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same with gradients that are not fp32 in parts of at most PIECE_VALUES, which whole blocks make."""
+    for piece in pieces:
+        if piece.gradient.dtype == torch.float32:
+            yield piece
+            continue
+        for start in range(0, piece.values.numel(), PIECE_VALUES):
+            yield _part(piece, start, start + PIECE_VALUES)
+
+
+def _part(piece: Piece, start: int, stop: int) -> Piece:
+    scales = slice(start // BLOCK_VALUES, -(-stop // BLOCK_VALUES))
+    moments = {
+        name: tensor[scales] if name in _SCALES.values() else tensor.view(-1)[start:stop]
+        for name, tensor in piece.moments.items()
+    }
+    return Piece(piece.values.view(-1)[start:stop], piece.gradient.reshape(-1)[start:stop], moments)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces to be stepped together: as many as PIECE_VALUES allows to be turned into fp32."""
+    batch: list[Piece] = []
+    turned = 0
+    for piece in _cut(pieces):
+        size = 0 if piece.gradient.dtype == torch.float32 else piece.gradient.numel()
+        if batch and turned + size > PIECE_VALUES:
+            yield batch
+            batch, turned = [], 0
+        batch.append(piece)
+        turned += size
+    if batch:
+        yield batch
+
+
+@cache
+def _bitsandbytes() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer.name is adamw8bit, which needs bitsandbytes: {str(error).splitlines()[0]}",
+            fix='pip install "spes-p2p[optim8bit]", or set optimizer.name=adamw',
+        ) from error
+
+
+@cache
+def _map(which: str, device: torch.device) -> Tensor:
+    """The 256 values that codes stand for; means have a sign, means of squares have none."""
+    signed = which == MOMENTS[0]
+    values: Tensor = _bitsandbytes().create_dynamic_map(signed=signed).to(device)
+    return values
+
+
+def _quantised(values: Tensor, which: str) -> Stored:
+    codes, state = _bitsandbytes().quantize_blockwise(
+        values.contiguous(), code=_map(which, values.device), blocksize=BLOCK_VALUES
+    )
+    return {which: codes, _SCALES[which]: state.absmax}
+
+
+def _dequantised(moments: Stored, which: str) -> Tensor:
+    codes = moments[which]
+    values: Tensor = _bitsandbytes().dequantize_blockwise(
+        codes, absmax=moments[_SCALES[which]], code=_map(which, codes.device), blocksize=BLOCK_VALUES
+    )
+    return values

@@ -1,0 +1,149 @@
+"""Moments in 8 bits and gradients in bf16: close to AdamW in fp32, smaller, saved exactly, and handed over as fp32."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spes_p2p.checkpoint.private import read_private, write_private
+from spes_p2p.errors import ConfigError
+from spes_p2p.state.moments import Moments, check_moments, within_bounds
+from spes_p2p.train import moment_store
+from spes_p2p.train.moment_store import MOMENTS, SMALLEST_VALUES, EightBit, is_packed, stored_shapes, unpacked
+from spes_p2p.train.step import accumulate_gradient
+from spes_p2p.train.trainer import Trainer
+from tests.train.small import batch_of, same_bits, small_config, trainer_of, values_of
+
+EIGHT_BIT, BF16 = "optimizer.name=adamw8bit", "optimizer.gradient_dtype=bf16"
+
+
+def wide_trainer(*overrides: str, owned: tuple[int, ...] = (1, 4)) -> Trainer:
+    """Wide enough that experts and attention are kept in 8 bits."""
+    return trainer_of(small_config("model.d_model=64", "model.expert_ffn=64", *overrides), owned)
+
+
+def train(trainer: Trainer, steps: int, first: int = 0) -> list[float]:
+    return [trainer.train_step(batch_of(seed)).loss for seed in range(first, first + steps)]
+
+
+@pytest.mark.parametrize("chosen", [(EIGHT_BIT,), (BF16,), (EIGHT_BIT, BF16)], ids=str)
+def test_it_trains_as_fp32_adamw_does(chosen: tuple[str, ...]) -> None:
+    losses = [train(wide_trainer("optimizer.lr=0.003", *overrides), 20) for overrides in ((), chosen)]
+    assert losses[0][-1] < 0.6 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_two_bytes_and_scales_a_value_instead_of_eight() -> None:
+    plain, packed = wide_trainer(), wide_trainer(EIGHT_BIT)
+    for trainer in (plain, packed):
+        train(trainer, 1)
+    sizes = [parameter.numel() for _, _, parameter in packed._rank.trained_tensors()]
+    large, small = ([size for size in sizes if (size >= SMALLEST_VALUES) is wanted] for wanted in (True, False))
+    assert plain.optimizer_bytes == 8 * sum(sizes)
+    assert packed.optimizer_bytes == sum(2 * size + 2 * 4 * (size // 256) for size in large) + 8 * sum(small)
+    assert packed.optimizer_bytes < 0.35 * plain.optimizer_bytes
+
+
+def test_an_interrupted_peer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, second = wide_trainer(EIGHT_BIT), wide_trainer(EIGHT_BIT, owned=(2,))
+    train(whole, 3)
+    write_private(tmp_path, whole.private_state())
+    second.load_private_state(read_private(tmp_path))
+    assert train(second, 3, first=3) == train(whole, 3, first=3)
+    assert same_bits(values_of(second), values_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(EIGHT_BIT, "optimizer.name=adamw"), ("optimizer.name=adamw", EIGHT_BIT)]
+)
+def test_a_peer_may_choose_anew_when_it_resumes(before: str, after: str) -> None:
+    first, second = wide_trainer(before), wide_trainer(after)
+    train(first, 3)
+    second.load_private_state(first.private_state())
+    assert (second.optimizer_bytes > first.optimizer_bytes) is (before == EIGHT_BIT)
+    assert train(second, 3, first=3) == pytest.approx(train(first, 3, first=3), rel=1e-2)
+
+
+@pytest.mark.parametrize(("giver_kind", "heir_kind"), [(EIGHT_BIT, "run.seed=0"), ("run.seed=0", EIGHT_BIT)])
+def test_moments_are_handed_over_between_kinds(giver_kind: str, heir_kind: str) -> None:
+    giver, heir = wide_trainer(giver_kind), wide_trainer(heir_kind)
+    train(giver, 8)
+    given, settings = giver.moments(1), giver.config.optimizer
+    check_moments(given, settings.betas, settings.grad_clip)
+    heir.take_moments(1, given)
+    taken = heir.moments(1)
+    assert taken.steps == 8
+    assert np.abs(taken.mean - given.mean).max() <= 2e-2 * np.abs(given.mean).max()
+    assert np.abs(taken.square - given.square).max() <= 2e-2 * given.square.max()
+    train(heir, 1)
+
+
+def test_moments_survive_packing_where_nothing_was_ever_seen() -> None:
+    kind = EightBit(small_config().optimizer)
+    zeros = {which: torch.zeros(70, 100) for which in MOMENTS}
+    packed, fresh = kind.stored(zeros), kind.fresh(torch.zeros(70, 100))
+    for kept in (packed, fresh):
+        assert {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()} == stored_shapes(
+            torch.Size((70, 100)), packed=True
+        )
+        assert all(not values.any() for values in unpacked(kept).values())
+    assert kind.stored(packed) is packed
+    assert not is_packed(kind.fresh(torch.zeros(SMALLEST_VALUES - 1)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_gradients_that_are_stepped_in_pieces_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = (wide_trainer(BF16, f"optimizer.name={name}") for _ in range(2))
+    train(whole, 3)
+    monkeypatch.setattr(moment_store, "PIECE_VALUES", 1024)
+    train(parts, 3)
+    assert same_bits(values_of(whole), values_of(parts))
+
+
+def test_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
+    """Added up over four micro-batches, one of them without targets."""
+    gradients = []
+    for overrides in ((), (BF16,)):
+        rank = wide_trainer("optimizer.micro_batch_sequences=2", *overrides)._rank
+        assert rank._forward is not None
+        accumulate_gradient(rank._forward, batch_of(0, masked=(4, 5)), rank.ranks, 2, 1.0)
+        gradients.append({name: parameter.grad for name, parameter in rank.model.named_parameters()})
+    for name, exact in gradients[0].items():
+        rounded = gradients[1][name]
+        assert exact is not None
+        assert rounded is not None
+        assert rounded.dtype == torch.bfloat16
+        assert (rounded - exact).norm() <= 2e-2 * exact.norm()
+
+
+def test_gradients_in_bf16_take_half_the_memory_and_are_clipped_alike() -> None:
+    plain, half = wide_trainer("optimizer.grad_clip=0.1"), wide_trainer("optimizer.grad_clip=0.1", BF16)
+    results = [trainer.train_step(batch_of(0)) for trainer in (plain, half)]
+    assert results[0].grad_norm > 0.2
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=2e-3)
+    assert half.gradient_bytes == plain.gradient_bytes // 2
+    means = [trainer.moments(1).mean for trainer in (plain, half)]
+    assert np.linalg.norm(means[1] - means[0]) <= 2e-2 * np.linalg.norm(means[0])
+
+
+def test_rounded_moments_are_brought_within_what_others_check() -> None:
+    settings = small_config().optimizer
+    rng = np.random.default_rng(0)
+    mean = rng.normal(size=5000).astype(np.float32)
+    square = (rng.random(5000) * (rng.random(5000) < 0.5)).astype(np.float32)
+    repaired = within_bounds(Moments(3, mean, square), settings.betas, settings.grad_clip)
+    check_moments(repaired, settings.betas, settings.grad_clip)
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.delitem(sys.modules, "bitsandbytes.functional", raising=False)
+    moment_store._bitsandbytes.cache_clear()
+    with pytest.raises(ConfigError, match="bitsandbytes") as caught:
+        wide_trainer(EIGHT_BIT)
+    assert "spes-p2p[optim8bit]" in caught.value.fix
+    moment_store._bitsandbytes.cache_clear()
