@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.util import find_spec
+
 import torch
 
 from spes_p2p.config.load import parse_override
 from spes_p2p.config.schema import Config
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.planning.budget import Device, fitted
+from spes_p2p.planning.memory import foreign_bytes
 from spes_p2p.train.memory import free_and_total_bytes
+
+EIGHT_BIT_LIBRARY = "bitsandbytes"
+PINNED_SHARE = 0.5
+"""Most of the host's free memory that offloaded experts may take: the state on disk is cached in it, too."""
 
 
 def measure(device: torch.device, ranks: int) -> Device:
@@ -29,4 +37,13 @@ def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Co
     if options.max_experts is not None:
         wanted = min(wanted, options.max_experts)
     by_hand = {parse_override(override)[0] for override in options.overrides}
-    return fitted(config, device, wanted, by_hand)
+    host_free, _ = free_and_total_bytes(torch.device("cpu"))
+    return fitted(config, device, wanted, {*by_hand, *_not_here(config, device, wanted, host_free)})
+
+
+def _not_here(config: Config, device: Device, wanted: int, host_free_bytes: int) -> Iterator[str]:
+    """Options that need what this machine does not have."""
+    if find_spec(EIGHT_BIT_LIBRARY) is None:
+        yield "optimizer.name"
+    if device.ranks * foreign_bytes(device.workload(config, wanted)) > PINNED_SHARE * host_free_bytes:
+        yield "model.foreign_offload"

@@ -70,10 +70,10 @@ class Activations:
         return size * max(first, second) + 2 * self.residual()
 
     def logits(self) -> int:
-        """The loss of one chunk of positions: logits in c and fp32, and their gradient in both."""
+        """The loss of one chunk of positions: its logits in fp32 and in c, and the gradient of all inputs [T, D]."""
         rows = max(1, min(self.tokens, LOGITS_CHUNK_BYTES // (4 * self.model.embedding_rows)))
         copies = self.compute_bytes if self.compute_bytes != 4 else 0
-        return rows * self.model.embedding_rows * 2 * (4 + copies)
+        return rows * self.model.embedding_rows * (4 + copies) + self.compute_bytes * self.tokens * self.model.d_model
 
     @property
     def rows(self) -> int:

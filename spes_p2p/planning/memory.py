@@ -19,12 +19,16 @@ from spes_p2p.planning.units import GIB, MIB
 SHARED, BANK, MASTERS, GRADIENTS, OPTIMIZER = "shared parameters", "bank", "masters", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 
+HEAD, LAST, FIRST, STEP = "the loss", "the last layer's backward", "the first layer's backward", "the update"
+"""Moments of a step in which memory can be at its highest."""
 SCALE_BLOCK = 128
 """Values of a quantised row that share one fp32 scale (the whole row where this does not divide it)."""
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
 """Of a trained value: two moments, in fp32, or in 8 bits with one fp32 scale for each 256 values."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 FOREIGN_BYTES = {"int8": 1, "fp8": 1}
+PIECE_VALUES = 2**26
+"""Gradient values that the optimizer turns into fp32 at once."""
 WORKSPACE_BYTES = 64 * MIB
 """What matrix products take for themselves."""
 FRAGMENT_SHARE = 0.04
@@ -40,7 +44,7 @@ class Memory:
 
     parts: Mapping[str, int]
     moment: str
-    """When that is: head, backward or step."""
+    """When that is."""
     slack: int
     """Lost by the allocator."""
     context: int
@@ -87,15 +91,19 @@ class Workload:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are there all the time: from micro-batch to micro-batch, or in the buckets of DDP."""
-        return self.sequences * self.ranks < self.batch_sequences or self.ranks > 1
+        """Whether gradients are there all the time: from micro-batch to micro-batch, or in the buckets of DDP.
+
+        DDP has gradients in fp32 only; others are averaged in place.
+        """
+        in_buckets = self.ranks > 1 and self.options.gradient_dtype == "fp32"
+        return self.sequences * self.ranks < self.batch_sequences or in_buckets
 
 
 def predict(work: Workload) -> Memory:
     """The highest need of one inner step, among the moments in which it can be:
 
-    head: all activations, logits, the gradient of the head; backward: all activations (without checkpointing) and the
-    temporaries of one layer, at its first layer, or all gradients at its last one; step: gradients and nothing else.
+    the loss: all activations, logits, the gradient of the head; the backward pass, last layer first: there all
+    activations and the temporaries of one layer, at its end one layer's and all gradients; the update: gradients alone.
     """
     held = _held(work)
     moments = {name: {**held, **parts} for name, parts in _moments(work).items()}
@@ -173,41 +181,44 @@ def _optimizer_bytes(work: Workload) -> int:
 
 def _moments(work: Workload) -> dict[str, dict[str, int]]:
     sizes, model = Sizes.of(work.model), work.model
-    active = Activations(
-        model, work.sequences * work.sequence_length, work.compute_bytes, work.options.activation_checkpointing
-    )
+    checkpointing = work.options.activation_checkpointing
+    active = Activations(model, work.sequences * work.sequence_length, work.compute_bytes, checkpointing)
     gradient = GRADIENT_BYTES[work.options.gradient_dtype]
-    all_gradients = gradient * sizes.trained(work.owned)
+    trained = sizes.trained(work.owned)
+    all_gradients = gradient * trained
     early = all_gradients if work.accumulates else 0
-    head_gradient = early or gradient * sizes.embedding
-    # a fresh gradient, in the compute dtype and in fp32, before it is added to what is there
-    fresh_head, fresh_layer = (
-        (work.compute_bytes + 4 * work.accumulates) * count for count in (sizes.embedding, work.owned * sizes.expert)
+    # autocast keeps copies of the attention's matrices, from forward to backward pass unless checkpointed; the head
+    # makes one for a moment, and its fp32 gradient in the forward pass
+    head_copy, attention = (_copied_bytes(work) * count for count in (sizes.embedding, sizes.attention))
+    late_attention = attention // (1 if checkpointing == "none" else model.num_layers)
+    # of a layer's masters, before it is added to what is there: in the compute dtype, and for fp32 in that, too
+    as_fp32 = 4 if gradient == 4 and work.compute_bytes != 4 else 0
+    fresh = (work.compute_bytes * (as_fp32 > 0 or work.accumulates) + as_fp32 * work.accumulates) * (
+        work.owned * sizes.expert
     )
-    copies = _compute_copies(work, sizes)
     one_layer = active.kept() // model.num_layers + active.recomputed()
     temporaries = active.backward_temporaries(work.owned)
+
+    def parts(copies: int, gradients: int, activations: int, logits: int = 0) -> dict[str, int]:
+        return {
+            SHARED: 4 * sizes.shared + copies,
+            GRADIENTS: gradients,
+            ACTIVATIONS: activations,
+            LOGITS: logits,
+        }
+
     return {
-        "head": _passing(work, sizes, head_gradient + fresh_head, active.kept(), active.logits(), copies),
-        "backward, last layer": _passing(
-            work, sizes, head_gradient + fresh_layer, active.kept() + active.recomputed() + temporaries, 0, copies
+        HEAD: parts(head_copy + attention, early + 4 * sizes.embedding, active.kept(), active.logits()),
+        LAST: parts(
+            late_attention,
+            (early or gradient * sizes.embedding) + fresh,
+            active.kept() + active.recomputed() + temporaries,
         ),
-        "backward, first layer": _passing(work, sizes, all_gradients + fresh_layer, one_layer + temporaries, 0, 0),
-        "step": _passing(work, sizes, all_gradients, 0, 0, 0),
+        FIRST: parts(0, all_gradients + fresh, one_layer + temporaries),
+        STEP: parts(0, all_gradients + (0 if gradient == 4 else 4 * min(PIECE_VALUES, trained)), 0),
     }
 
 
-def _passing(
-    work: Workload, sizes: Sizes, gradients: int, activations: int, logits: int, copies: int
-) -> dict[str, int]:
-    return {
-        SHARED: 4 * sizes.shared + copies,
-        GRADIENTS: gradients,
-        ACTIVATIONS: activations,
-        LOGITS: logits,
-    }
-
-
-def _compute_copies(work: Workload, sizes: Sizes) -> int:
-    """Autocast keeps a copy of every shared matrix but embedding and router from forward to backward pass."""
-    return 0 if work.compute_bytes == 4 else work.compute_bytes * (sizes.embedding + sizes.attention)
+def _copied_bytes(work: Workload) -> int:
+    """Of a value of a shared matrix that is multiplied in the compute dtype."""
+    return 0 if work.compute_bytes == 4 else work.compute_bytes

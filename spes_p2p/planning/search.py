@@ -63,6 +63,8 @@ class Search:
     rungs: tuple[Rung, ...]
     chosen: Fit | None
     nearest: Fit | None
+    least_bytes: int
+    """What a peer without columns needs at least, with all these options."""
 
 
 def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: Collection[str] = frozenset()) -> Search:
@@ -75,7 +77,9 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
     halves = "micro_batch_sequences" not in fixed
     tried = [list(_halvings(options, work.batch_sequences, halves)) for options, _ in ladder]
     chosen = _first_that_fits(work, tried, memory_bytes)
-    return Search(work.owned, found, chosen, None if chosen else _nearest(work, tried, memory_bytes))
+    alone = (replace(work, options=options, owned=0) for options in chain.from_iterable(tried))
+    least = min(predict(workload).total for workload in alone)
+    return Search(work.owned, found, chosen, None if chosen else _nearest(work, tried, memory_bytes), least)
 
 
 def rungs(options: Options, local_only: bool, fixed: Collection[str] = frozenset()) -> Iterator[tuple[Options, str]]:

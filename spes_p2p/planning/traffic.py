@@ -74,21 +74,31 @@ class SyncCost:
     """Up and down together; needs the same."""
 
 
-def round_traffic(sizes: Sizes, peers: int, owned: int, replicas: float, expert_rounds: int = 1) -> Traffic:
-    """The formula above. `replicas` is r >= 1; columns travel every `expert_rounds`-th round; alone, nothing moves."""
-    others, share = peers - 1, 2 * (peers - 1) / peers * sizes.shared
+@dataclass(frozen=True)
+class Spread:
+    """Who owns how much: `owned` columns this peer, r = `replicas` >= 1 owners each of the `covered` (E_o) columns."""
+
+    peers: int
+    owned: float
+    replicas: float
+    covered: float
+
+    @classmethod
+    def of(cls, num_experts: int, peers: int, owned: int, owned_by_others: int) -> Spread:
+        """All columns are covered before one has a second owner."""
+        owners = owned + (peers - 1) * owned_by_others
+        return cls(peers, owned, max(1.0, owners / num_experts), min(num_experts, owners))
+
+
+def round_traffic(sizes: Sizes, spread: Spread, expert_rounds: int = 1) -> Traffic:
+    """The formula above; columns travel in every `expert_rounds`-th round. For one peer alone, nothing moves."""
+    others, replicas, owned = spread.peers - 1, spread.replicas, spread.owned
     if not others:
         return Traffic(0.0, 0.0)
-    with_owner = min(sizes.num_experts, peers * owned / replicas)
-    column = sizes.column / expert_rounds
+    share, column = 2 * others / spread.peers * sizes.shared, sizes.column / expert_rounds
     up = owned * (replicas - 1 + others) / replicas * column
-    down = (2 * owned * (replicas - 1) / replicas + with_owner - owned) * column
+    down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
     return Traffic(share + up, share + down)
-
-
-def replicas_of(num_experts: int, peers: int, owned: int) -> float:
-    """Owners of a column, on average, where each of `peers` owns `owned` of `num_experts`; at least 1."""
-    return max(1.0, peers * owned / num_experts)
 
 
 def codecs() -> tuple[str, ...]:
@@ -99,11 +109,10 @@ def codecs() -> tuple[str, ...]:
 def sync_costs(
     config: Config, peers: int, owned: int, link: Link, tokens_per_second: float | None
 ) -> tuple[SyncCost, ...]:
-    """For each codec, with `owned` columns at each of `peers` (all alike) that train at `tokens_per_second` each."""
+    """For each codec: `owned` columns here, `swarm.experts_per_peer` at each other of `peers`, all equally fast."""
     sizes = Sizes.of(config.model)
-    traffic = round_traffic(
-        sizes, peers, owned, replicas_of(sizes.num_experts, peers, owned), getattr(config.sync, "expert_rounds", 1)
-    )
+    spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
+    traffic = round_traffic(sizes, spread, getattr(config.sync, "expert_rounds", 1))
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
     return tuple(_cost(codec, traffic, link, training) for codec in codecs())
 

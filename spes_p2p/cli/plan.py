@@ -1,0 +1,221 @@
+"""`spes-p2p plan`: what a run needs of a machine and of its link, from the config alone. Flags and tables only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from spes_p2p.config.schema import Config
+    from spes_p2p.planning.report import Answer, Question
+
+WIDTH = 80
+
+
+def plan(
+    config: Annotated[Path, typer.Option(help="The run: a YAML file, or a name such as small.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Own choices such as model.num_layers=8.", show_default=False)
+    ] = None,
+    gpu_memory: Annotated[str | None, typer.Option(metavar="24GiB", help="What fits into a GPU of this size.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="RTX4090", help="A GPU by name: its memory, and a guess at its speed.")
+    ] = None,
+    owned_experts: Annotated[
+        int | None, typer.Option(help="Expert columns to train (default: swarm.experts_per_peer).", min=0)
+    ] = None,
+    uplink: Annotated[str | None, typer.Option(metavar="20Mbit", help="Upload speed of a peer.")] = None,
+    downlink: Annotated[str | None, typer.Option(metavar="100Mbit", help="Download speed of a peer.")] = None,
+    peers: Annotated[int | None, typer.Option(help="Peers of the run (default: swarm.min_peers).", min=1)] = None,
+    tokens_per_second: Annotated[float | None, typer.Option(help="Training speed of a peer.", min=0.001)] = None,
+    local_ranks: Annotated[int, typer.Option(help="GPUs of a peer, each of this size.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables, in bytes.")] = False,
+) -> None:
+    """Says what a run needs: parameters, GPU memory by part, what fits, bytes and time of a sync. Needs no GPU.
+
+    Example: spes-p2p plan --config small --gpu-memory 24GiB --uplink 20Mbit --downlink 100Mbit --peers 16
+    """
+    from spes_p2p.config.load import load_config
+    from spes_p2p.peer.options import config_path
+    from spes_p2p.planning.report import Question, answer
+    from spes_p2p.planning.traffic import Link
+    from spes_p2p.planning.units import parse_bytes, parse_rate
+
+    run = load_config(config_path(config), overrides or ())
+    owned = _checked_columns(run, owned_experts)
+    memory, speed = _of_gpu(run, gpu, owned)
+    question = Question(
+        run,
+        owned,
+        run.swarm.min_peers if peers is None else peers,
+        local_ranks,
+        parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else memory,
+        Link(
+            parse_rate(uplink, "--uplink") if uplink else None,
+            parse_rate(downlink, "--downlink") if downlink else None,
+        ),
+        tokens_per_second or (speed and speed * local_ranks),
+    )
+    found = answer(question)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _show(found, is_guess=tokens_per_second is None)
+
+
+def _checked_columns(config: Config, owned: int | None) -> int:
+    from spes_p2p.errors import ConfigError
+
+    if owned is None:
+        return config.swarm.experts_per_peer
+    if owned > config.model.num_experts:
+        raise ConfigError(
+            f"--owned-experts is {owned}, the run has {config.model.num_experts} columns",
+            fix=f"give at most {config.model.num_experts}",
+        )
+    return owned
+
+
+def _of_gpu(config: Config, name: str | None, owned: int) -> tuple[int | None, float | None]:
+    """(memory, tokens a second) of a GPU by name, the latter at a usual utilisation."""
+    from spes_p2p.planning.gpus import USUAL_MFU, gpu_named
+    from spes_p2p.planning.sizes import flops_per_token
+
+    if name is None:
+        return None, None
+    gpu = gpu_named(name)
+    return gpu.memory_bytes, USUAL_MFU * gpu.peak_flops / flops_per_token(
+        config.model, config.data.sequence_length, owned
+    )
+
+
+def _show(found: Answer, is_guess: bool) -> None:
+    from rich.console import Console
+
+    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    console.print(_heading(found))
+    console.print(_memory_table(found))
+    if found.search is not None:
+        console.print(_fit_table(found))
+        if any(_mark(rung.adds) for rung in found.search.rungs):
+            console.print("* all peers must have this equal: the organiser chooses it")
+        console.print(f"{found.sentence()}\n")
+    console.print(_sync_table(found))
+    if not all(cost.exists for cost in found.costs):
+        console.print("** by formula: this version does not have it")
+    for line in _hints(found.question, is_guess):
+        console.print(line)
+
+
+def _heading(found: Answer) -> str:
+    from spes_p2p.observe.metrics import count_text
+
+    question, sizes = found.question, found.sizes
+    return (
+        f"{question.config.run.run_id}: {count_text(sizes.total)} parameters, {count_text(sizes.active)} active a "
+        f"token, {count_text(sizes.trained(question.owned))} trained here ({count_text(sizes.shared)} shared, "
+        f"{question.owned} of {sizes.num_experts} columns with {count_text(sizes.column)} each)\n"
+    )
+
+
+def _memory_table(found: Answer) -> Table:
+    from spes_p2p.planning.units import gib_text
+
+    memory, config = found.memory, found.question.config
+    micro = min(config.optimizer.micro_batch_sequences, config.optimizer.batch_sequences // found.question.ranks)
+    table = _table(f"memory of a GPU, {micro} x {config.data.sequence_length:,} tokens at once", "part", "size", "what")
+    what = {
+        "shared parameters": "fp32, and copies for matrix products",
+        "bank": f"all {config.model.num_experts} experts of each layer, to be read",
+        "masters": "owned experts in fp32",
+        "gradients": "of what is trained",
+        "optimizer": "moments of what is trained",
+        "activations": "of the forward pass, and temporaries",
+        "logits": "one chunk of the vocabulary's",
+        "buffers": "work space of matrix products",
+        "allocator and CUDA": "what tensors do not show",
+    }
+    parts = {**memory.parts, "allocator and CUDA": memory.slack + memory.context}
+    for name, text in what.items():
+        table.add_row(name, gib_text(parts[name]), text)
+    table.add_row("[bold]highest need[/]", f"[bold]{gib_text(memory.total)}[/]", f"in {memory.moment}")
+    if memory.host:
+        table.add_row("pinned host memory", gib_text(memory.host), "offloaded experts")
+    share = f"{found.state_bytes / found.full_bytes:.0%} of {gib_text(found.full_bytes)} to train all in fp32"
+    table.add_row("without activations", gib_text(found.state_bytes), share)
+    return table
+
+
+def _fit_table(found: Answer) -> Table:
+    from spes_p2p.planning.units import gib_text
+
+    assert found.search is not None
+    wanted = found.question.owned
+    title = (
+        f"what fits into {gib_text(found.question.memory_bytes or 0)}, with a margin: most columns, and the largest\n"
+        f"micro-batch with {wanted} columns; each option on top of those before"
+    )
+    table = _table(title, "option", "needs", "columns", "micro-batch")
+    for rung in found.search.rungs:
+        columns = "-" if rung.most_columns is None else str(rung.most_columns)
+        name = rung.adds + _mark(rung.adds) if rung.adds else "as configured"
+        table.add_row(name, gib_text(rung.memory.total), columns, str(rung.largest_micro_batch or "-"))
+    return table
+
+
+def _sync_table(found: Answer) -> Table:
+    from spes_p2p.config.schema import steps_per_round_at
+    from spes_p2p.observe.metrics import bytes_text, seconds_text
+
+    config = found.question.config
+    steps = steps_per_round_at(config, config.scheduler.total_steps)
+    title = f"a sync of each of {found.question.peers} peers, after {steps} steps"
+    table = _table(title, "codec", "up", "down", "time", "of all time", "a day, up + down")
+    for cost in found.costs:
+        table.add_row(
+            cost.codec if cost.exists else f"{cost.codec} **",
+            bytes_text(cost.bytes_up),
+            bytes_text(cost.bytes_down),
+            "-" if cost.seconds is None else seconds_text(cost.seconds),
+            "-" if cost.share is None else f"{cost.share:.1%}",
+            "-" if cost.bytes_per_day is None else bytes_text(cost.bytes_per_day),
+        )
+    return table
+
+
+def _hints(question: Question, is_guess: bool) -> Iterable[str]:
+    from spes_p2p.observe.metrics import count_text
+    from spes_p2p.planning.gpus import USUAL_MFU
+
+    if question.memory_bytes is None:
+        yield "What fits into a GPU: --gpu-memory 24GiB, or --gpu RTX4090."
+    if not question.link.is_known:
+        yield "Time of a sync: --uplink 20Mbit --downlink 100Mbit."
+    if question.tokens_per_second is None:
+        yield "Share of time and traffic a day: --tokens-per-second N, or --gpu RTX4090 for a guess."
+    elif is_guess:
+        speed = count_text(question.tokens_per_second)
+        yield f"{speed} tokens/s are a guess ({USUAL_MFU:.0%} of the GPU's peak); give --tokens-per-second."
+
+
+def _mark(override: str) -> str:
+    from spes_p2p.planning.report import organisers_choice
+
+    return " *" if override and organisers_choice(override) else ""
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name == "what" else "right")
+    return table

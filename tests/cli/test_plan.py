@@ -1,0 +1,89 @@
+"""`spes-p2p plan`: tables for 80 columns, JSON with the same numbers, errors with their fix, and nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from spes_p2p.cli.main import build
+
+PLAN = build({"plan": "spes_p2p.cli.plan:plan", "status": "spes_p2p.cli.status:status"})
+
+
+def plan(*arguments: str) -> str:
+    result = CliRunner().invoke(PLAN, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(PLAN, ["plan", *arguments])
+    assert result.exit_code == 1, result.output
+    return result.stderr
+
+
+def test_a_person_can_read_it_at_80_columns() -> None:
+    text = plan("--config", "spes-7b", "--gpu", "RTX4090", "--uplink", "20Mbit", "--downlink", "100Mbit")
+    assert max(map(len, text.splitlines())) <= 80
+    for words in ("7.3B parameters", "8 of 32 columns", "masters", "highest need", "as configured", "24.7 GB", "fp32"):
+        assert words in text
+    assert "8 expert columns do not fit into" in text
+    assert "are a guess" in text
+
+
+def test_without_gpu_and_link_it_says_what_to_give() -> None:
+    text = plan("--config", "tiny")
+    for flag in ("--gpu-memory", "--uplink", "--tokens-per-second"):
+        assert flag in text
+
+
+def test_json_has_bytes_and_the_sentence() -> None:
+    told = json.loads(plan("--config", "spes-7b", "--gpu-memory", "24GiB", "--peers", "4", "--json"))
+    assert told["parameters"]["total"] == 7_333_287_936
+    assert told["sync"]["fp32"]["bytes_up"] == pytest.approx(24.7e9, rel=0.002)
+    assert told["sync"]["fp32"]["in_this_version"] is True
+    assert told["sync"]["fp32"]["seconds"] is None
+    assert told["memory"]["total"] > told["memory"]["allocated"] == sum(told["memory"]["parts"].values())
+    assert told["fits"]["gpu_memory"] == 24 * 2**30
+    assert told["fits"]["nearest"]["total"] <= told["fits"]["usable"]
+    assert told["fits"]["sentence"].startswith("8 expert columns do not fit")
+
+
+def test_overrides_and_flags_change_the_answer() -> None:
+    def total(*arguments: str) -> int:
+        return int(json.loads(plan("--config", "spes-1b", "--json", *arguments))["memory"]["total"])
+
+    assert total("--owned-experts", "16") > total() > total("model.num_layers=6")
+
+
+def test_a_file_of_ones_own(tmp_path: object) -> None:
+    assert "no config file" in refusal("--config", f"{tmp_path}/run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu-memory", "24"), "--gpu-memory '24' is no amount of memory / fix: write it as 24GiB"),
+        (("--uplink", "20MB"), "--uplink '20MB' is no speed of a link / fix: write it as 20Mbit"),
+        (("--gpu", "RTX409"), "did you mean RTX4090?"),
+        (("--owned-experts", "99"), "--owned-experts is 99, the run has"),
+        (("model.layers=3",), "unknown key model.layers / fix: did you mean model.num_layers?"),
+    ],
+)
+def test_mistakes_are_one_line_with_a_fix(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refusal("--config", "tiny", *arguments)
+
+
+def test_it_loads_no_torch() -> None:
+    code = (
+        "import sys; from spes_p2p.cli.main import COMMANDS, build; "
+        "build({'plan': COMMANDS['plan'], 'status': COMMANDS['status']})"
+        "(['plan', '--config', 'tiny', '--gpu', 'H100'], standalone_mode=False); "
+        "print('loaded:', sorted({'torch', 'transformers', 'hivemind', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.endswith("loaded: []\n"), result.stdout + result.stderr

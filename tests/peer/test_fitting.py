@@ -1,0 +1,57 @@
+"""What a peer makes of the memory that it finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.peer import fitting
+from spes_p2p.peer.fitting import fit_config, measure
+from spes_p2p.peer.options import NetworkOptions, PeerOptions
+from spes_p2p.planning.budget import Device
+from spes_p2p.planning.units import GIB
+
+SEVEN = load_config(bundled_config("spes-7b"))
+
+
+def options(*overrides: str, owned: tuple[int, ...] | None = None, most: int | None = None) -> PeerOptions:
+    return PeerOptions(NetworkOptions(), Path("peer"), owned_experts=owned, max_experts=most, overrides=overrides)
+
+
+def gpu(gib: int) -> Device:
+    return Device(gib * GIB, gib * GIB)
+
+
+def test_a_cpu_is_measured_and_changes_nothing() -> None:
+    device = measure(torch.device("cpu"), ranks=2)
+    assert 0 < 2 * device.free_bytes <= device.total_bytes
+    assert fit_config(SEVEN, options(), device) == (SEVEN, "")
+
+
+def test_a_tight_gpu_gets_options_that_fit() -> None:
+    config, words = fit_config(SEVEN, options(), gpu(56))
+    assert config != SEVEN
+    assert words.startswith("8 expert columns fit into")
+
+
+def test_fewer_columns_by_hand_need_no_change() -> None:
+    assert fit_config(SEVEN, options(most=2), gpu(56)) == (SEVEN, "")
+    assert fit_config(SEVEN, options(owned=(3,)), gpu(56)) == (SEVEN, "")
+
+
+def test_what_the_machine_does_not_have_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "EIGHT_BIT_LIBRARY", "a_library_that_is_nowhere")
+    monkeypatch.setattr(fitting, "PINNED_SHARE", 0.0)
+    for gib in (24, 32, 40, 48, 56):
+        config, _ = fit_config(SEVEN, options(), gpu(gib))
+        assert config.optimizer.name == "adamw"
+        assert not config.model.foreign_offload
+
+
+def test_what_was_set_by_hand_stays() -> None:
+    by_hand = "optimizer.gradient_dtype=fp32", "optimizer.name=adamw"
+    config, _ = fit_config(SEVEN, options(*by_hand), gpu(56))
+    assert (config.optimizer.gradient_dtype, config.optimizer.name) == ("fp32", "adamw")

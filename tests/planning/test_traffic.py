@@ -1,0 +1,93 @@
+"""Bytes of a round: the formula against the very plan that peers follow, and the figures of the design."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from spes_p2p.config.sections import SyncConfig
+from spes_p2p.ids import PeerId
+from spes_p2p.planning.sizes import Sizes
+from spes_p2p.planning.traffic import CODEC_BYTES, Link, Spread, round_traffic, sync_costs
+from spes_p2p.sync.core.plan import plan_slices
+from tests.planning.runs import run_named
+
+TILES = 120
+"""Tiles of each block, which every number of peers in the cases divides; a tile stands for a value."""
+
+
+def planned(peers: int, experts: int, replicas: int) -> list[tuple[int, int]]:
+    """(sent, received) of each peer in tiles, counted slice by slice; columns are dealt in turn."""
+    roster = [PeerId(f"peer-{index}") for index in range(peers)]
+    owners = tuple(tuple(sorted(roster[(column + r) % peers] for r in range(replicas))) for column in range(experts))
+    sent, received = dict.fromkeys(roster, 0), dict.fromkeys(roster, 0)
+    for piece in plan_slices(roster, owners, {}, [TILES] * (1 + experts), slice_tiles=16):
+        for peer in roster:
+            if peer != piece.reducer:
+                received[peer] += piece.tiles  # what is handed out
+        sent[piece.reducer] += piece.tiles * (peers - 1)
+        for peer in piece.contributors:
+            if peer != piece.reducer:
+                sent[peer] += piece.tiles
+        received[piece.reducer] += piece.tiles * (len(piece.contributors) - 1)
+    return [(sent[peer], received[peer]) for peer in roster]
+
+
+def sizes(experts: int) -> Sizes:
+    """Shared parameters and each column of TILES values."""
+    return Sizes(embedding=0, attention=TILES, router=0, norms=0, expert=1, column=TILES, num_experts=experts, top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("peers", "experts", "replicas"), [(1, 4, 1), (2, 2, 1), (4, 8, 1), (4, 8, 2), (4, 4, 4), (5, 5, 3), (6, 12, 2)]
+)
+def test_the_formula_is_what_the_plan_moves(peers: int, experts: int, replicas: int) -> None:
+    owned = experts * replicas // peers
+    traffic = round_traffic(sizes(experts), Spread.of(experts, peers, owned, owned))
+    counted = planned(peers, experts, replicas)
+    assert sum(sent for sent, _ in counted) == pytest.approx(peers * traffic.up_values)
+    assert sum(received for _, received in counted) == pytest.approx(peers * traffic.down_values)
+    for sent, received in counted:  # tiles are dealt whole
+        assert sent == pytest.approx(traffic.up_values, rel=0.15)
+        assert received == pytest.approx(traffic.down_values, rel=0.15)
+
+
+def test_columns_that_nobody_owns_do_not_travel() -> None:
+    one_each = round_traffic(sizes(8), Spread.of(8, peers=2, owned=1, owned_by_others=1))
+    assert (one_each.up_values, one_each.down_values) == (2 * TILES, 2 * TILES)
+
+
+def test_the_7b_run_moves_what_the_design_says() -> None:
+    """6.2e9 values each way on 4 peers, 24.7 GB in fp32; 2.5e9 with experts every 4th round; 8.4e9 at 1,000 peers."""
+    seven, four = Sizes.of(run_named("spes-7b").model), Spread.of(32, peers=4, owned=8, owned_by_others=8)
+    traffic = round_traffic(seven, four)
+    assert traffic.up_values == pytest.approx(traffic.down_values) == pytest.approx(6.2e9, rel=0.01)
+    assert traffic.bytes_up("fp32") / 1e9 == pytest.approx(24.7, abs=0.05)
+    assert round_traffic(seven, four, expert_rounds=4).up_values == pytest.approx(2.5e9, rel=0.02)
+    many = round_traffic(seven, Spread(peers=1000, owned=32 / 1000, replicas=1, covered=32))
+    assert many.down_values == pytest.approx(many.up_values)
+    assert 8.0e9 < many.down_values < 8.5e9
+
+
+def test_time_and_share_on_a_link() -> None:
+    config = run_named("spes-7b")
+    cost = sync_costs(config, 4, 8, Link(up=2.5e6, down=12.5e6), tokens_per_second=20_000)[0]
+    seconds = 24.67e9 / 2.5e6  # the uplink is the tighter one
+    training = 100 * 1024 * 2048 / 20_000
+    assert cost.codec == "fp32"
+    assert cost.seconds == pytest.approx(seconds, rel=0.001)
+    assert cost.share == pytest.approx(seconds / (seconds + training), rel=0.001)
+    assert cost.bytes_per_day == pytest.approx(2 * 24.67e9 * 86400 / (seconds + training), rel=0.001)
+
+
+def test_what_is_not_known_is_not_made_up() -> None:
+    cost = sync_costs(run_named("tiny"), 3, 2, Link(), tokens_per_second=None)[0]
+    assert (cost.seconds, cost.share, cost.bytes_per_day) == (None, None, None)
+
+
+def test_every_codec_of_the_config_has_a_formula() -> None:
+    present = get_args(SyncConfig.model_fields["codec"].annotation)
+    assert set(present) <= set(CODEC_BYTES)
+    costs = sync_costs(run_named("tiny"), 3, 2, Link(), None)
+    assert {cost.codec for cost in costs if cost.exists} == set(present)
