@@ -112,6 +112,19 @@ def test_foreign_experts_stay_and_cost_no_gradient_and_no_moments() -> None:
         assert np.array_equal(np.concatenate([matrix.ravel() for matrix in matrices]), before[1 + expert])
 
 
+@pytest.mark.parametrize(("held", "distance"), [("foreign_offload=true", 0.0), ("foreign_dtype=int8", 0.02)])
+def test_foreign_experts_may_be_held_otherwise(held: str, distance: float) -> None:
+    """Over a change of columns too; what becomes owned starts from the committed values, not from rounded ones."""
+    plain, other = (trainer_of(small_config(*options)) for options in ((), (f"model.{held}",)))
+    losses = [[result.loss for result in steps(trainer, 3)] for trainer in (plain, other)]
+    assert losses[1] == pytest.approx(losses[0], rel=distance)
+    committed = initial(small_config())
+    for trainer in (plain, other):
+        trainer.adopt((0, 4), committed, 3)
+    assert same_bits(values_of(plain), values_of(other))
+    assert other.train_step(batch_of(7)).loss == pytest.approx(plain.train_step(batch_of(7)).loss, rel=distance)
+
+
 def test_gradients_above_the_limit_are_scaled_down() -> None:
     """AdamW with a huge eps steps by lr * gradient / eps: the step's length tells the clipped norm."""
     plain = ("optimizer.eps=1e6", "optimizer.weight_decay=0.0", "optimizer.lr=1e3", "optimizer.betas=[0.0, 0.0]")
