@@ -56,8 +56,10 @@ class ModelConfig(Section):
     foreign_offload: bool = local(
         "Hold experts that this peer does not train in host memory, and fetch them one layer ahead.", False
     )
-    activation_checkpointing: Literal["none", "full"] = local(
-        "Recompute layers in the backward pass to save memory.", "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = local(
+        "What is computed again in the backward pass to save memory: nothing, what is cheap (norms, rotations, "
+        "routing), or whole layers.",
+        "none",
     )
 
     @model_validator(mode="before")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,10 @@ class MoE(nn.Module):
             config.num_experts, config.d_model, config.expert_ffn, owned, backend, device, dtype, foreign
         )
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Routing]:
-        """[B, S, D] to [B, S, D], and how the tokens were routed."""
-        x_TD = x_BSD.flatten(0, 1)
-        routing = self.router(x_TD)
-        return self.experts(x_TD, routing.expert_TK, routing.weight_TK).view_as(x_BSD), routing
+    def route(self, x_BSD: Tensor) -> Routing:
+        """Which experts will see the tokens of [B, S, D]."""
+        return cast(Routing, self.router(x_BSD.flatten(0, 1)))
+
+    def forward(self, x_BSD: Tensor, routing: Routing) -> Tensor:
+        """[B, S, D] to [B, S, D], with the tokens routed so."""
+        return cast(Tensor, self.experts(x_BSD.flatten(0, 1), routing.expert_TK, routing.weight_TK)).view_as(x_BSD)

@@ -9,12 +9,12 @@ Legend: B sequences, S positions, N counted positions of all sequences, D d_mode
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
@@ -22,6 +22,7 @@ from spes_p2p.experts.choice import resolve_backend
 from spes_p2p.experts.offload import Courier
 from spes_p2p.experts.stores import Foreign
 from spes_p2p.model.attention import Attention, Rotation, rotation
+from spes_p2p.model.checkpointing import recomputed, recomputed_but_products
 from spes_p2p.model.layers import Linear, RMSNorm, unloaded
 from spes_p2p.model.losses import LossParts, LossWeights, combine
 from spes_p2p.model.moe import MoE
@@ -50,11 +51,20 @@ class Layer(nn.Module):
         self.moe_norm = RMSNorm(config.d_model, config.rms_eps, device)
         self.moe = MoE(config, owned, backend, device, dtype, foreign)
 
-    def forward(self, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Routing]:
-        """[B, S, D] to [B, S, D], and how the tokens were routed."""
+    def forward(self, x_BSD: Tensor, turn: Rotation, selective: bool = False) -> tuple[Tensor, Routing]:
+        """[B, S, D] to [B, S, D], and how the tokens were routed.
+
+        With `selective`, what is cheap is computed again in the backward pass. The experts keep little as it is.
+        """
+        before = partial(recomputed_but_products, self._before_experts) if selective else self._before_experts
+        x_BSD, normed_BSD, routing = before(x_BSD, turn)
+        return x_BSD + self.moe(normed_BSD, routing), routing
+
+    def _before_experts(self, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Routing]:
+        """The residual stream after attention, its norm, and the routing of that."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), turn)
-        y_BSD, routing = self.moe(self.moe_norm(x_BSD))
-        return x_BSD + y_BSD, routing
+        normed_BSD = self.moe_norm(x_BSD)
+        return x_BSD, normed_BSD, self.moe.route(normed_BSD)
 
 
 class Transformer(nn.Module):
@@ -148,14 +158,12 @@ class Transformer(nn.Module):
         turn = rotation(token_BS.shape[1], self.config.head_dim, self.config.rope_theta, x_BSD.device)
         routings = []
         for layer in self.layers:
-            if self._checkpointing:
-                x_BSD, routing = checkpoint(layer, x_BSD, turn, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x_BSD, routing = layer(x_BSD, turn)
+            x_BSD, routing = self._run(layer, x_BSD, turn)
             routings.append(routing)
         return self.norm(x_BSD), routings
 
-    @property
-    def _checkpointing(self) -> bool:
-        """Whether activations are computed again in the backward pass instead of kept."""
-        return self.config.activation_checkpointing == "full" and torch.is_grad_enabled()
+    def _run(self, layer: nn.Module, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Routing]:
+        mode = self.config.activation_checkpointing if torch.is_grad_enabled() else "none"
+        if mode == "full":
+            return recomputed(layer, x_BSD, turn)
+        return cast("tuple[Tensor, Routing]", layer(x_BSD, turn, mode == "selective"))

@@ -89,7 +89,7 @@ def single_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("single_rank")
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_ddp_ignores_the_banks_and_finds_every_gradient(checkpointing: str) -> None:
     model = tiny_model(EVERYTHING, activation_checkpointing=checkpointing)
     ddp = DistributedDataParallel(model)
