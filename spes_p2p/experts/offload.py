@@ -82,6 +82,8 @@ class Courier:
         buffer = pair[1] if keep is pair[0] else pair[0]
         source = self._sources[at][part]
         if [tensor.shape for tensor in buffer.tensors] != [tensor.shape for tensor in source]:
+            if buffer.arrived is not None:  # the old memory may be given to somebody: not before the copy has ended
+                torch.cuda.current_stream(self.device).wait_event(buffer.arrived)
             buffer.tensors, buffer.read = tuple(torch.empty_like(one, device=self.device) for one in source), None
         buffer.holds = self._layers[at]
         if self.device.type == "cuda":
