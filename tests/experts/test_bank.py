@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.experts import megablocks_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.bank import MATRICES, ExpertBank, Matrix
+from spes_p2p.experts.choice import resolve_backend
 from spes_p2p.experts.offload import Courier
 from spes_p2p.experts.stores import Foreign, ForeignDtype, Thrifty
 
@@ -260,10 +262,18 @@ def test_values_are_nan_until_loaded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_no_wait_for_the_device_and_the_same_values() -> None:
-    width, ffn, owned = 64, 32, (1, 4)
-    host = make_bank(owned, Eager(), width, ffn, torch.bfloat16)
-    device = ExpertBank(E, width, ffn, owned, GroupedMM(), torch.device("cuda"), torch.bfloat16)
+@pytest.mark.parametrize("backend", ["grouped_mm", "megablocks"])
+@pytest.mark.parametrize(
+    ("foreign", "on_host"), [("compute", False), ("compute", True), ("int8", False), ("int8", True)]
+)
+def test_no_wait_for_the_device_and_the_same_values(backend: str, foreign: ForeignDtype, on_host: bool) -> None:
+    width, ffn, owned, cuda = 64, 32, (1, 4), torch.device("cuda")
+    if backend == "megablocks" and (reason := megablocks_backend.why_not(cuda)):
+        pytest.skip(reason)
+    host = make_bank(owned, Eager(), width, ffn, torch.bfloat16, Foreign(foreign))
+    found, _ = resolve_backend(backend, cuda, torch.bfloat16)
+    held_there = Foreign(foreign, Courier(cuda) if on_host else None)
+    device = ExpertBank(E, width, ffn, owned, found, cuda, torch.bfloat16, held_there)
     for which in MATRICES:
         for expert in range(E):
             device.load(expert, which, host.read(expert, which))
@@ -271,6 +281,8 @@ def test_no_wait_for_the_device_and_the_same_values() -> None:
     want = run_bank(host, x_TD, expert_TK, weight_TK)
     inputs = x_TD.cuda().requires_grad_(), expert_TK.cuda(), weight_TK.cuda()
     slope = torch.linspace(-1, 1, x_TD.numel()).view_as(x_TD).cuda()
+    device(*inputs).float().sum().backward()  # kernels are compiled and tuned
+    device.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
         y_TD = device(*inputs)
