@@ -159,8 +159,9 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.products += func is torch.ops.aten.mm.default
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()
                 self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
