@@ -32,13 +32,20 @@ class Activations:
         none: everything of a layer. full: only its input [T, D] in fp32; the rest is made again, one layer at a time.
         selective: as none, without what is cheap to make again (see `selective`).
         """
-        layer = {"none": self.layer, "selective": self.selective, "full": self.residual}[self.checkpointing]()
-        return self.model.num_layers * layer + self.head_input()
+        return self.model.num_layers * self.kept_of_layer() + self.head_input()
 
-    def recomputed(self) -> int:
-        """What is made again of the layer whose backward pass runs, beyond what it kept."""
-        kept = {"none": self.layer, "selective": self.selective, "full": self.residual}[self.checkpointing]()
-        return self.layer() - kept
+    def kept_of_layer(self) -> int:
+        """The same of one layer."""
+        return {"none": self.layer, "selective": self.selective, "full": self.residual}[self.checkpointing]()
+
+    def backward_of_layer(self, owned: int) -> int:
+        """What the backward pass of one layer needs beyond what was kept.
+
+        none: temporaries of the experts. full: these, and all that the layer did not keep. selective: the larger of
+        both, since norms and attention are made again only when the experts are done.
+        """
+        again, temporaries = self.layer() - self.kept_of_layer(), self.backward_temporaries(owned)
+        return max(again, temporaries) if self.checkpointing == "selective" else again + temporaries
 
     def residual(self) -> int:
         """The residual stream once: 4 T D."""
@@ -49,10 +56,15 @@ class Activations:
         return 2 * self._norm() + self._attention() + self._router() + self._experts()
 
     def selective(self) -> int:
-        """Results of matrix products and of attention are kept; norms, rotation and the router's fp32 input are not."""
+        """Results of matrix products and of attention, and the experts' input, are kept; norms and rotations are not.
+
+        x [T, D] in fp32; q, k, v, attention's output, its projection and the experts' input in c; logsumexp [T, H] and
+        router logits [T, E] in fp32; what the experts keep.
+        """
         query, key, tokens = self._widths()
-        products = self.compute_bytes * tokens * (2 * query + 2 * key + self.model.d_model)
-        return self.residual() + products + 4 * tokens * self.model.num_heads + self._experts()
+        products = self.compute_bytes * tokens * (2 * query + 2 * key + 2 * self.model.d_model)
+        fp32 = 4 * tokens * (self.model.num_heads + self.model.num_experts)
+        return self.residual() + products + fp32 + self._experts()
 
     def head_input(self) -> int:
         """Last residual in fp32, its norm in c twice (once without the last position), 12 a token for the targets."""

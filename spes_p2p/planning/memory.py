@@ -196,8 +196,7 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     fresh = (work.compute_bytes * (as_fp32 > 0 or work.accumulates) + as_fp32 * work.accumulates) * (
         work.owned * sizes.expert
     )
-    one_layer = active.kept() // model.num_layers + active.recomputed()
-    temporaries = active.backward_temporaries(work.owned)
+    beside = active.backward_of_layer(work.owned)
 
     def parts(copies: int, gradients: int, activations: int, logits: int = 0) -> dict[str, int]:
         return {
@@ -212,9 +211,9 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
         LAST: parts(
             late_attention,
             (early or gradient * sizes.embedding) + fresh,
-            active.kept() + active.recomputed() + temporaries,
+            active.kept() + beside,
         ),
-        FIRST: parts(0, all_gradients + fresh, one_layer + temporaries),
+        FIRST: parts(0, all_gradients + fresh, active.kept_of_layer() + beside),
         STEP: parts(0, all_gradients + (0 if gradient == 4 else 4 * min(PIECE_VALUES, trained)), 0),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -48,36 +49,46 @@ def small(*overrides: str) -> Workload:
 
 
 def saved_bytes(model: Transformer) -> int:
-    """Bytes that the layers keep for the backward pass under bf16 autocast, without weights and their copies."""
+    """Bytes kept for the backward pass under bf16 autocast, up to the head, without weights and their copies."""
     kept: dict[int, torch.Tensor] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() % TOKENS == 0:  # no weight of this shape is a multiple
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    tokens = torch.randint(0, 300, (2, 150))
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    tokens, before = torch.randint(0, 300, (2, 150)), {id(tensor) for tensor in _tensors()}
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16):
-        model._hidden(tokens)
+        result = model._hidden(tokens)
+    for tensor in _tensors():  # what selective checkpointing keeps
+        if id(tensor) not in before:
+            note(tensor)
+    assert result
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+def _tensors() -> list[torch.Tensor]:
+    return [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("qk_norm", ["none", "full", "head"])
-def test_activations_are_what_autograd_keeps(qk_norm: str) -> None:
-    work = small(f"model.qk_norm={qk_norm}")
+def test_activations_are_what_autograd_keeps(qk_norm: str, mode: str) -> None:
+    work = small(f"model.qk_norm={qk_norm}", f"model.activation_checkpointing={mode}")
     model = Transformer(work.model, (0, 1, 2), device="cpu", expert_dtype=torch.bfloat16)
     init_normal_(model, seed=0)
-    predicted = Activations(work.model, TOKENS, compute_bytes=2, checkpointing="none").kept()
-    assert predicted == pytest.approx(saved_bytes(model) - _second_inputs_of_norms(work), rel=0.02)
+    predicted = Activations(work.model, TOKENS, compute_bytes=2, checkpointing=mode).kept()
+    assert predicted == pytest.approx(saved_bytes(model) - _second_inputs_of_norms(work), rel=0.05)
 
 
 def _second_inputs_of_norms(work: Workload) -> int:
     """On the CPU an RMSNorm keeps its normalised input, too; CUDA's kernel makes it again."""
     model = work.model
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    qk = 0 if model.qk_norm == "none" else query + key
-    return 4 * TOKENS * (model.num_layers * (2 * model.d_model + qk) + model.d_model)
+    in_layer = 2 * model.d_model + (0 if model.qk_norm == "none" else query + key)
+    layers = model.num_layers if model.activation_checkpointing == "none" else 0
+    return 4 * TOKENS * (layers * in_layer + model.d_model)
 
 
 @pytest.mark.parametrize("kind", ["compute", "int8", "fp8"])
@@ -160,4 +171,4 @@ def test_parts_add_up_and_none_is_negative(name: str, options: Options, owned: i
     memory = predict(Workload.of(run_named(name), owned, options))
     assert all(size >= 0 for size in memory.parts.values())
     assert memory.total == sum(memory.parts.values()) + memory.slack + memory.context
-    assert (memory.host > 0) == options.foreign_offload
+    assert memory.host == 0 or options.foreign_offload
