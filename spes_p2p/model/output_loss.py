@@ -3,8 +3,8 @@
 The rows go through the head a chunk at a time. Where gradients are wanted, each chunk adds its part of them at once,
 while its logits are there, so that nothing is computed again in the backward pass: that only multiplies by the
 gradient of the one sum that has one. This is the one way for every device and checkpointing mode, so that no fused
-kernel of another library has to agree with it. Softmax in fp32, matrix products in the compute dtype, the gradient of
-the head in fp32.
+kernel of another library has to agree with it. Softmax in fp32 (softmax_loss.py), matrix products in the compute dtype,
+the gradient of the head in fp32.
 
 Legend: N rows, n rows of a chunk, D d_model, V embedding rows.
 """
@@ -22,9 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from spes_p2p.model.layers import compute_dtype
 from spes_p2p.model.losses import HeadSums
+from spes_p2p.model.softmax_loss import row_losses
 
-CHUNK_BYTES = 2**28
-"""Most bytes of a chunk's logits in fp32; beside them it holds the same logits once in the compute dtype."""
+CHUNK_BYTES = 2**29
+"""Most bytes of a chunk's logits, in the compute dtype. More of them cost memory, fewer time: each chunk reads and
+writes the whole gradient of the head."""
+_TILE_ROWS = 256  # what matrix products like
 _SLICE_ROWS = 8192  # of the head, where a product cannot be added to its fp32 gradient directly
 
 
@@ -35,9 +38,10 @@ class _Gradients(NamedTuple):
     head_VD: Tensor | None
 
 
-def chunk_rows(num_logits: int) -> int:
+def chunk_rows(num_logits: int, dtype: torch.dtype) -> int:
     """Rows that go through the head at once when each has `num_logits` of them."""
-    return max(1, CHUNK_BYTES // (4 * num_logits))
+    rows = CHUNK_BYTES // (dtype.itemsize * num_logits)
+    return max(1, rows - rows % _TILE_ROWS if rows > _TILE_ROWS else rows)
 
 
 def head_sums(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: Tensor, output_z_weight: float) -> HeadSums:
@@ -93,53 +97,21 @@ def _sums(
         torch.empty_like(x_ND, dtype=dtype) if wanted[0] else None,
         torch.zeros_like(head_VD, dtype=torch.float32) if wanted[1] else None,
     )
-    rows, parts = chunk_rows(len(head_VD)), []
+    rows, parts = chunk_rows(len(head_VD), dtype), []
     with torch.autocast(x_ND.device.type, enabled=False):
         matrix_VD = head_VD.to(dtype)
         for start in range(0, max(1, len(x_ND)), rows):
-            part = slice(start, start + rows)
-            chunk = _Chunk(x_ND[part].to(dtype), matrix_VD, target_N[part], counted_N[part])
-            parts.append(chunk.sums())
-            if any(wanted):
-                chunk.add_gradients(gradients, part, output_z_weight)
+            chunk = slice(start, start + rows)
+            x_nD = x_ND[chunk].to(dtype)
+            logits_nV = F.linear(x_nD, matrix_VD)
+            parts.append(row_losses(logits_nV, target_N[chunk], counted_N[chunk], output_z_weight, any(wanted)))
+            if gradients.x_ND is not None:
+                torch.mm(logits_nV, matrix_VD, out=gradients.x_ND[chunk])
+            if gradients.head_VD is not None:
+                _add_product(gradients.head_VD, logits_nV.T, x_nD)
+            del logits_nV  # before the next ones are made
     cross_entropy, output_z = torch.stack(parts).sum(0).unbind()
     return HeadSums(cross_entropy + output_z_weight * output_z, cross_entropy.clone(), output_z.clone()), gradients
-
-
-class _Chunk:
-    """Some rows and their logits. The logits' memory is used again for exponentials, and for the logits' gradient."""
-
-    def __init__(self, x_nD: Tensor, head_VD: Tensor, target_n: Tensor, counted_n: Tensor) -> None:
-        self._x_nD, self._head_VD, self._counted_n1 = x_nD, head_VD, counted_n[:, None].float()
-        self._target_n1 = target_n[:, None]
-        self._logits_nV = F.linear(x_nD, head_VD)
-        top_n1 = self._logits_nV.amax(1, keepdim=True).float()
-        self._chosen_n1 = self._logits_nV.gather(1, self._target_n1).float()
-        # one pass to fp32 and down by the row's largest
-        fp32 = self._logits_nV.dtype == torch.float32
-        self._exp_nV = (self._logits_nV.sub_(top_n1) if fp32 else self._logits_nV - top_n1).exp_()
-        self._total_n1 = self._exp_nV.sum(1, keepdim=True)
-        self._log_total_n1 = self._total_n1.log() + top_n1
-
-    def sums(self) -> Tensor:
-        """(cross entropy, squared logsumexp): [2] fp32."""
-        cross_entropy_n1 = self._log_total_n1 - self._chosen_n1
-        both = torch.cat((cross_entropy_n1, self._log_total_n1.square()), 1) * self._counted_n1
-        return both.sum(0)
-
-    def add_gradients(self, gradients: _Gradients, rows: slice, output_z_weight: float) -> None:
-        """Uses the logits up. d logits = counted * (softmax * (1 + 2 weight logsumexp) - one hot)."""
-        d_nV = self._logits_gradient(output_z_weight)
-        if gradients.x_ND is not None:
-            torch.mm(d_nV, self._head_VD, out=gradients.x_ND[rows])
-        if gradients.head_VD is not None:
-            _add_product(gradients.head_VD, d_nV.T, self._x_nD)
-
-    def _logits_gradient(self, output_z_weight: float) -> Tensor:
-        factor_n1 = self._counted_n1 * (1 + 2 * output_z_weight * self._log_total_n1) / self._total_n1
-        at_target_n1 = self._exp_nV.gather(1, self._target_n1) * factor_n1 - self._counted_n1
-        torch.mul(self._exp_nV, factor_n1, out=self._logits_nV)
-        return self._logits_nV.scatter_(1, self._target_n1, at_target_n1.to(self._logits_nV.dtype))
 
 
 def _add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:

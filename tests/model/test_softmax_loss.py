@@ -1,0 +1,87 @@
+"""The losses of rows of logits against autograd, and so their Triton kernel, run by Triton on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spes_p2p.model import softmax_loss
+
+KERNELS = "spes_p2p.model.softmax_loss_kernels"
+WEIGHT = 0.1
+RowLosses = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[RowLosses]:
+    """Imported under Triton's interpreter; afterwards as if it never had been."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, KERNELS, raising=False)
+        yield importlib.import_module(KERNELS).row_losses
+        sys.modules.pop(KERNELS)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def row_losses(request: pytest.FixtureRequest) -> RowLosses:
+    return request.getfixturevalue("kernel") if request.param == "triton" else softmax_loss.row_losses
+
+
+def inputs(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, targets and what counts: the third of five rows does not."""
+    generator = torch.Generator().manual_seed(width)
+    logits_nV = 3 * torch.randn(5, width, generator=generator)
+    target_n = torch.randint(0, width, (5,), generator=generator)
+    return logits_nV.to(dtype), target_n, torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
+
+
+def by_autograd(logits_nV: Tensor, target_n: Tensor, counted_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sums, and the gradient of the first plus WEIGHT times the second."""
+    logits_nV = logits_nV.float().clone().requires_grad_()
+    cross_entropy = (F.cross_entropy(logits_nV, target_n, reduction="none") * counted_n).sum()
+    output_z = (logits_nV.logsumexp(1).square() * counted_n).sum()
+    (cross_entropy + WEIGHT * output_z).backward()
+    assert logits_nV.grad is not None
+    return torch.stack((cross_entropy, output_z)).detach(), logits_nV.grad
+
+
+@pytest.mark.parametrize("width", [1, 16, 57, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_and_gradient_equal_autograds(row_losses: RowLosses, width: int, dtype: torch.dtype) -> None:
+    given = inputs(width, dtype)
+    losses, gradient_nV = by_autograd(*given)
+    got = row_losses(*given, WEIGHT, True)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, losses, rtol=1e-5, atol=1e-5)
+    rtol = 1e-5 if dtype == torch.float32 else 2**-7  # the last bit of bf16
+    assert torch.allclose(given[0].float(), gradient_nV, rtol=rtol, atol=1e-6)
+
+
+def test_without_a_gradient_the_sums_are_the_same(row_losses: RowLosses) -> None:
+    assert torch.equal(*(row_losses(*inputs(57, torch.float32), WEIGHT, wanted) for wanted in (True, False)))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_hidden(row_losses: RowLosses, bad: float) -> None:
+    logits_nV, target_n, counted_n = inputs(57, torch.float32)
+    logits_nV[1, 3] = bad
+    assert not row_losses(logits_nV, target_n, counted_n, WEIGHT, True).isfinite().any()
+
+
+def test_logits_of_any_size_are_finite(row_losses: RowLosses) -> None:
+    logits_nV, target_n, counted_n = inputs(57, torch.float32)
+    logits_nV *= 1e4
+    logits_nV[0] -= 1e6
+    assert row_losses(logits_nV, target_n, counted_n, WEIGHT, True).isfinite().all()
+    assert logits_nV.isfinite().all()
+
+
+def test_no_rows_are_no_loss(row_losses: RowLosses) -> None:
+    nothing = torch.empty(0, 57), torch.empty(0, dtype=torch.int64), torch.empty(0)
+    assert row_losses(*nothing, WEIGHT, True).tolist() == [0.0, 0.0]
