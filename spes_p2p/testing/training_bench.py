@@ -1,0 +1,79 @@
+"""One rank of training with random values made on its device, for benchmarks: no state on disk, no data, no peers."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import Batch
+from spes_p2p.experts.bank import MATRICES
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.model.params import named_shared
+from spes_p2p.state.layout import Layout
+from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.rank import RankTrainer
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`seconds` of one step (the fastest); `peak_bytes` allocated on a GPU, 0 on a CPU."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def random_trainer(config: Config, owned: int, device: torch.device) -> RankTrainer:
+    """Trains the first `owned` columns; every value is normal with `model.init_std`, norms are ones."""
+    layout = Layout(state_tensors(config.model), config.sync.tile_values)
+    trainer = RankTrainer(config, layout, Ranks(device=device))
+    trainer.set_owned(tuple(range(owned)), keep_moments=False, ramp_fresh=False)
+    _fill(trainer, config.model.init_std)
+    return trainer
+
+
+def random_batch(config: Config, seed: int = 0) -> Batch:
+    """One inner step's tokens."""
+    shape = config.optimizer.batch_sequences, config.data.sequence_length
+    tokens = np.random.default_rng(seed).integers(config.model.vocab_size, size=shape)
+    return Batch(tokens, np.ones(shape[0], np.bool_), np.arange(shape[0], dtype=np.int64))
+
+
+def measure(step: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 2) -> Measured:
+    """`step` several times; the peak is that of the steps after the warm-up, which allocates what stays."""
+    for _ in range(warm_up):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return Measured(min(times), torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
+
+
+def clean_up(device: torch.device) -> None:
+    """Gives back the memory of what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def _fill(trainer: RankTrainer, std: float) -> None:
+    model, device = trainer.model, trainer.ranks.device
+    for parameter in named_shared(model).values():
+        parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
+    for bank in model.banks:
+        for expert in range(bank.num_experts):
+            for which in MATRICES:
+                bank.load(expert, which, std * torch.randn(bank.shape_of(which), device=device))
