@@ -28,6 +28,7 @@ CHUNK_BYTES = 2**29
 """Most bytes of a chunk's logits, in the compute dtype. More of them cost memory, fewer time: each chunk reads and
 writes the whole gradient of the head."""
 _TILE_ROWS = 256  # what matrix products like
+_ALIGNED_LOGITS = 64  # they want rows of memory that begin at multiples of 16 bytes, too: the head gets rows of zeros
 _SLICE_ROWS = 8192  # of the head, where a product cannot be added to its fp32 gradient directly
 
 
@@ -93,25 +94,39 @@ def _sums(
     wanted: tuple[bool, bool],
 ) -> tuple[HeadSums, _Gradients]:
     """The sums, and the gradients of x_ND and head_VD where `wanted`."""
+    num_logits, parts = len(head_VD), []
+    matrix_VD = _aligned(head_VD, dtype)
     gradients = _Gradients(
         torch.empty_like(x_ND, dtype=dtype) if wanted[0] else None,
-        torch.zeros_like(head_VD, dtype=torch.float32) if wanted[1] else None,
+        torch.zeros_like(matrix_VD, dtype=torch.float32) if wanted[1] else None,
     )
-    rows, parts = chunk_rows(len(head_VD), dtype), []
+    rows = chunk_rows(len(matrix_VD), dtype)
     with torch.autocast(x_ND.device.type, enabled=False):
-        matrix_VD = head_VD.to(dtype)
         for start in range(0, max(1, len(x_ND)), rows):
             chunk = slice(start, start + rows)
             x_nD = x_ND[chunk].to(dtype)
             logits_nV = F.linear(x_nD, matrix_VD)
-            parts.append(row_losses(logits_nV, target_N[chunk], counted_N[chunk], output_z_weight, any(wanted)))
+            targets = target_N[chunk], counted_N[chunk]
+            parts.append(row_losses(logits_nV, num_logits, *targets, output_z_weight, any(wanted)))
             if gradients.x_ND is not None:
                 torch.mm(logits_nV, matrix_VD, out=gradients.x_ND[chunk])
             if gradients.head_VD is not None:
                 _add_product(gradients.head_VD, logits_nV.T, x_nD)
             del logits_nV  # before the next ones are made
     cross_entropy, output_z = torch.stack(parts).sum(0).unbind()
-    return HeadSums(cross_entropy + output_z_weight * output_z, cross_entropy.clone(), output_z.clone()), gradients
+    sums = HeadSums(cross_entropy + output_z_weight * output_z, cross_entropy.clone(), output_z.clone())
+    d_head_VD = None if gradients.head_VD is None else gradients.head_VD[:num_logits]
+    return sums, gradients._replace(head_VD=d_head_VD)
+
+
+def _aligned(head_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The head in the compute dtype, with rows of zeros at its end up to a multiple of _ALIGNED_LOGITS."""
+    missing = -len(head_VD) % _ALIGNED_LOGITS
+    if not missing:
+        return head_VD.to(dtype)
+    matrix_VD = head_VD.new_zeros(len(head_VD) + missing, head_VD.shape[1], dtype=dtype)
+    matrix_VD[: len(head_VD)].copy_(head_VD)
+    return matrix_VD
 
 
 def _add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:

@@ -3,7 +3,7 @@
 On CUDA one Triton kernel (softmax_loss_kernels.py), which reads the logits twice and makes no fp32 copy of them;
 elsewhere plain torch in fp32, some rows at a time.
 
-Legend: n rows, V logits of a row.
+Legend: n rows, V logits of a row and zeros behind them, which stay zeros.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ FP32_BYTES = 2**28
 
 
 def row_losses(
-    logits_nV: Tensor, target_n: Tensor, counted_n: Tensor, output_z_weight: float, with_gradient: bool
+    logits_nV: Tensor,
+    num_logits: int,
+    target_n: Tensor,
+    counted_n: Tensor,
+    output_z_weight: float,
+    with_gradient: bool,
 ) -> Tensor:
     """(cross entropy, squared logsumexp), each summed over the rows that count (1, not 0): [2] fp32.
 
-    Uses `logits_nV` up. `with_gradient` leaves there the gradient of the first sum plus the weight times the second:
-    counted * (softmax * (1 + 2 * weight * logsumexp) - one hot).
+    The first `num_logits` of a row are logits. Uses `logits_nV` up. `with_gradient` leaves there the gradient of the
+    first sum plus the weight times the second: counted * (softmax * (1 + 2 * weight * logsumexp) - one hot).
     """
     if logits_nV.is_cuda:
         from spes_p2p.model import softmax_loss_kernels
 
-        return softmax_loss_kernels.row_losses(logits_nV, target_n, counted_n, output_z_weight, with_gradient)
+        return softmax_loss_kernels.row_losses(
+            logits_nV, num_logits, target_n, counted_n, output_z_weight, with_gradient
+        )
     rows = max(1, FP32_BYTES // (4 * logits_nV.shape[1]))
-    parts = zip(logits_nV.split(rows), target_n.split(rows), counted_n.split(rows))
+    parts = zip(logits_nV[:, :num_logits].split(rows), target_n.split(rows), counted_n.split(rows))
     return torch.stack([_losses_of_part(*part, output_z_weight, with_gradient) for part in parts]).sum(0)
 
 

@@ -17,15 +17,16 @@ _LOWEST = tl.constexpr(-1e38)  # finite: infinity less itself is not a number
 
 
 @triton.jit
-def _row_losses(logits, target, counted, losses, width, z_weight, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _row_losses(logits, target, counted, losses, pitch, width, z_weight, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * width
+    logits += row * pitch
     lanes = tl.arange(0, BLOCK)
     tops = tl.full((BLOCK,), _LOWEST, dtype=tl.float32)
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, pitch, BLOCK):
         at = start + lanes
-        x = tl.load(logits + at, mask=at < width, other=_LOWEST).to(tl.float32)
+        x = tl.load(logits + at, mask=at < pitch, other=0.0).to(tl.float32)  # a width may be odd, a pitch loads fast
+        x = tl.where(at < width, x, _LOWEST)
         higher = tl.maximum(tops, x)
         totals = totals * tl.exp(tops - higher) + tl.exp(x - higher)
         tops = higher
@@ -39,18 +40,23 @@ def _row_losses(logits, target, counted, losses, width, z_weight, GRADIENT: tl.c
     tl.store(losses + 2 * row + 1, log_total * log_total * count)
     if GRADIENT:
         factor = count * (1 + 2 * z_weight * log_total) / total
-        for start in range(0, width, BLOCK):
+        for start in range(0, pitch, BLOCK):
             at = start + lanes
-            x = tl.load(logits + at, mask=at < width, other=_LOWEST).to(tl.float32)
-            d = tl.exp(x - top) * factor
-            tl.store(logits + at, tl.where(at == chosen, d - count, d), mask=at < width)
+            x = tl.load(logits + at, mask=at < pitch, other=0.0).to(tl.float32)
+            d = tl.exp(tl.where(at < width, x, _LOWEST) - top) * factor
+            tl.store(logits + at, tl.where(at == chosen, d - count, d), mask=at < pitch)
 
 
 def row_losses(
-    logits_nV: Tensor, target_n: Tensor, counted_n: Tensor, output_z_weight: float, with_gradient: bool
+    logits_nV: Tensor,
+    num_logits: int,
+    target_n: Tensor,
+    counted_n: Tensor,
+    output_z_weight: float,
+    with_gradient: bool,
 ) -> Tensor:
     """See softmax_loss.row_losses; the logits are contiguous."""
-    rows, width = logits_nV.shape
+    rows, pitch = logits_nV.shape
     loss_n2 = torch.empty(rows, 2, dtype=torch.float32, device=logits_nV.device)
     if rows:
         _row_losses[(rows,)](
@@ -58,7 +64,8 @@ def row_losses(
             target_n.contiguous(),
             counted_n.contiguous(),
             loss_n2,
-            width,
+            pitch,
+            num_logits,
             output_z_weight,
             GRADIENT=with_gradient,
             BLOCK=_BLOCK,

@@ -14,6 +14,8 @@ from spes_p2p.model.losses import HeadSums
 from spes_p2p.model.output_loss import chunk_rows, head_sums
 
 ROWS, WIDTH, LOGITS = 23, 12, 57
+ALIGNED = 64
+"""Logits with the zeros behind them."""
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,9 +35,9 @@ def from_all_logits(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: 
 
 
 def in_chunks_of(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spes_p2p.model.output_loss.CHUNK_BYTES", 4 * LOGITS * rows)
+    monkeypatch.setattr("spes_p2p.model.output_loss.CHUNK_BYTES", 4 * ALIGNED * rows)
     monkeypatch.setattr("spes_p2p.model.softmax_loss.FP32_BYTES", 4 * LOGITS * 4)
-    assert chunk_rows(LOGITS, torch.float32) == rows
+    assert chunk_rows(ALIGNED, torch.float32) == rows
 
 
 def gradients(function: Any, counted_N: Tensor, weight: float, upstream: float) -> tuple[HeadSums, Tensor, Tensor]:
@@ -81,7 +83,7 @@ class _Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.shape[1:] == (LOGITS,) and len(result) != WIDTH:  # not head.T
+        if isinstance(result, Tensor) and result.shape[1:] == (ALIGNED,) and len(result) != WIDTH:  # not head.T
             self.rows.append(len(result))
         self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default)
         return result

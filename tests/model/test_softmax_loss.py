@@ -15,7 +15,7 @@ from spes_p2p.model import softmax_loss
 
 KERNELS = "spes_p2p.model.softmax_loss_kernels"
 WEIGHT = 0.1
-RowLosses = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+RowLosses = Callable[[Tensor, int, Tensor, Tensor, float, bool], Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -51,37 +51,45 @@ def by_autograd(logits_nV: Tensor, target_n: Tensor, counted_n: Tensor) -> tuple
     return torch.stack((cross_entropy, output_z)).detach(), logits_nV.grad
 
 
-@pytest.mark.parametrize("width", [1, 16, 57, 5000])
+def summed(
+    row_losses: RowLosses, logits_nV: Tensor, target_n: Tensor, counted_n: Tensor, gradient: bool = True
+) -> Tensor:
+    return row_losses(logits_nV, logits_nV.shape[1], target_n, counted_n, WEIGHT, gradient)
+
+
+@pytest.mark.parametrize(("width", "padding"), [(1, 0), (16, 48), (57, 7), (5000, 56)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_and_gradient_equal_autograds(row_losses: RowLosses, width: int, dtype: torch.dtype) -> None:
+def test_sums_and_gradient_equal_autograds(row_losses: RowLosses, width: int, padding: int, dtype: torch.dtype) -> None:
     given = inputs(width, dtype)
     losses, gradient_nV = by_autograd(*given)
-    got = row_losses(*given, WEIGHT, True)
+    padded_nV = F.pad(given[0], (0, padding))
+    got = row_losses(padded_nV, width, *given[1:], WEIGHT, True)
     assert got.dtype == torch.float32
     assert torch.allclose(got, losses, rtol=1e-5, atol=1e-5)
     rtol = 1e-5 if dtype == torch.float32 else 2**-7  # the last bit of bf16
-    assert torch.allclose(given[0].float(), gradient_nV, rtol=rtol, atol=1e-6)
+    assert torch.allclose(padded_nV[:, :width].float(), gradient_nV, rtol=rtol, atol=1e-6)
+    assert not padded_nV[:, width:].any()
 
 
 def test_without_a_gradient_the_sums_are_the_same(row_losses: RowLosses) -> None:
-    assert torch.equal(*(row_losses(*inputs(57, torch.float32), WEIGHT, wanted) for wanted in (True, False)))
+    assert torch.equal(*(summed(row_losses, *inputs(57, torch.float32), gradient=wanted) for wanted in (True, False)))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_not_hidden(row_losses: RowLosses, bad: float) -> None:
     logits_nV, target_n, counted_n = inputs(57, torch.float32)
     logits_nV[1, 3] = bad
-    assert not row_losses(logits_nV, target_n, counted_n, WEIGHT, True).isfinite().any()
+    assert not summed(row_losses, logits_nV, target_n, counted_n).isfinite().any()
 
 
 def test_logits_of_any_size_are_finite(row_losses: RowLosses) -> None:
     logits_nV, target_n, counted_n = inputs(57, torch.float32)
     logits_nV *= 1e4
     logits_nV[0] -= 1e6
-    assert row_losses(logits_nV, target_n, counted_n, WEIGHT, True).isfinite().all()
+    assert summed(row_losses, logits_nV, target_n, counted_n).isfinite().all()
     assert logits_nV.isfinite().all()
 
 
 def test_no_rows_are_no_loss(row_losses: RowLosses) -> None:
     nothing = torch.empty(0, 57), torch.empty(0, dtype=torch.int64), torch.empty(0)
-    assert row_losses(*nothing, WEIGHT, True).tolist() == [0.0, 0.0]
+    assert summed(row_losses, *nothing).tolist() == [0.0, 0.0]
