@@ -254,8 +254,16 @@ def test_misuse_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_in_bf16_the_loss_falls_and_masters_stay_fp32() -> None:
-    config = small_config("model.d_model=32", "model.expert_ffn=32")
+@pytest.mark.parametrize(
+    "thrifty",
+    [
+        (),
+        ("optimizer.name=adamw8bit", "optimizer.gradient_dtype=bf16", "model.activation_checkpointing=selective"),
+    ],
+    ids=["plain", "thrifty"],
+)
+def test_on_cuda_in_bf16_the_loss_falls_and_masters_stay_fp32(thrifty: tuple[str, ...]) -> None:
+    config = small_config("model.d_model=64", "model.expert_ffn=64", "optimizer.lr=0.003", *thrifty)
     trainer = Trainer(config, small_layout(config), torch.device("cuda"))
     trainer.adopt((1, 4), initial(config), 0)
     results = [trainer.train_step(batch_of(0)) for _ in range(30)]
