@@ -38,13 +38,13 @@ class Activations:
         """The same of one layer."""
         return {"none": self.layer, "selective": self.selective, "full": self.residual}[self.checkpointing]()
 
-    def backward_of_layer(self, owned: int) -> int:
+    def backward_of_layer(self, owned: int, fresh_gradients: int) -> int:
         """What the backward pass of one layer needs beyond what was kept.
 
         none: temporaries of the experts. full: these, and all that the layer did not keep. selective: the larger of
         both, since norms and attention are made again only when the experts are done.
         """
-        again, temporaries = self.layer() - self.kept_of_layer(), self.backward_temporaries(owned)
+        again, temporaries = self.layer() - self.kept_of_layer(), self.backward_temporaries(owned, fresh_gradients)
         return max(again, temporaries) if self.checkpointing == "selective" else again + temporaries
 
     def residual(self) -> int:
@@ -70,16 +70,17 @@ class Activations:
         """Last residual in fp32, its norm in c twice (once without the last position), 12 a token for the targets."""
         return self._norm() + self.tokens * (self.compute_bytes * self.model.d_model + 12)
 
-    def backward_temporaries(self, owned: int) -> int:
-        """The larger of two moments in the backward pass of a layer's experts, plus two gradients of the residual.
+    def backward_temporaries(self, owned: int, fresh_gradients: int) -> int:
+        """The largest of three moments in the backward pass of a layer's experts, and the gradient of the residual.
 
-        Gradients of y [N, D], of hidden [N, F], hidden once more [N, F], and of gate and up [N, 2F], with the bf16
-        gradient of down [O, D, F]; or gate and up's, the gathered tokens [N, D] and the gradient [O, 2F, D] beside it.
+        Gradients of y [N, D], of hidden [N, F], hidden once more [N, F], and of gate and up [N, 2F], with that of down
+        [O, D, F]; or gate and up's, the gathered tokens [N, D] and the gradient [O, 2F, D] beside it; or, when these
+        are gone, the weight gradients on their way to where they are added up: `fresh_gradients` bytes.
         """
         rows, width, ffn, size = self.rows, self.model.d_model, self.model.expert_ffn, self.compute_bytes
         first = rows * (width + 4 * ffn) + owned * width * ffn
         second = rows * (width + 2 * ffn) + 3 * owned * width * ffn
-        return size * max(first, second) + 2 * self.residual()
+        return max(size * max(first, second), fresh_gradients) + self.residual() + size * self.tokens * width
 
     def logits(self) -> int:
         """The loss of one chunk of positions: its logits in fp32 and in c, and the gradient of all inputs [T, D]."""
@@ -108,8 +109,8 @@ class Activations:
         return copied + self.tokens * (8 * self.model.num_experts + 20 * self.model.top_k)
 
     def _experts(self) -> int:
-        """Gate and up products [N, 2F] in c, weights (4 a row) and both orders (8 each); the tokens are the norm's."""
-        return self.rows * (2 * self.compute_bytes * self.model.expert_ffn + 20)
+        """Gate and up products [N, 2F] in c, weights (4 a row), orders and slots (8 each); tokens are the norm's."""
+        return self.rows * (2 * self.compute_bytes * self.model.expert_ffn + 28)
 
     def _widths(self) -> tuple[int, int, int]:
         """Q, U, T."""

@@ -191,12 +191,10 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     # makes one for a moment, and its fp32 gradient in the forward pass
     head_copy, attention = (_copied_bytes(work) * count for count in (sizes.embedding, sizes.attention))
     late_attention = attention // (1 if checkpointing == "none" else model.num_layers)
-    # of a layer's masters, before it is added to what is there: in the compute dtype, and for fp32 in that, too
-    as_fp32 = 4 if gradient == 4 and work.compute_bytes != 4 else 0
-    fresh = (work.compute_bytes * (as_fp32 > 0 or work.accumulates) + as_fp32 * work.accumulates) * (
-        work.owned * sizes.expert
-    )
-    beside = active.backward_of_layer(work.owned)
+    # of a layer's masters: all in the compute dtype, two thirds (gate and up) in fp32 at the same time
+    as_fp32 = gradient == 4 and work.compute_bytes != 4
+    fresh = (work.compute_bytes * 3 + 8 * as_fp32) * work.owned * sizes.expert // 3
+    beside = active.backward_of_layer(work.owned, fresh)
 
     def parts(copies: int, gradients: int, activations: int, logits: int = 0) -> dict[str, int]:
         return {
@@ -210,10 +208,10 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
         HEAD: parts(head_copy + attention, early + 4 * sizes.embedding, active.kept(), active.logits()),
         LAST: parts(
             late_attention,
-            (early or gradient * sizes.embedding) + fresh,
+            early or gradient * sizes.embedding,
             active.kept() + beside,
         ),
-        FIRST: parts(0, all_gradients + fresh, active.kept_of_layer() + beside),
+        FIRST: parts(0, all_gradients, active.kept_of_layer() + beside),
         STEP: parts(0, all_gradients + (0 if gradient == 4 else 4 * min(PIECE_VALUES, trained)), 0),
     }
 
