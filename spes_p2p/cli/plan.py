@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from spes_p2p.planning.report import Answer, Question
 
 WIDTH = 80
+EIGHT_BIT = "optimizer.name=adamw8bit"
 
 
 def plan(
@@ -105,7 +106,9 @@ def _show(found: Answer, is_guess: bool) -> None:
         console.print(_fit_table(found))
         if any(_mark(rung.adds) for rung in found.search.rungs):
             console.print("* all peers must have this equal: the organiser chooses it")
-        console.print(f"{found.sentence()}\n")
+        if any(rung.adds == EIGHT_BIT for rung in found.search.rungs):
+            console.print(f'{EIGHT_BIT} needs: pip install "spes-p2p[optim8bit]"', markup=False)
+        console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
     if not all(cost.exists for cost in found.costs):
         console.print("** by formula: this version does not have it")

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from spes_p2p.config.schema import ModelConfig
 from spes_p2p.planning.units import MIB
 
-LOGITS_CHUNK_BYTES = 256 * MIB
-"""Most fp32 logits that the loss holds at once."""
+LOGITS_CHUNK_BYTES = 512 * MIB
+"""Most logits that the loss holds at once, in the compute dtype (model/output_loss.py)."""
+_TILE_ROWS = 256
+_ALIGNED_LOGITS = 64
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,14 @@ class Activations:
         return max(size * max(first, second), fresh_gradients) + self.residual() + size * self.tokens * width
 
     def logits(self) -> int:
-        """The loss of one chunk of positions: its logits in fp32 and in c, and the gradient of all inputs [T, D]."""
-        rows = max(1, min(self.tokens, LOGITS_CHUNK_BYTES // (4 * self.model.embedding_rows)))
-        copies = self.compute_bytes if self.compute_bytes != 4 else 0
-        return rows * self.model.embedding_rows * (4 + copies) + self.compute_bytes * self.tokens * self.model.d_model
+        """The loss of one chunk of positions: its logits in c, and the gradient of all its inputs [T, D] in c."""
+        held = min(self.tokens, self.chunk_rows()) * _aligned(self.model.embedding_rows)
+        return self.compute_bytes * (held + self.tokens * self.model.d_model)
+
+    def chunk_rows(self) -> int:
+        """Positions whose logits are held at once."""
+        rows = LOGITS_CHUNK_BYTES // (self.compute_bytes * _aligned(self.model.embedding_rows))
+        return max(1, rows - rows % _TILE_ROWS if rows > _TILE_ROWS else rows)
 
     @property
     def rows(self) -> int:
@@ -115,3 +121,8 @@ class Activations:
     def _widths(self) -> tuple[int, int, int]:
         """Q, U, T."""
         return self.model.num_heads * self.model.head_dim, self.model.num_kv_heads * self.model.head_dim, self.tokens
+
+
+def _aligned(num_logits: int) -> int:
+    """The head gets rows of zeros up to a multiple."""
+    return num_logits + -num_logits % _ALIGNED_LOGITS

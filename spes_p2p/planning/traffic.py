@@ -19,7 +19,6 @@ from typing import Any, get_args
 
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.config.sections import SyncConfig
-from spes_p2p.errors import ConfigError
 from spes_p2p.planning.sizes import Sizes
 
 CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
@@ -135,8 +134,3 @@ def _cost(codec: str, traffic: Traffic, link: Link, training_seconds: float | No
 
 def _present() -> tuple[Any, ...]:
     return get_args(SyncConfig.model_fields["codec"].annotation)
-
-
-def check_peers(peers: int) -> None:
-    if peers < 1:
-        raise ConfigError(f"--peers is {peers}", fix="give how many peers the run has, 1 or more")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from spes_p2p.model.output_loss import chunk_rows
 from spes_p2p.model.params import init_normal_, masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.activations import Activations
@@ -89,6 +90,14 @@ def _second_inputs_of_norms(work: Workload) -> int:
     in_layer = 2 * model.d_model + (0 if model.qk_norm == "none" else query + key)
     layers = model.num_layers if model.activation_checkpointing == "none" else 0
     return 4 * TOKENS * (layers * in_layer + model.d_model)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_loss_takes_as_many_rows_at_once_as_planned(name: str) -> None:
+    model = run_named(name).model
+    aligned = model.embedding_rows + -model.embedding_rows % 64
+    planned = Activations(model, TOKENS, compute_bytes=2, checkpointing="none").chunk_rows()
+    assert planned == chunk_rows(aligned, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["compute", "int8", "fp8"])

@@ -12,7 +12,7 @@ from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.errors import SpesError
 from spes_p2p.ids import PeerId
-from spes_p2p.observe.events import Event
+from spes_p2p.observe.events import Event, Warning
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 from tests.train.small import VOCABULARY, small_config, trainer_of
@@ -82,3 +82,11 @@ def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: 
         run_inner_steps(trainer, local(dataset, config), 5, never, ignore, events.append)
     assert "optimizer.lr" in raised.value.fix
     assert [event.event for event in events] == ["warning"]
+
+
+def test_what_the_trainer_did_to_save_memory_is_told_once(dataset: Dataset) -> None:
+    config, told = small_config(), list[Event]()
+    trainer = trainer_of(config)
+    trainer.notes.append("the step is made again with less")
+    run_inner_steps(trainer, local(dataset, config), 2, never, ignore, told.append)
+    assert told == [Warning("the step is made again with less")]
