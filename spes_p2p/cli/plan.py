@@ -175,10 +175,13 @@ def _fit_table(found: Answer) -> Table:
 def _sync_table(found: Answer) -> Table:
     from spes_p2p.config.schema import steps_per_round_at
     from spes_p2p.observe.metrics import bytes_text, seconds_text
+    from spes_p2p.planning.traffic import Spread
 
-    config = found.question.config
+    question, config = found.question, found.question.config
     steps = steps_per_round_at(config, config.scheduler.total_steps)
-    title = f"a sync of each of {found.question.peers} peers, after {steps} steps"
+    spread = Spread.of(config.model.num_experts, question.peers, question.owned, config.swarm.experts_per_peer)
+    owners = "1 owner" if spread.replicas == 1 else f"{spread.replicas:.3g} owners"
+    title = f"a sync of each of {question.peers} peers, after {steps} steps, {owners} a column"
     table = _table(title, "codec", "up", "down", "time", "of all time", "a day, up + down")
     for cost in found.costs:
         table.add_row(
