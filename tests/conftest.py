@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 from hypothesis import settings
 
@@ -13,3 +14,5 @@ settings.load_profile("no deadline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch and numpy when they load, here and in child processes
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton loads: its kernels run on the CPU here

@@ -175,7 +175,7 @@ def changed(value: Any, rng: random.Random) -> Any:
     for path in rng.sample(paths, min(5, len(paths))):
         try:
             return put(value, path, another(get(value, path), rng))
-        except ValueError:  # a record that refuses it by itself
+        except (ValueError, TypeError):  # a record that refuses it by itself
             continue
     return value
 

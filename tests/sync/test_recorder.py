@@ -12,28 +12,38 @@ import pytest
 
 from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.membership import leader_order
+from spes_p2p.sync.core.messages import manifest_hash
 from spes_p2p.sync.recorder import BEFORE, NEWEST, FlightRecorder, load_recording, replay
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync import planted
 from tests.sync.swarm_cases import in_swarm
 
 
 def record(folder: Path, target: Path, max_file_bytes: int = 2**22) -> MemorySwarm:
-    """Three peers for a few rounds; what one of them went through is in `target`."""
+    """Three peers for a few rounds, then the leader is killed; what another went through is in `target`."""
     seen: list[MemorySwarm] = []
 
     async def play(swarm: MemorySwarm) -> None:
         seen.append(swarm)
         await swarm.start(["a", "b", "c"])
-        recorder = FlightRecorder(target, swarm.info, max_file_bytes)
-        recorder.attach(swarm.peers[PeerId("b")].driver.core)
+        recorder, told = FlightRecorder(target, swarm.info, max_file_bytes), swarm.peers[PeerId("b")]
+        recorder.attach(told.driver.core)
         await swarm.until_round(3)
-        await swarm.peers[PeerId("a")].kill()
-        await swarm.until_round(5)
+        while (leader := leader_of(told)) == told.name:
+            await swarm.until_round(told.round + 1)
+        await swarm.peers[leader].kill()
+        await swarm.until_round(told.round + 2)
         assert recorder.failed is None
 
     in_swarm(folder, play)
     return seen[0]
+
+
+def leader_of(life: PretendPeer) -> PeerId:
+    """Who leads the round that it is in."""
+    tip = life.driver.core.tip
+    return leader_order(manifest_hash(tip), tip.members)[0]
 
 
 def test_what_was_recorded_is_decided_again(folder: Path, tmp_path: Path) -> None:
