@@ -88,7 +88,7 @@ class Process:
     def freeze(self) -> None:
         """SIGSTOP to it and all that it started, as when a laptop sleeps."""
         for pid in (self.pid, *children(self.pid)):
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
 
     def thaw(self) -> None:
         """SIGCONT to all of them."""
@@ -111,6 +111,27 @@ class Process:
         if self.exit_code is None:
             os.kill(self.pid, signal.SIGKILL)
         self.popen.wait()
+
+
+def stop_process(pid: int, timeout_seconds: float = 30.0) -> None:
+    """SIGSTOP, and waits until it took effect: on a busy machine a thread may go on for a while.
+
+    Raises SpesError where it does not stop in time. A process that has ended counts as stopped.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + timeout_seconds
+    while not all(_is_still(stat) for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+        if time.monotonic() > end:
+            raise SpesError(f"process {pid} did not stop in {timeout_seconds:g} s", fix="look at what it waits for")
+        time.sleep(0.001)
+
+
+def _is_still(thread_stat: Path) -> bool:
+    """Whether a thread is stopped, or has ended."""
+    try:
+        return thread_stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except OSError:
+        return True
 
 
 class LocalSwarm:

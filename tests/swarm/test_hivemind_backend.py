@@ -40,6 +40,7 @@ from spes_p2p.swarm import envelope
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend import network as network_module
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.testing.processes import stop_process
 
 pytestmark = pytest.mark.swarm
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -140,7 +141,7 @@ def test_two_processes_talk_and_failures_are_told_apart(thread: NetworkThread) -
                 await transport.fetch(peer.peer, b"20000000", 10.0, 10**6)
             assert await transport.fetch(peer.peer, b"20000000", 10.0, 2**25) == (b"head", pattern(20_000_000))
 
-            peer.process.send_signal(signal.SIGSTOP)
+            stop_process(peer.process.pid)
             with pytest.raises(PeerSilent):
                 await transport.call(peer.peer, b"hello", 0.5)
             assert not await transport.check_refused(peer.peer)
