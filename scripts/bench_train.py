@@ -5,12 +5,12 @@ python scripts/bench_train.py --config spes-1b
 python scripts/bench_train.py --config spes-7b --micro-batches 4 model.activation_checkpointing=selective
 python scripts/bench_train.py --config spes-1b --only ours
 
-Rows: ours with the columns of a peer; ours with all columns (what DiLoCo needs of each peer); transformers' model of
-the same shape, trained plainly: fp32 weights, bf16 autocast, fused AdamW, load-balancing loss, gradients clipped. A
-step is --micro-batches micro-batches and one update, with random tokens and values. MFU counts the arithmetic that a
-row needs (`planning.sizes.flops_per_token`: weight gradients of owned experts alone, nothing that is recomputed) over
-the GPU's dense bf16 peak. A row that does not fit says so. Without a GPU a small shape runs on the CPU, for the
-comparison alone.
+Rows: ours with the columns of a peer, plain and with model.torch_compile; ours with all columns (what DiLoCo needs of
+each peer); transformers' model of the same shape, trained plainly: fp32 weights, bf16 autocast, fused AdamW,
+load-balancing loss, gradients clipped. A step is --micro-batches micro-batches and one update, with random tokens and
+values. MFU counts the arithmetic that a row needs (`planning.sizes.flops_per_token`: weight gradients of owned experts
+alone, nothing that is recomputed) over the GPU's dense bf16 peak. A row that does not fit says so.
+Without a GPU a small shape runs on the CPU, for the comparison alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from spes_p2p.config.load import load_config
+from spes_p2p.config.load import config_from_text, config_to_yaml, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError
 from spes_p2p.interop.hf import hf_config
@@ -46,7 +46,7 @@ CPU_SHAPE = (
     "data.sequence_length=64",
     "optimizer.micro_batch_sequences=2",
 )
-ROWS = ("ours", "everything", "transformers")
+ROWS = ("ours", "compiled", "everything", "transformers")
 Step = Callable[[], object]
 
 
@@ -64,8 +64,10 @@ def main() -> int:
     print(f"{config.run.run_id}: {arguments.micro_batches} micro-batches of {micro} x {length} tokens a step\n")
     print(f"{'':34}{'tokens/s':>10}{'ms/step':>10}{'MFU':>7}{'peak GiB':>10}{'planned':>9}")
     everything = config.model.num_experts
+    compiled = config_from_text(config_to_yaml(config), ["model.torch_compile=true"])
     rows: dict[str, tuple[str, int, Callable[[], Step]]] = {
         "ours": (f"ours, {owned} of {everything} columns", owned, partial(ours, config, owned, device)),
+        "compiled": (f"ours, {owned} of {everything} columns, compiled", owned, partial(ours, compiled, owned, device)),
         "everything": ("ours, all columns (DiLoCo)", everything, partial(ours, config, everything, device)),
         "transformers": ("transformers, all trained", everything, partial(theirs, config, device)),
     }

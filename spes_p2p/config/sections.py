@@ -61,6 +61,10 @@ class ModelConfig(Section):
         "routing), or whole layers.",
         "none",
     )
+    torch_compile: bool = local(
+        "Let torch.compile make fused kernels of what lies between the experts; the first step then takes a minute.",
+        False,
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -35,6 +35,10 @@ class Batch:
     positions: NDArray[np.int64]
     """[B]; stream positions (for held-out batches: sequence numbers)."""
 
+    def first(self, sequences: int) -> Batch:
+        """Its first sequences."""
+        return Batch(self.tokens[:sequences], self.loss_mask[:sequences], self.positions[:sequences])
+
 
 def open_dataset(config: Config) -> Dataset:
     """The dataset at `data.path`. Raises DataError where it is damaged or its ids do not fit `model.vocab_size`."""

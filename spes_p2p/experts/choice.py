@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -11,37 +13,82 @@ from torch import Tensor
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts import megablocks_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
+from spes_p2p.experts.bank import ExpertBank
 
 NAMES = ("auto", "grouped_mm", "megablocks", "eager")
+_WARM, _TIMED, _TRIAL_TOKENS = 3, 5, 4096
 
 
-def resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
+@dataclass(frozen=True)
+class LayerShape:
+    """What a trial of the speed of a backend needs to know of a layer."""
+
+    experts: int
+    top_k: int
+    d_model: int
+    ffn: int
+
+
+def resolve_backend(
+    name: str, device: torch.device, dtype: torch.dtype, shape: LayerShape | None = None
+) -> tuple[Backend, str]:
     """The backend for a configured name, and why it was taken, in words for the log.
 
-    `auto` takes grouped_mm where a small trial of it runs, then megablocks, else eager: the order of their speed on
-    one layer (docs/performance.md). Raises ConfigError for an unknown name, or for a backend asked for by name that
-    does not run on `device` with `dtype`.
+    `auto` takes the faster of grouped_mm and megablocks, by a trial of one layer of `shape`, where both run; the one
+    that runs where one does; else eager. Raises ConfigError for an unknown name, or for a backend asked for by name
+    that does not run on `device` with `dtype`.
     """
     if name not in NAMES:
         raise ConfigError(f"model.expert_backend is {name!r}, an unknown backend", fix=f"use one of {', '.join(NAMES)}")
     if name == "eager":
         return Eager(), "asked for"
     grouped_mm = "" if device.type == "meta" else _why_grouped_mm_fails(device, dtype)
-    if name in ("auto", "grouped_mm") and not grouped_mm:
-        return GroupedMM(), "asked for" if name == "grouped_mm" else f"grouped_mm runs on {device} in {dtype}"
-    if name == "grouped_mm":
-        raise ConfigError(
-            f"model.expert_backend is grouped_mm, which fails on {device} in {dtype}: {grouped_mm}",
-            fix="set it to auto",
-        )
     megablocks = megablocks_backend.why_not(device)
-    if not megablocks:
-        return megablocks_backend.MegaBlocks(), "asked for" if name == "megablocks" else f"grouped_mm: {grouped_mm}"
-    if name == "megablocks":
-        raise ConfigError(
-            f"model.expert_backend is megablocks, which cannot be used: {megablocks}", fix="set it to auto"
-        )
-    return Eager(), f"grouped_mm fails on {device} in {dtype}: {grouped_mm}; megablocks: {megablocks}"
+    if name != "auto":
+        failure = grouped_mm if name == "grouped_mm" else megablocks
+        if failure:
+            where = f"on {device} in {dtype}"
+            raise ConfigError(f"model.expert_backend is {name}, which does not run {where}: {failure}", fix="use auto")
+        return GroupedMM() if name == "grouped_mm" else megablocks_backend.MegaBlocks(), "asked for"
+    if grouped_mm and megablocks:
+        return Eager(), f"grouped_mm fails on {device} in {dtype}: {grouped_mm}; megablocks: {megablocks}"
+    if megablocks:
+        return GroupedMM(), f"grouped_mm runs on {device} in {dtype}; megablocks: {megablocks}"
+    if grouped_mm or shape is None:
+        return megablocks_backend.MegaBlocks(), f"megablocks runs on {device}; grouped_mm: {grouped_mm or 'not tried'}"
+    return _faster((GroupedMM(), megablocks_backend.MegaBlocks()), shape, device, dtype)
+
+
+def _faster(
+    backends: tuple[Backend, ...], shape: LayerShape, device: torch.device, dtype: torch.dtype
+) -> tuple[Backend, str]:
+    times = [(trial_milliseconds(backend, shape, device, dtype), backend) for backend in backends]
+    times.sort(key=lambda pair: pair[0])
+    rest = ", ".join(f"{backend.name} {took:.2f} ms" for took, backend in times[1:])
+    took, best = times[0]
+    return best, f"one layer forward and backward in {took:.2f} ms; {rest}"
+
+
+def trial_milliseconds(backend: Backend, shape: LayerShape, device: torch.device, dtype: torch.dtype) -> float:
+    """The fastest of a few passes, forward and backward, through one layer with one owned expert."""
+    bank = ExpertBank(shape.experts, shape.d_model, shape.ffn, (0,), backend, device, dtype)
+    x_TD = torch.zeros(_TRIAL_TOKENS, shape.d_model, device=device, dtype=dtype, requires_grad=True)
+    choices = torch.arange(_TRIAL_TOKENS * shape.top_k, device=device) % shape.experts  # every expert has as many
+    expert_TK = choices.view(_TRIAL_TOKENS, shape.top_k)
+    weight_TK = torch.full(expert_TK.shape, 1 / shape.top_k, device=device)
+    seconds = []
+    for _ in range(_WARM + _TIMED):
+        _wait_for(device)
+        started = time.perf_counter()
+        bank(x_TD, expert_TK, weight_TK).backward(x_TD.detach())
+        _wait_for(device)
+        seconds.append(time.perf_counter() - started)
+    return 1000 * min(seconds[_WARM:])
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @cache

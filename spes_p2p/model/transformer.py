@@ -8,7 +8,7 @@ Legend: B sequences, S positions, N counted positions of all sequences, D d_mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
-from spes_p2p.experts.choice import resolve_backend
+from spes_p2p.experts.choice import LayerShape, resolve_backend
 from spes_p2p.experts.offload import Courier
 from spes_p2p.experts.stores import Foreign
 from spes_p2p.model.attention import Attention, Rotation, rotation
@@ -50,13 +50,17 @@ class Layer(nn.Module):
         self.attention = Attention(config, device)
         self.moe_norm = RMSNorm(config.d_model, config.rms_eps, device)
         self.moe = MoE(config, owned, backend, device, dtype, foreign)
+        self._compiled = torch.compile(self._before_experts) if config.torch_compile else None
 
     def forward(self, x_BSD: Tensor, turn: Rotation, selective: bool = False) -> tuple[Tensor, Routing]:
         """[B, S, D] to [B, S, D], and how the tokens were routed.
 
-        With `selective`, what is cheap is computed again in the backward pass. The experts keep little as it is.
+        With `selective`, what is cheap is computed again in the backward pass, as compiled code does in any case. The
+        experts keep little as it is.
         """
-        before = partial(recomputed_but_products, self._before_experts) if selective else self._before_experts
+        before: Callable[..., tuple[Tensor, Tensor, Routing]] = self._compiled or self._before_experts
+        if selective and self._compiled is None:
+            before = partial(recomputed_but_products, before)
         x_BSD, normed_BSD, routing = before(x_BSD, turn)
         return x_BSD + self.moe(normed_BSD, routing), routing
 
@@ -88,7 +92,12 @@ class Transformer(nn.Module):
         dtype = expert_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         self.config = config
         self.loss_weights = loss_weights or LossWeights()
-        self.backend, self.backend_reason = resolve_backend(config.expert_backend, device, dtype)
+        self.backend, self.backend_reason = resolve_backend(
+            config.expert_backend,
+            device,
+            dtype,
+            LayerShape(config.num_experts, config.top_k, config.d_model, config.expert_ffn),
+        )
         self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
         foreign = Foreign(config.foreign_dtype, Courier(device) if config.foreign_offload else None)
         self.layers = nn.ModuleList(

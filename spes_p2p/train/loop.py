@@ -67,9 +67,8 @@ def _has(loader: LeasedLoader | LocalLoader, sequences: int) -> bool:
 
 
 def _pass_notes_on(trainer: Trainer, emit: Callable[[Event], None] | None) -> None:
-    notes, trainer.notes = trainer.notes, []
-    if emit is not None:
-        for text in notes:
+    for text in trainer.take_notes():
+        if emit is not None:
             emit(Warning(text))
 
 

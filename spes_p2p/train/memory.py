@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from spes_p2p.errors import SpesError
+
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -40,3 +42,12 @@ def _available_bytes(otherwise: int) -> int:
         return otherwise
     lines = (line.split() for line in _MEMINFO.read_text().splitlines())
     return next((int(parts[1]) * 1024 for parts in lines if parts[0] == "MemAvailable:"), otherwise)
+
+
+def out_of_memory(error: torch.OutOfMemoryError, columns: int) -> SpesError:
+    """What to tell people, and what helps."""
+    return SpesError(
+        f"the device ran out of memory while training {columns} expert columns: {str(error).split('. ')[0]}",
+        fix="go on with --resume and a smaller --max-experts, optimizer.micro_batch_sequences=1 or "
+        "model.activation_checkpointing=full",
+    )

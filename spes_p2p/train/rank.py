@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.data.loader import Batch
-from spes_p2p.errors import LocalProtocolError
+from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.interop.hf import place_table
 from spes_p2p.model.losses import LossWeights
 from spes_p2p.model.params import Place, load_block, read_block
@@ -25,7 +25,7 @@ from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
-from spes_p2p.train.memory import forget_peak
+from spes_p2p.train.memory import forget_peak, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import StepResult, accumulate_gradient, autocast, to_device
@@ -41,12 +41,15 @@ class RankTrainer:
         self.gradient_bytes = 0
         self.is_updating = False
         """Parameters may be half changed: a step that failed then must not be repeated."""
+        self.notes: list[str] = []
+        """What there is to say of steps; whoever says it empties the list."""
         settings = config.optimizer
         weights = LossWeights(settings.load_balancing_weight, settings.router_z_weight, settings.output_z_weight)
         self.model = Transformer(config.model, (), weights, ranks.device)
         self.optimizer = Optimizer(settings)
         self._table = place_table(config.model)
         self._forward: nn.Module | None = None
+        self._rehearsed = False
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -67,7 +70,7 @@ class RankTrainer:
             self.model.set_owned(owned)
             self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
         if changed:
-            self._forward = None
+            self._forward, self._rehearsed = None, False
             gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
             # DDP wants gradients of the parameters' dtype
             self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks)
@@ -76,6 +79,8 @@ class RankTrainer:
         """One inner step on the whole peer's `batch`, of which this rank computes its share."""
         if self._forward is None:
             raise LocalProtocolError("train_step before the first adopt: the model has no values")
+        if self.ranks.world_size > 1 and not self._rehearsed:
+            self._rehearse(self._forward, batch)
         started = time.perf_counter()
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
         lr = learning_rate(self.config, self.step + own_steps)
@@ -94,10 +99,37 @@ class RankTrainer:
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite)
 
+    def _rehearse(self, forward: nn.Module, batch: Batch) -> None:
+        """Steps down until a gradient fits at every rank, before they wait for each other in a step.
+
+        A rank that runs out of memory in the middle of a step would leave the others in an exchange that never ends.
+        So the first gradient after a change of columns is made twice, the first time without exchange: later ones need
+        as much, whatever the tokens. Raises SpesError, at every rank, where nothing is left to save.
+        """
+        world_size = self.ranks.world_size
+        while True:
+            micro = self.config.optimizer.micro_batch_sequences
+            some = batch.first(min(len(batch.tokens), 2 * micro * world_size))
+            failure: SpesError | None = None
+            try:
+                accumulate_gradient(forward, some, self.ranks, micro, 1.0, exchange=False)
+            except torch.OutOfMemoryError as error:
+                failure = out_of_memory(error, len(self.owned))
+            self.model.zero_grad(set_to_none=True)
+            failed = sum_over_ranks(self.ranks, torch.tensor([float(failure is not None)], device=self.ranks.device))
+            if not failed.item():
+                break
+            failure = failure or SpesError(f"{failed.item():.0f} other local ranks ran out of memory", fix="see above")
+            change = self.use_less_memory()
+            if not change:
+                raise failure
+            self.notes.append(f"{failure}; all ranks go on with {change}, which stays")
+        self._rehearsed = True
+
     def use_less_memory(self) -> str:
         """Takes the next step down (see `one_step_down`), after a step that failed before its update; says which.
 
-        Nothing where there is none. For a peer of one rank: several would have to change alike.
+        Nothing where there is none. All ranks of a peer must do it together.
         """
         before, data = Options.of(self.config), self.config.data
         after = one_step_down(before, self.config.optimizer.batch_sequences, data.sequence_length)

@@ -79,17 +79,23 @@ def micro_batches(batch: Batch, ranks: Ranks, sequences: int) -> Iterator[MicroB
 
 
 def accumulate_gradient(
-    forward: nn.Module, batch: Batch, ranks: Ranks, sequences: int, owned_balance_factor: float
+    forward: nn.Module,
+    batch: Batch,
+    ranks: Ranks,
+    sequences: int,
+    owned_balance_factor: float,
+    exchange: bool = True,
 ) -> Tensor:
     """Adds up the gradient over all micro-batches; `forward` is the model, or DDP around it.
 
+    Without `exchange` each rank keeps its own, whatever happens to the others.
     Returns this rank's sums [4], fp64 on the device: cross entropy and output z-loss times counted sequences,
     load balancing and router z-loss times sequences.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     parts = list(micro_batches(batch, ranks, sequences))
     for index, micro in enumerate(parts):
-        with _sync_gradients(forward, last=index == len(parts) - 1):
+        with _sync_gradients(forward, exchange and index == len(parts) - 1):
             with autocast(ranks.device):
                 losses: LossParts = forward(micro.token_BS, micro.counted_B, owned_balance_factor, micro.head_factor)
             (losses.total * micro.weight).backward()
@@ -108,7 +114,7 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(values)).to(device)
 
 
-def _sync_gradients(forward: nn.Module, last: bool) -> AbstractContextManager[object]:
+def _sync_gradients(forward: nn.Module, exchange: bool) -> AbstractContextManager[object]:
     """Ranks exchange gradients once a step, in the backward pass of the last micro-batch."""
     no_sync = getattr(forward, "no_sync", None)
-    return nullcontext() if last or no_sync is None else no_sync()
+    return nullcontext() if exchange or no_sync is None else no_sync()

@@ -23,7 +23,7 @@ from spes_p2p.planning.options import Options
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
-from spes_p2p.train.memory import free_and_total_bytes, spare_at_peak_bytes
+from spes_p2p.train.memory import free_and_total_bytes, out_of_memory, spare_at_peak_bytes
 from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.private import load_private_state, outline, private_state
 from spes_p2p.train.rank import RankTrainer
@@ -47,15 +47,17 @@ class Trainer:
         if ranks.rank:
             raise LocalProtocolError(f"a Trainer was made on rank {ranks.rank}", fix="call worker.serve there")
         _check_batch(config.optimizer.batch_sequences, ranks)
-        self.config = config
         self.skipped_in_row = 0
         """Steps skipped since the last one that was not."""
-        self.notes: list[str] = []
-        """What there is to say of the last step; whoever says it empties the list."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
         with self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads()):
             self._rank = RankTrainer(config, layout, self._ranks)
+
+    @property
+    def config(self) -> Config:
+        """As given, or with less memory where that had to be."""
+        return self._rank.config
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -71,6 +73,11 @@ class Trainer:
     def round_steps(self) -> int:
         """Own inner steps since then, without skipped ones."""
         return self._rank.round_steps
+
+    def take_notes(self) -> list[str]:
+        """What there is to say of the last steps, once."""
+        notes, self._rank.notes = self._rank.notes, []
+        return notes
 
     @property
     def optimizer_bytes(self) -> int:
@@ -109,9 +116,9 @@ class Trainer:
         """One inner step on `batch` (the whole peer's; rank 0 always has one).
 
         A step whose loss or gradient is not finite changes nothing and says `skipped`. A step that runs out of memory
-        is made again with a smaller micro-batch or more checkpointing, from then on; `notes` says so. Raises SpesError
-        where nothing is left to save (with several ranks: at once), ConfigError where the batch cannot be split over
-        the ranks.
+        is made again with a smaller micro-batch or more checkpointing, from then on; `take_notes` says so. Raises
+        SpesError where nothing is left to save (several ranks find out before they wait for each other in the first
+        step, and cannot step down in a later one), ConfigError where the batch cannot be split over the ranks.
         """
         if batch is None:
             raise LocalProtocolError("train_step without a batch on rank 0")
@@ -126,15 +133,14 @@ class Trainer:
             try:
                 return self._rank.train_step(batch)
             except torch.OutOfMemoryError as error:
-                failure = _out_of_memory(error, len(self.owned))
+                failure = out_of_memory(error, len(self.owned))
                 if self._rank.is_updating or self._ranks.world_size > 1:
                     raise failure from error
             # out here nothing holds the failed step's tensors any more
             change = self._rank.use_less_memory()
             if not change:
                 raise failure
-            self.config = self._rank.config
-            self.notes.append(f"{failure}; the step is made again with {change}, which stays")
+            self._rank.notes.append(f"{failure}; the step is made again with {change}, which stays")
 
     def contribution(self, block: int) -> Values:
         """Present values of block 0 or of an owned column: flat fp32, a copy."""
@@ -205,14 +211,6 @@ class Trainer:
             if isinstance(error, RuntimeError):  # what torch.distributed raises
                 self._ranks.explain()
             raise
-
-
-def _out_of_memory(error: torch.OutOfMemoryError, columns: int) -> SpesError:
-    return SpesError(
-        f"the device ran out of memory while training {columns} expert columns: {str(error).split('. ')[0]}",
-        fix="go on with --resume and a smaller --max-experts, optimizer.micro_batch_sequences=1 or "
-        "model.activation_checkpointing=full",
-    )
 
 
 def _packed(batch: Batch) -> dict[str, Any]:

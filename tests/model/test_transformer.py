@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,6 +147,22 @@ def test_checkpointing_changes_no_value(mode: str, autocast: bool) -> None:
         assert left.grad is not None
         assert right.grad is not None
         assert torch.equal(left.grad, right.grad)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+def test_compiled_parts_have_the_same_values(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a second micro-batch and without gradients; captured and differentiated, but not made into kernels."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain, compiled = tiny_model(), tiny_model(activation_checkpointing=mode, torch_compile=True)
+    for seed in range(2):
+        for model in (plain, compiled):
+            model(tiny_tokens(seed=seed)).total.backward()
+    for left, right in zip(plain.parameters(), compiled.parameters()):
+        assert left.grad is not None
+        assert right.grad is not None
+        torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled.logits(tiny_tokens()), plain.logits(tiny_tokens()))
 
 
 class _Storages(TorchDispatchMode):

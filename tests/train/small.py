@@ -89,3 +89,19 @@ class Blocks:
 
     def block(self, index: int) -> Values:
         return self._block(index)
+
+
+class SmallDevice:
+    """A hook of the model that runs out of memory as a GPU does, in the middle of the forward pass.
+
+    It holds so many sequences at once, and twice as many where layers are computed again.
+    """
+
+    def __init__(self, trainer: Trainer, sequences: int) -> None:
+        self.model, self.sequences = trainer._rank.model, sequences
+        self.model.layers[1].register_forward_pre_hook(self)
+
+    def __call__(self, layer: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        room = self.sequences * (2 if self.model.config.activation_checkpointing == "full" else 1)
+        if torch.is_grad_enabled() and len(inputs[0]) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")

@@ -13,6 +13,7 @@ from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks
 from tests.train.small import (
     CPU,
+    SmallDevice,
     batch_of,
     initial,
     largest_difference,
@@ -84,6 +85,23 @@ def test_two_ranks_with_small_moments_and_gradients_agree_and_resume(two_ranks: 
     assert resumed.train_step(batch_of(9)).loss == loss
     assert resumed.value_hashes() == two.value_hashes()
     assert len(set(two.value_hashes())) == 1
+
+
+def test_ranks_step_down_together_where_one_has_no_memory(two_ranks: LocalRanks) -> None:
+    """Rank 0 holds two sequences at once, rank 1 any number: neither waits in an exchange for the other."""
+    config = small_config("optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3")
+    roomy = trainer_of(config)
+    tight = trainer_of(config, ranks=two_ranks.ranks)
+    SmallDevice(tight, sequences=1)
+    results = [[trainer.train_step(batch_of(seed)) for seed in range(3)] for trainer in (tight, roomy)]
+    assert [result.loss for result in results[0]] == pytest.approx([result.loss for result in results[1]], rel=1e-4)
+    assert largest_difference(values_of(tight), values_of(roomy)) < 1e-4
+    assert len(set(tight.value_hashes())) == 1
+    notes = tight.take_notes()
+    assert notes[0].endswith(
+        "CUDA out of memory; all ranks go on with model.activation_checkpointing=selective, which stays"
+    )
+    assert not tight.take_notes()
 
 
 def test_a_batch_that_cannot_be_split_is_refused(two_ranks: LocalRanks) -> None:

@@ -87,6 +87,6 @@ def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: 
 def test_what_the_trainer_did_to_save_memory_is_told_once(dataset: Dataset) -> None:
     config, told = small_config(), list[Event]()
     trainer = trainer_of(config)
-    trainer.notes.append("the step is made again with less")
+    trainer._rank.notes.append("the step is made again with less")
     run_inner_steps(trainer, local(dataset, config), 2, never, ignore, told.append)
     assert told == [Warning("the step is made again with less")]

@@ -15,6 +15,7 @@ from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import StepResult, Trainer
 from tests.train.small import (
     CPU,
+    SmallDevice,
     batch_of,
     initial,
     largest_difference,
@@ -188,32 +189,17 @@ def test_a_device_without_memory_left_is_named_with_what_helps(monkeypatch: pyte
     assert trainer.columns_that_fit() is None
 
 
-class SmallDevice:
-    """A hook of the model that runs out of memory as a GPU does, in the middle of the forward pass.
-
-    It holds so many sequences at once, and twice as many where layers are computed again.
-    """
-
-    def __init__(self, trainer: Trainer, sequences: int) -> None:
-        self.model, self.sequences = trainer._rank.model, sequences
-        self.model.layers[1].register_forward_pre_hook(self)
-
-    def __call__(self, layer: object, inputs: tuple[torch.Tensor, ...]) -> None:
-        room = self.sequences * (2 if self.model.config.activation_checkpointing == "full" else 1)
-        if torch.is_grad_enabled() and len(inputs[0]) > room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
-
-
 def test_a_step_that_runs_out_of_memory_is_made_again_with_less() -> None:
     tight, roomy = trainer_of(small_config()), trainer_of(small_config("optimizer.micro_batch_sequences=4"))
     SmallDevice(tight, sequences=2)
     results = [[trainer.train_step(batch_of(seed)) for seed in range(3)] for trainer in (tight, roomy)]
     assert [result.loss for result in results[0]] == pytest.approx([result.loss for result in results[1]], rel=1e-5)
     assert largest_difference(values_of(tight), values_of(roomy)) < 1e-4
-    assert "while training 2 expert columns: CUDA out of memory; the step is made again with" in tight.notes[0]
-    last = tight.notes[-1]
+    notes = tight.take_notes()
+    assert "while training 2 expert columns: CUDA out of memory; the step is made again with" in notes[0]
+    last = notes[-1]
     assert last.endswith("with optimizer.micro_batch_sequences=4, which stays")
-    assert tight.notes.count(last) == 1, "later steps fit"
+    assert notes.count(last) == 1, "later steps fit"
 
 
 def test_a_device_without_room_for_one_sequence_ends_the_peer() -> None:
@@ -234,7 +220,7 @@ def test_a_step_that_fails_in_its_update_is_not_made_again(monkeypatch: pytest.M
     monkeypatch.setattr(trainer._rank.optimizer, "step", full)
     with pytest.raises(SpesError, match="while training 2 expert columns"):
         trainer.train_step(batch_of(0))
-    assert not trainer.notes
+    assert not trainer.take_notes()
 
 
 def test_misuse_is_refused() -> None:
@@ -255,15 +241,16 @@ def test_misuse_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    "thrifty",
+    "options",
     [
         (),
         ("optimizer.name=adamw8bit", "optimizer.gradient_dtype=bf16", "model.activation_checkpointing=selective"),
+        ("model.torch_compile=true",),
     ],
-    ids=["plain", "thrifty"],
+    ids=["plain", "thrifty", "compiled"],
 )
-def test_on_cuda_in_bf16_the_loss_falls_and_masters_stay_fp32(thrifty: tuple[str, ...]) -> None:
-    config = small_config("model.d_model=64", "model.expert_ffn=64", "optimizer.lr=0.003", *thrifty)
+def test_on_cuda_in_bf16_the_loss_falls_and_masters_stay_fp32(options: tuple[str, ...]) -> None:
+    config = small_config("model.d_model=64", "model.expert_ffn=64", "optimizer.lr=0.003", *options)
     trainer = Trainer(config, small_layout(config), torch.device("cuda"))
     trainer.adopt((1, 4), initial(config), 0)
     results = [trainer.train_step(batch_of(0)) for _ in range(30)]
