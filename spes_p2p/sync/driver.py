@@ -35,6 +35,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
+from spes_p2p.sync.patience import Patience
 from spes_p2p.sync.requests import Request, Serving
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
@@ -160,7 +161,10 @@ class Driver:
         self._clock = clock
         self._tasks = Tasks(self._task_failed)
         self._serving = Serving(info, disk.chain, disk.store, disk.inputs.serve, disk.moments)
-        self._transfers = Transfers(transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused)
+        self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)
+        self._transfers = Transfers(
+            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience
+        )
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
         )
@@ -480,7 +484,9 @@ class Driver:
             self._recover()
 
     def _scrubber(self) -> Scrubber:
-        transfers = Transfers(self._transport, self._layout, self._stall_seconds)  # its bytes are no part of a round
+        transfers = Transfers(  # its bytes are no part of a round
+            self._transport, self._layout, self._stall_seconds, patience=self._patience
+        )
         return Scrubber(
             self._disk.store, Mender(self._disk.store, transfers, self._tasks.in_thread), self._tasks.in_thread,
             lambda: self.core.tip.round, self._holders, self._hooks.notice, self._hooks.failed,
@@ -495,6 +501,12 @@ class Driver:
 
     def _stall_seconds(self) -> float:
         return max(self.core.pace.suspect_seconds, 2.0)
+
+    def _trained_seconds(self) -> float:
+        """How long a round trains, or the running one did."""
+        current = self.core.round
+        this = current.closed_at - current.started_at if current.closed_at is not None else 0.0
+        return max(self.core.pace.round_seconds, this)
 
     def _on_bytes(self) -> None:
         self._run(self.core.moved(self._clock.now()))
