@@ -24,7 +24,7 @@ from spes_p2p.sync.core.actions import (
     CatchUp,
 )
 from spes_p2p.sync.core.hearing import Hearing
-from spes_p2p.sync.core.knowledge import MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
+from spes_p2p.sync.core.knowledge import EMPTY_WORDS, MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
 from spes_p2p.sync.core.messages import (
     DEGRADED,
     Acceptance,
@@ -181,7 +181,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """No holder could give the tiles: what was reported of them is forgotten, until somebody says it again.
 
         Only who has the tiles repeats a report, so one of a lost reducer is gone for good and its slice is done again.
-        A report of other tiles than those that a proposal wants stays: heard again, it would pass for progress.
+        So it is with one that repeats what it never hands out. A report of other tiles than those that a proposal wants
+        stays: heard again, it would pass for progress.
         """
         current = self.round
         tried = current.fetching.pop(key, None)
@@ -191,7 +192,17 @@ class Core(Hearing, Reducing, Voting, Speaking):
         if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
             del current.reports[index]
             current.missing = None
+            current.empty_words[index, report.author] += 1
+            if current.empty_words[index, report.author] >= EMPTY_WORDS and not self._somebody_has(
+                index, report.author
+            ):
+                current.voids.setdefault(index, {})[report.author] = report
         return self._advance(now)
+
+    def _somebody_has(self, index: int, reducer: PeerId) -> bool:
+        """Whether another than its reducer says that it has staged a slice of the plan."""
+        statuses = (contact.status for peer, contact in self.contacts.items() if peer != reducer)
+        return any(s.head == self.round.head and index < len(s.staged) and s.staged[index] for s in statuses)
 
     def built(self, build: Build, wire_root: Hash, state_root: Hash, merge: Merge | None, now: float) -> list[Action]:
         """The new state was computed here from `build`'s slices."""

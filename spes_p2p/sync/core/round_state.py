@@ -243,7 +243,14 @@ class CoreState:
             known = [self._ballots()] + [s.ballots for s in self._electors_here() if s.peer in self.degraded_set]
         else:
             known = self._promisers(self.round.view)
+            hopeful = [ballots for ballots in known if not self._is_bound_to_nothing(ballots)]
+            known = hopeful if self._is_majority(len(hopeful)) else known
         return max(known, key=lambda ballots: ballots.accepted, default=Ballots())
+
+    def _is_bound_to_nothing(self, ballots: Ballots) -> bool:
+        """Whether an elector accepted what nobody else can stage. Any majority of promises will do: one without it."""
+        signed = self._proposal_of(ballots.accepted_manifest) if ballots.accepted >= 0 else None
+        return signed is not None and self._is_hopeless(signed)
 
     def _bound(self) -> tuple[bool, Proposal | None]:
         """Whether we must propose a certain manifest again, and its proposal where we have it.
