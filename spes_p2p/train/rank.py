@@ -72,8 +72,9 @@ class RankTrainer:
         if changed:
             self._forward, self._rehearsed = None, False
             gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
+            compiled = self.config.model.torch_compile
             # DDP wants gradients of the parameters' dtype
-            self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks)
+            self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)
 
     def train_step(self, batch: Batch) -> StepResult:
         """One inner step on the whole peer's `batch`, of which this rank computes its share."""
