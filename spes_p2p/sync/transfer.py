@@ -40,8 +40,8 @@ class WrongSize(RemoteProtocolError):
 class Transfers:
     """All fetches of one peer. `stall_seconds()` is how long a stream may pause before it is given up.
 
-    `patience` says how long a whole fetch may take. `on_bytes` is told that bytes of the round moved; `on_refused(peer)`
-    that a peer's process is gone.
+    `patience` says how long a whole fetch may take. `on_bytes` is told that bytes of the round moved;
+    `on_refused(peer)` that a peer's process is gone.
     """
 
     PARALLEL = 4

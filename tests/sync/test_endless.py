@@ -85,6 +85,8 @@ def test_the_others_go_on_and_an_honest_end_is_counted_again(folder: Path, kind:
                 await until(counts(swarm, LIAR), 600.0)
         check_agreement(swarm)
         check_leases(swarm)
+        named = {notice.peer for life in swarm.up for notice in life.notices if notice.kind == "left out"}
+        assert named == {LIAR}
 
     in_swarm(folder, play, small_config(peers=4))
 

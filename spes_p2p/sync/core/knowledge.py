@@ -30,9 +30,9 @@ MOST_PLANS = 16
 """Plans of one elector that are taken up in a round; a leader makes one in each of its lives."""
 MAX_SEEDS = 16
 HOPELESS = 8
-EMPTY_WORDS = 2
-"""So often the tiles of a report may be asked for in vain."""
 """A proposal that could not be staged in so many tries gives way to another."""
+EMPTY_WORDS = 2
+"""So often the tiles of a report may be asked for in vain; once is enough of a peer that this has happened with."""
 MOST_REMEMBERED = 256
 """Heads of others of which we remember whether they belong to our history."""
 Key = tuple[int, int]

@@ -35,6 +35,7 @@ from spes_p2p.sync.core.messages import (
     Merge,
     Report,
     Sealer,
+    Signed,
     Work,
     plan_hash,
 )
@@ -173,6 +174,9 @@ class Core(Hearing, Reducing, Voting, Speaking):
     def staged(self, key: Key, hashes: bytes, now: float) -> list[Action]:
         """The tiles of a slice are on disk."""
         self.round.fetching.pop(key, None)
+        wanted = self._missing().get(key)
+        if wanted is not None and wanted.hashes == hashes:
+            self._hollow.discard(wanted.first)
         self._stage(key, hashes)
         self._progress(now)
         return self._advance(now)
@@ -192,12 +196,19 @@ class Core(Hearing, Reducing, Voting, Speaking):
         if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
             del current.reports[index]
             current.missing = None
-            current.empty_words[index, report.author] += 1
-            if current.empty_words[index, report.author] >= EMPTY_WORDS and not self._somebody_has(
-                index, report.author
-            ):
-                current.voids.setdefault(index, {})[report.author] = report
+            self._note_empty_word(index, report)
         return self._advance(now)
+
+    def _note_empty_word(self, index: int, report: Signed[Report]) -> None:
+        """After a few of them the reducer's turn is over, and we remember it."""
+        current, reducer = self.round, report.author
+        current.empty_words[index, reducer] += 1
+        tries = 1 if reducer in self._hollow else EMPTY_WORDS
+        if current.empty_words[index, reducer] >= tries and not self._somebody_has(index, reducer):
+            current.voids.setdefault(index, {})[reducer] = report
+            if reducer not in self._hollow:
+                self._note("left out", "it says that it reduced a slice, and nobody can get it", reducer)
+            self._hollow.add(reducer)
 
     def _somebody_has(self, index: int, reducer: PeerId) -> bool:
         """Whether another than its reducer says that it has staged a slice of the plan."""
