@@ -36,6 +36,14 @@ IdentityPath = Annotated[
     ),
 ]
 UseRelay = Annotated[bool, typer.Option("--use-relay/--no-relay", help="Use libp2p relays where they help.")]
+MaxUpload = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="Most to send, such as 20Mbit (default: no limit).", show_default=False),
+]
+MaxDownload = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="Most to receive, such as 100Mbit (default: no limit).", show_default=False),
+]
 RunId = Annotated[
     str | None, typer.Option(metavar="NAME", help="Which run, where several are announced.", show_default=False)
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import AnnounceMaddrs, HostMaddrs, IdentityPath, UseRelay
+from spes_p2p.cli.arguments import AnnounceMaddrs, HostMaddrs, IdentityPath, MaxDownload, MaxUpload, UseRelay
 
 
 def bootstrap(
@@ -34,13 +34,15 @@ def bootstrap(
     announce_maddrs: AnnounceMaddrs = None,
     identity_path: IdentityPath = None,
     use_relay: UseRelay = True,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
 ) -> None:
     """Founds the DHT, begins a run, and prints what volunteers type. Needs no GPU; the run goes on without it.
 
     Example: spes-p2p bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337
     """
     from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
-    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions
+    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, parse_limit
 
     network = NetworkOptions(
         tuple(initial_peers or ()),
@@ -49,6 +51,8 @@ def bootstrap(
         identity_path,
         False,
         use_relay,
+        parse_limit(max_upload, "--max-upload"),
+        parse_limit(max_download, "--max-download"),
     )
     options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive)
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))

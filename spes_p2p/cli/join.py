@@ -13,6 +13,8 @@ from spes_p2p.cli.arguments import (
     HostMaddrs,
     IdentityPath,
     InitialPeers,
+    MaxDownload,
+    MaxUpload,
     RunId,
     UseRelay,
 )
@@ -44,6 +46,8 @@ def join(
     announce_maddrs: AnnounceMaddrs = None,
     client_mode: Annotated[bool, typer.Option("--client-mode", help="Listen nowhere (behind NAT).")] = False,
     use_relay: UseRelay = True,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
 ) -> None:
     """Trains in a run until Ctrl-C; then says goodbye to the others and ends within ten seconds.
 
@@ -51,7 +55,7 @@ def join(
     """
     import sys
 
-    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, parse_columns
+    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, parse_columns, parse_limit
 
     network = NetworkOptions(
         tuple(initial_peers),
@@ -60,6 +64,8 @@ def join(
         identity_path,
         client_mode,
         use_relay,
+        parse_limit(max_upload, "--max-upload"),
+        parse_limit(max_download, "--max-download"),
     )
     options = PeerOptions(
         network=network,

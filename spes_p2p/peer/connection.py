@@ -28,6 +28,7 @@ from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
+from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.core.messages import Commit, Intent, Status
@@ -77,6 +78,7 @@ async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwo
         options.announce_maddrs,
         options.client_mode,
         options.use_relay,
+        StreamLimits(upload_bytes_per_second=options.max_upload, download_bytes_per_second=options.max_download),
     )
 
 
@@ -279,6 +281,7 @@ class Connection:
             max_columns=column_budget(options, experts_per_peer, columns_that_fit, self.layout.num_columns),
             claims=options.owned_experts or (),
             link_class=LINK_PRIVATE if options.network.client_mode else LINK_PUBLIC,
+            uplink_bytes_per_second=int(options.network.max_upload or 0),
         )
 
     async def _watch_daemon(self, network: HivemindNetwork) -> None:

@@ -8,13 +8,18 @@ from pathlib import Path
 
 from spes_p2p.config.load import bundled_config
 from spes_p2p.errors import ConfigError
+from spes_p2p.planning.units import parse_rate
+from spes_p2p.swarm.pacing import LEAST_BYTES_PER_SECOND
 
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Where to find others, and where to be found. `identity_path` None: `identity.key` in the output folder."""
+    """Where to find others, where to be found, and how much of the link may be taken.
+
+    `identity_path` None: `identity.key` in the output folder. `max_upload`, `max_download`: bytes a second.
+    """
 
     initial_peers: tuple[str, ...] = ()
     host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS
@@ -22,6 +27,8 @@ class NetworkOptions:
     identity_path: Path | None = None
     client_mode: bool = False
     use_relay: bool = True
+    max_upload: float | None = None
+    max_download: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,15 @@ class PeerOptions:
     dump_rounds: Path | None = None
     overrides: tuple[str, ...] = ()
     config_path: Path | None = None
+
+
+def parse_limit(text: str | None, flag: str) -> float | None:
+    """`20Mbit` to bytes a second. Raises ConfigError that names `flag`, also for less than a peer can live with."""
+    rate = None if text is None else parse_rate(text, flag)
+    if rate is not None and rate < LEAST_BYTES_PER_SECOND:
+        least = f"{LEAST_BYTES_PER_SECOND * 8 // 1000}kbit"
+        raise ConfigError(f"{flag} {text} is less than the messages of a round need", fix=f"allow {least} or more")
+    return rate
 
 
 def config_path(given: Path) -> Path:

@@ -20,7 +20,7 @@ from spes_p2p.swarm.memory_directory import MemoryDirectory
 from spes_p2p.swarm.memory_links import DEFAULT_SHAPE, LinkShape, MemoryStream, Roads, stream_pair
 from spes_p2p.swarm.ports import Handler
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits, StreamServer
-from spes_p2p.swarm.streams import Traffic, fetch_stream
+from spes_p2p.swarm.streams import fetch_stream
 
 
 class MemoryNetwork:
@@ -36,11 +36,11 @@ class MemoryNetwork:
         self._unreachable: set[PeerId] = set()
         self._cuts: dict[PeerId, list[int]] = {}
 
-    def peer(self, peer_id: PeerId | str) -> MemoryPeer:
-        """The peer of that name; made, and alive, on first use."""
+    def peer(self, peer_id: PeerId | str, limits: StreamLimits = DEFAULT_LIMITS) -> MemoryPeer:
+        """The peer of that name; made, with these limits, and alive, on first use."""
         name = PeerId(peer_id)
         if name not in self._peers:
-            self._peers[name] = MemoryPeer(self, name)
+            self._peers[name] = MemoryPeer(self, name, limits)
         return self._peers[name]
 
     def kill(self, peer_id: PeerId | str, silent: bool = False) -> None:
@@ -112,11 +112,11 @@ class MemoryNetwork:
 class MemoryPeer:
     """One process of the swarm: `.transport`, `.directory`, `.signer`, `.verifier`."""
 
-    def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
+    def __init__(self, network: MemoryNetwork, peer_id: PeerId, limits: StreamLimits = DEFAULT_LIMITS) -> None:
         self.peer_id, self.alive = peer_id, True
         self.signer: FakeSigner = network.keys.signer(peer_id)
         self.verifier: FakeKeys = network.keys
-        self.transport = MemoryTransport(network, self)
+        self.transport = MemoryTransport(network, self, limits)
         self.directory = MemoryDirectory(network, self)
         self._tasks: dict[asyncio.Task[Any], None] = {}  # a set would end them in a random order
 
@@ -138,11 +138,11 @@ class MemoryPeer:
 class MemoryTransport:
     """The Transport of one MemoryPeer."""
 
-    def __init__(self, network: MemoryNetwork, owner: MemoryPeer, limits: StreamLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, network: MemoryNetwork, owner: MemoryPeer, limits: StreamLimits) -> None:
         self._network, self._owner, self._limits = network, owner, limits
         self.handler: Handler | None = None
         self._server: StreamServer | None = None
-        self._traffic = Traffic()
+        self._traffic = limits.traffic()
         self._streams: dict[MemoryStream, None] = {}
 
     @property
@@ -181,7 +181,7 @@ class MemoryTransport:
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         self._require_life()
         calls.check_request(request)
-        self._traffic.sent += len(request)
+        self._traffic.count_sent(len(request))
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         copies = 1 + (self._network.roads.rng.random() < self._shape_to(peer).duplication)
         for _ in range(copies):
@@ -192,7 +192,7 @@ class MemoryTransport:
                 answer = await reply
         except TimeoutError as error:
             raise PeerSilent(f"{short(peer)} did not answer within {timeout_seconds:g} s") from error
-        self._traffic.received += len(answer)
+        self._traffic.count_received(len(answer))
         return calls.unwrap(peer, answer)
 
     async def _deliver(self, peer: PeerId, request: bytes, reply: asyncio.Future[bytes]) -> None:
@@ -216,11 +216,11 @@ class MemoryTransport:
         if self.handler is None:
             return calls.NOT_SERVING
         answers: list[bytes] = []
-        self._traffic.received += len(request)
+        self._traffic.count_received(len(request))
         await asyncio.wait((self._owner.spawn(self._answer(self.handler, caller, request, answers)),))
         if not answers:
             raise PeerClosed(f"{short(self.peer_id)} ended in the middle of a call")
-        self._traffic.sent += len(answers[0])
+        self._traffic.count_sent(len(answers[0]))
         return answers[0]
 
     async def _answer(self, handler: Handler, caller: PeerId, request: bytes, answers: list[bytes]) -> None:
@@ -228,7 +228,9 @@ class MemoryTransport:
 
     # ---- streams ----
 
-    async def fetch(self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int) -> tuple[bytes, bytes]:
+    async def fetch(
+        self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
+    ) -> tuple[bytes, bytes]:
         self._require_life()
 
         async def open_stream() -> MemoryStream:
@@ -238,7 +240,7 @@ class MemoryTransport:
             except TimeoutError as error:
                 raise PeerSilent(f"{short(peer)} opened no stream within {timeout_seconds:g} s") from error
 
-        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic)
+        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic, patient)
 
     async def _open_stream(self, peer: PeerId) -> MemoryStream:
         network = self._network

@@ -96,8 +96,12 @@ class Transport(Protocol):
         """The handler's answer. The request may arrive although this raises, and may arrive twice."""
         ...
 
-    async def fetch(self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int) -> tuple[bytes, bytes]:
+    async def fetch(
+        self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
+    ) -> tuple[bytes, bytes]:
         """(header, data) of the Blob that the peer's handler answers.
+
+        `patient` says that others may go first: on both sides it gets few streams, and little of a limited rate.
 
         `timeout_seconds` is the longest pause between two chunks, not the whole transfer. The stream carries its length
         and SHA-256; a cut stream is resumed at its offset a few times before PeerClosed is raised. A Blob larger than

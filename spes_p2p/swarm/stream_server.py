@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.steps import reached
 from spes_p2p.swarm.calls import MAX_WORDS
+from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler
 from spes_p2p.swarm.streams import (
     BLOB,
@@ -48,8 +49,17 @@ class StreamLimits:
     max_streams: int = 16
     max_streams_per_peer: int = 8
     max_waiting: int = 256
+    max_patient: int = 4
+    """Streams at once to askers that can wait: the others are for the running round."""
     stall_seconds: float = 60.0
     """An asker that takes no byte for so long loses its stream."""
+    upload_bytes_per_second: float | None = None
+    download_bytes_per_second: float | None = None
+    """Most that this peer sends and receives, all streams together; None: as much as goes."""
+
+    def traffic(self) -> Traffic:
+        """A fresh account, paced by these limits."""
+        return Traffic(Pacer(self.upload_bytes_per_second), Pacer(self.download_bytes_per_second))
 
 
 DEFAULT_LIMITS = StreamLimits()
@@ -63,6 +73,7 @@ class StreamServer:
     ) -> None:
         self._handler, self._traffic, self._limits, self._me = handler, traffic, limits, me
         self._slots = asyncio.Semaphore(limits.max_streams)
+        self._patient_slots = asyncio.Semaphore(limits.max_patient)
         self._peer_slots: dict[PeerId, asyncio.Semaphore] = {}
         self._users: dict[PeerId, int] = {}
         self.lost = 0
@@ -84,7 +95,7 @@ class StreamServer:
             if kind != REQUEST:
                 raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
             request = wire.unpack(FetchRequest, body)
-            async with self._slot(caller, stream):
+            async with self._slot(caller, stream, request.patient):
                 await self._send(caller, stream, request, await self._find(caller, request))
         except RemoteProtocolError as error:
             await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
@@ -114,9 +125,11 @@ class StreamServer:
             digest.update(data[start : min(start + CHUNK_BYTES, request.offset)])
             if start // CHUNK_BYTES % _HASHES_PER_TURN == 0:
                 await asyncio.sleep(0)
-        for start in range(request.offset, data.nbytes, CHUNK_BYTES):
-            chunk = data[start : start + CHUNK_BYTES]
+        upload, size = self._traffic.upload, self._traffic.upload.piece_bytes
+        for start in range(request.offset, data.nbytes, size):
+            chunk = data[start : start + size]
             digest.update(chunk)
+            await upload.take(chunk.nbytes, not request.patient)
             await self._in_time(stream.write(chunk))
             self._traffic.sent += chunk.nbytes
             sent = start + chunk.nbytes
@@ -124,13 +137,15 @@ class StreamServer:
         await self._in_time(stream.write(digest.digest()))
 
     @asynccontextmanager
-    async def _slot(self, caller: PeerId, stream: ByteStream) -> AsyncIterator[None]:
+    async def _slot(self, caller: PeerId, stream: ByteStream, patient: bool) -> AsyncIterator[None]:
         if sum(self._users.values()) >= self._limits.max_streams + self._limits.max_waiting:
             raise RemoteProtocolError("too many streams are waiting here")
         mine = self._peer_slots.setdefault(caller, asyncio.Semaphore(self._limits.max_streams_per_peer))
         self._users[caller] = self._users.get(caller, 0) + 1
         try:
-            async with self._acquired(mine, stream), self._acquired(self._slots, stream):
+            async with AsyncExitStack() as held:
+                for slots in (mine, self._patient_slots, self._slots) if patient else (mine, self._slots):
+                    await held.enter_async_context(self._acquired(slots, stream))
                 yield
         finally:
             self._users[caller] -= 1

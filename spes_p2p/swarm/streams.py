@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from spes_p2p import wire
 from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
-from spes_p2p.swarm.ports import CHUNK_BYTES
+from spes_p2p.swarm.pacing import Pacer
 
 MAX_REQUEST_BYTES = 64 * 2**10
 MAX_HEADER_BYTES = 64 * 2**10
@@ -57,17 +57,31 @@ class ByteStream(Protocol):
 
 @dataclass
 class Traffic:
-    """Bytes of calls and streams so far, without the overhead of encryption."""
+    """Bytes of calls and streams so far, without the overhead of encryption, and what paces them."""
 
+    upload: Pacer = field(default_factory=Pacer)
+    download: Pacer = field(default_factory=Pacer)
     sent: int = 0
     received: int = 0
+
+    def count_sent(self, size: int) -> None:
+        """A message that could not wait for its turn."""
+        self.sent += size
+        self.upload.note(size)
+
+    def count_received(self, size: int) -> None:
+        self.received += size
+        self.download.note(size)
 
 
 @dataclass(frozen=True)
 class FetchRequest:
+    """`patient`: the asker can wait; what others need for the running round goes before it."""
+
     offset: int
     max_bytes: int
     body: bytes
+    patient: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.offset <= self.max_bytes:
@@ -115,6 +129,7 @@ async def fetch_stream(
     timeout_seconds: float,
     max_bytes: int,
     traffic: Traffic,
+    patient: bool = False,
 ) -> tuple[bytes, bytes]:
     """(header, data) of the blob of `peer` that `request` names.
 
@@ -124,7 +139,7 @@ async def fetch_stream(
     """
     if len(request) > MAX_REQUEST_BYTES:
         raise LocalProtocolError(f"a fetch request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are allowed")
-    download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic)
+    download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic, patient)
     for attempt in range(MAX_RESUMES + 1):
         stream = await open_stream()
         try:
@@ -141,9 +156,12 @@ async def fetch_stream(
 class _Download:
     """What one fetch has so far, over all its streams."""
 
-    def __init__(self, name: str, request: bytes, timeout_seconds: float, max_bytes: int, traffic: Traffic) -> None:
+    def __init__(
+        self, name: str, request: bytes, timeout_seconds: float, max_bytes: int, traffic: Traffic, patient: bool
+    ) -> None:
         self._name = name
         self._request, self._timeout_seconds, self._max_bytes = request, timeout_seconds, max_bytes
+        self._patient = patient
         self._traffic = traffic
         self._head: BlobHead | None = None
         self._digest = hashlib.sha256()
@@ -151,14 +169,16 @@ class _Download:
         self._received = 0
 
     async def run(self, stream: ByteStream) -> tuple[bytes, bytes]:
-        ask = FetchRequest(self._received, self._max_bytes, self._request)
+        ask = FetchRequest(self._received, self._max_bytes, self._request, self._patient)
         await self._in_time(write_frame(stream, REQUEST, wire.pack(ask)))
         head = self._accept(await self._read_head(stream))
         while self._received < head.total_bytes:
-            piece = await self._in_time(stream.read(min(CHUNK_BYTES, head.total_bytes - self._received)))
+            most = min(self._traffic.download.piece_bytes, head.total_bytes - self._received)
+            piece = await self._in_time(stream.read(most))
             if not piece:
                 raise PeerClosed(f"{self._name} cut the stream after {self._received} of {head.total_bytes} bytes")
             self._take(piece)
+            await self._traffic.download.take(len(piece), not self._patient)
         if await self._in_time(read_exactly(stream, DIGEST_BYTES)) != self._digest.digest():
             raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong SHA-256")
         return head.header, b"".join(self._pieces)

@@ -485,7 +485,7 @@ class Driver:
 
     def _scrubber(self) -> Scrubber:
         transfers = Transfers(  # its bytes are no part of a round
-            self._transport, self._layout, self._stall_seconds, patience=self._patience
+            self._transport, self._layout, self._stall_seconds, patience=self._patience, patient=True
         )
         return Scrubber(
             self._disk.store, Mender(self._disk.store, transfers, self._tasks.in_thread), self._tasks.in_thread,

@@ -130,7 +130,9 @@ class Joining:
         self._new_incarnation = new_incarnation
         self._checkpoints = checkpoints
         self._rules = rules_of(config, info, layout)
-        self._transfers = Transfers(transport, layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds))
+        self._transfers = Transfers(
+            transport, layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds), patient=True
+        )
 
     async def enter(self, intent: Intent, sources: Sources) -> Place:
         """Opens the disk and waits for genesis if there is none yet; `sources` finds peers that may be asked.

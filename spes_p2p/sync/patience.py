@@ -59,11 +59,12 @@ async def fetch_within(
     stall_seconds: float,
     max_bytes: int,
     limit_seconds: Callable[[], float],
+    patient: bool = False,
 ) -> tuple[bytes, bytes]:
     """`Transport.fetch` that raises NeverEnding when it takes longer than `limit_seconds()`, asked now and then."""
     loop = asyncio.get_running_loop()
     started = loop.time()
-    fetch = loop.create_task(transport.fetch(peer, request, stall_seconds, max_bytes))
+    fetch = loop.create_task(transport.fetch(peer, request, stall_seconds, max_bytes, patient))
     try:
         while (left := started + limit_seconds() - loop.time()) > 0:
             if (await asyncio.wait((fetch,), timeout=min(left, _LOOK_SECONDS)))[0]:

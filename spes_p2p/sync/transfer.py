@@ -41,7 +41,7 @@ class Transfers:
     """All fetches of one peer. `stall_seconds()` is how long a stream may pause before it is given up.
 
     `patience` says how long a whole fetch may take. `on_bytes` is told that bytes of the round moved;
-    `on_refused(peer)` that a peer's process is gone.
+    `on_refused(peer)` that a peer's process is gone. `patient`: what the running round needs goes first.
     """
 
     PARALLEL = 4
@@ -56,7 +56,9 @@ class Transfers:
         on_bytes: Callable[[], None] = lambda: None,
         on_refused: Callable[[PeerId], None] = lambda peer: None,
         patience: Patience | None = None,
+        patient: bool = False,
     ) -> None:
+        self._patient = patient
         self._patience = patience or Patience(lambda: self.LEAST_SECONDS, lambda: 0.0)
         self._transport = transport
         self._layout = layout
@@ -203,7 +205,7 @@ class Transfers:
 
         try:
             header, data = await fetch_within(
-                self._transport, peer, pack(request), self._stall_seconds(), max_bytes, limit_seconds
+                self._transport, peer, pack(request), self._stall_seconds(), max_bytes, limit_seconds, self._patient
             )
         except PeerRefused:
             self._on_refused(peer)

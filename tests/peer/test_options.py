@@ -14,6 +14,7 @@ from spes_p2p.peer.options import (
     column_budget,
     config_path,
     parse_columns,
+    parse_limit,
 )
 
 
@@ -78,3 +79,13 @@ def test_a_budget_is_what_fits_or_what_a_person_says(
 def test_a_claim_above_the_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="names 3 columns, --max-experts is 2"):
         column_budget(options((0, 1, 2), 2), experts_per_peer=2, fit=8, num_experts=8)
+
+
+def test_a_limit_is_a_rate_that_a_peer_can_live_with() -> None:
+    assert parse_limit(None, "--max-upload") is None
+    assert parse_limit("20Mbit", "--max-upload") == 2_500_000.0
+    with pytest.raises(ConfigError, match="--max-upload 9kbit is less than the messages of a round need") as caught:
+        parse_limit("9kbit", "--max-upload")
+    assert "256kbit" in str(caught.value.fix)
+    with pytest.raises(ConfigError, match="--max-download 'much' is no speed"):
+        parse_limit("much", "--max-download")

@@ -9,6 +9,7 @@ from hypothesis import given
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.sync.core.messages import Slice
 from spes_p2p.sync.core.plan import plan_slices, reducer_order
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
@@ -38,6 +39,29 @@ def test_every_tile_for_which_somebody_has_values_is_covered_exactly_once(
             expected += range(first, first + count)
         first += count
     assert covered == Counter(expected)
+
+
+def reduced_by(slices: tuple[Slice, ...]) -> Counter[PeerId]:
+    """How many tiles each peer reduces."""
+    counts: Counter[PeerId] = Counter()
+    for piece in slices:
+        counts[piece.reducer] += piece.tiles
+    return counts
+
+
+def test_who_cannot_be_dialled_reduces_only_what_nobody_else_can() -> None:
+    ownership = ((NAMES[0],), (NAMES[0], NAMES[1]))
+    slices = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, private={NAMES[0], NAMES[2]})
+    by_block = [reduced_by(tuple(piece for piece in slices if piece.block == block)) for block in range(3)]
+    assert [set(found) for found in by_block] == [{NAMES[1]}, {NAMES[0]}, {NAMES[1]}]
+    everybody = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, private=set(NAMES[:3]))
+    assert everybody == plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16)
+
+
+def test_an_unknown_uplink_counts_as_the_median_of_the_others() -> None:
+    uplinks = {NAMES[0]: 1_000_000, NAMES[1]: 2_000_000, NAMES[2]: 8_000_000}
+    found = reduced_by(plan_slices(NAMES[:4], (), uplinks, [1300], 1))
+    assert [found[name] for name in NAMES[:4]] == [100, 200, 800, 200]
 
 
 @given(swarms())

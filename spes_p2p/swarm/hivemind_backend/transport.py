@@ -25,7 +25,7 @@ from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, 
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.ports import Handler
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
-from spes_p2p.swarm.streams import Traffic, fetch_stream
+from spes_p2p.swarm.streams import fetch_stream
 
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
@@ -86,7 +86,7 @@ class HivemindTransport:
         self._book = AddressBook()
         self._connected: set[PeerId] = set()
         self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._traffic = Traffic()
+        self._traffic = limits.traffic()
         self._handler: Handler | None = None
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -147,19 +147,21 @@ class HivemindTransport:
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         calls.check_request(request)
         stub = SwarmServicer.get_stub(self._p2p, _identity(peer), namespace=NAMESPACE)
-        self._traffic.sent += len(request)
+        self._traffic.count_sent(len(request))
         reply = await self._in_time(
             peer, timeout_seconds, self._reach(peer, lambda: stub.rpc_call(BytesValue(value=request)))
         )
-        self._traffic.received += len(reply.value)
+        self._traffic.count_received(len(reply.value))
         return calls.unwrap(peer, reply.value)
 
-    async def fetch(self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int) -> tuple[bytes, bytes]:
+    async def fetch(
+        self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
+    ) -> tuple[bytes, bytes]:
         async def open_stream() -> PipeStream:
             opened = self._reach(peer, lambda: self._open_stream(peer))
             return await self._in_time(peer, timeout_seconds, opened)
 
-        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic)
+        return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic, patient)
 
     async def _open_stream(self, peer: PeerId) -> PipeStream:
         _, reader, writer = await self._p2p.call_binary_stream_handler(_identity(peer), _STREAM_NAME)
@@ -264,9 +266,9 @@ class HivemindTransport:
         handler = self._handler
         if handler is None:
             return calls.NOT_SERVING
-        self._traffic.received += len(request)
+        self._traffic.count_received(len(request))
         reply = await calls.answer(handler, caller, request)
-        self._traffic.sent += len(reply)
+        self._traffic.count_sent(len(reply))
         return reply
 
     async def _serve_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

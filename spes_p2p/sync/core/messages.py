@@ -191,7 +191,7 @@ class Intent:
     claims: tuple[int, ...] = ()
     releases: tuple[int, ...] = ()
     link_class: int = 0
-    uplink_bytes_per_second: int = 1
+    uplink_bytes_per_second: int = 0
     can_vote: bool = True
 
 

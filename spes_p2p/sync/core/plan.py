@@ -6,7 +6,7 @@ whole roster as contributors, an expert column has its owners. Groups for large 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
@@ -19,21 +19,25 @@ def plan_slices(
     uplinks: Mapping[PeerId, int],
     block_tiles: Sequence[int],
     slice_tiles: int,
+    private: Collection[PeerId] = (),
 ) -> tuple[Slice, ...]:
     """All slices of a round, in block order.
 
     `roster` is in protocol order (it is the order of summation). `block_tiles[b]` is the number of tiles of block b
-    (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second, missing ones
-    count as 1). A column without an owner in the roster has no slice: nobody has values for it.
+    (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second; missing ones count
+    as the median of the others). `private` peers cannot be dialled, and reduce only what no other contributes to.
+    A column without an owner in the roster has no slice: nobody has values for it.
     """
     slices: list[Slice] = []
+    usual = sorted(uplinks.values())[(len(uplinks) - 1) // 2] if uplinks else 1
     first_tile = 0
     for block, tiles in enumerate(block_tiles):
         owners = None if block == 0 else ownership[block - 1]
         contributors = tuple(peer for peer in roster if owners is None or peer in owners)
         if contributors:
-            dealer = _deal(contributors, uplinks)
-            for start, count in _cut(tiles, slice_tiles, len(contributors)):
+            reducers = tuple(peer for peer in contributors if peer not in private) or contributors
+            dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
+            for start, count in _cut(tiles, slice_tiles, len(reducers)):
                 slices.append(Slice(block, first_tile + start, count, next(dealer), contributors))
         first_tile += tiles
     return tuple(slices)
@@ -52,9 +56,8 @@ def _cut(tiles: int, slice_tiles: int, reducers: int) -> Iterator[tuple[int, int
         yield start, min(size, tiles - start)
 
 
-def _deal(peers: Sequence[PeerId], uplinks: Mapping[PeerId, int]) -> Iterator[PeerId]:
-    """Deals peers in proportion to their uplinks, evenly mixed; exact integers, ties to the first in order."""
-    shares = [max(1, uplinks.get(peer, 1)) for peer in peers]
+def _deal(peers: Sequence[PeerId], shares: Sequence[int]) -> Iterator[PeerId]:
+    """Deals peers in proportion to their shares, evenly mixed; exact integers, ties to the first in order."""
     credit = [0] * len(peers)
     while True:
         credit = [have + share for have, share in zip(credit, shares, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.membership import LINK_PUBLIC
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Contribution, Plan, Report, Slice, Status
@@ -172,11 +173,13 @@ class Reducing(CoreState):
         return tuple(sorted((e for e in entries if e.tokens > 0), key=lambda entry: entry.peer))
 
     def _make_plan(self, roster: tuple[Contribution, ...]) -> Plan:
-        uplinks = {s.peer: s.intent.uplink_bytes_per_second for s in (c.status for c in self.contacts.values())}
-        uplinks[self.me] = self.intent.uplink_bytes_per_second
+        intents = {peer: contact.status.intent for peer, contact in self.contacts.items()} | {self.me: self.intent}
         peers = [entry.peer for entry in roster]
+        uplinks = {peer: intents[peer].uplink_bytes_per_second for peer in peers if peer in intents}
+        uplinks = {peer: uplink for peer, uplink in uplinks.items() if uplink > 0}
+        private = {peer for peer in peers if peer in intents and intents[peer].link_class != LINK_PUBLIC}
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
-        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles)
+        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, private)
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
     def _acting_reducer(self, index: int, piece: Slice, now: float) -> PeerId | None:

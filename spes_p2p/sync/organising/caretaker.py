@@ -85,7 +85,7 @@ class Caretaker:
         self._vigil: Vigil | None = None
         self._sequence = first_sequence
         self._status: Signed[Status] | None = None
-        transfers = Transfers(transport, store.layout, self._stall_seconds)
+        transfers = Transfers(transport, store.layout, self._stall_seconds, patient=True)
         headers = CatchUp(info, rules, checker.check, chain, store, transfers, tasks.in_thread)
         self._following = Following(chain, headers, tasks, self._moved, say, clock, RETRY_BEATS * heartbeat_seconds)
         self.archive: Archive | None = None
