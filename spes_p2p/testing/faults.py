@@ -56,7 +56,7 @@ MEMBER_STEPS = (
 class Fault:
     """`action` happens to `peer` (to whoever comes first, if empty) when it reaches `step` in `round` or later.
 
-    The first `skip` times that the step is reached go well; `times` faults follow (0: always from then on).
+    With `to`, only at steps that serve this peer: `steps.SERVE` and `steps.STREAM`, which know whom. The first `skip` times that the step is reached go well; `times` faults follow (0: always from then on).
     """
 
     step: str
@@ -67,6 +67,7 @@ class Fault:
     times: int = 1
     seconds: float = 0.0
     factor: float = 1.0
+    to: str = ""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -144,6 +145,8 @@ class Faults:
             due = []
             for fault in [fault for fault, left in self._left.items() if left and fault.step == step]:
                 if (fault.peer and fault.peer != peer) or round < fault.round or not self._fits(fault, peer):
+                    continue
+                if fault.to and fault.to not in (facts.get("to"), facts.get("caller")):
                     continue
                 if self._skip[fault]:
                     self._skip[fault] -= 1

@@ -68,6 +68,17 @@ def test_streams_are_told_apart_by_what_they_carry() -> None:
     assert hit == ["b"]
 
 
+def test_who_serves_somebody_else_is_not_hit() -> None:
+    hit: list[str] = []
+    planned = [Fault(steps.STREAM + " tiles", to="d"), Fault(steps.SERVE + "chain", to="d")]
+    with Faults(planned, lambda fault, peer, facts: hit.append(f"{peer} at {fault.step}")):
+        for peer, other in (("a", "b"), ("b", "d"), ("c", "d")):
+            reached(steps.STREAM, peer=peer, to=other, request=pack(Request(TILES)))
+        for peer, other in (("a", "c"), ("c", "d")):
+            reached(steps.SERVE + "chain", peer=peer, caller=other)
+    assert hit == ["b at stream tiles", "c at serve chain"]
+
+
 def test_a_schedule_is_the_same_again_and_survives_the_environment() -> None:
     planned = schedule(7, "abc", range(3, 9), (KILL, FREEZE))
     assert planned == schedule(7, "abc", range(3, 9), (KILL, FREEZE))
