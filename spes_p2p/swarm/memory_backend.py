@@ -34,6 +34,7 @@ class MemoryNetwork:
         self.keys = FakeKeys()
         self._peers: dict[PeerId, MemoryPeer] = {}
         self._unreachable: set[PeerId] = set()
+        self._private: set[PeerId] = set()
         self._cuts: dict[PeerId, list[int]] = {}
 
     def peer(self, peer_id: PeerId | str, limits: StreamLimits = DEFAULT_LIMITS) -> MemoryPeer:
@@ -80,6 +81,10 @@ class MemoryNetwork:
         """Shapes one direction; None stands for everybody."""
         self.roads.set_shape(_name(sender), _name(receiver), shape)
 
+    def hide(self, *names: str) -> None:
+        """Puts peers behind NAT, each its own: reached only over connections that they keep open to the others."""
+        self._private.update(PeerId(name) for name in names)
+
     def cut_stream(self, server: str, after_bytes: int, times: int = 1) -> None:
         """The next `times` streams that `server` serves end after so many bytes, frames included."""
         self._cuts.setdefault(PeerId(server), []).extend([after_bytes] * times)
@@ -98,6 +103,8 @@ class MemoryNetwork:
     async def process(self, asker: PeerId, target: PeerId) -> MemoryPeer:
         """The process that answers at `target`; waits for ever when the way is blocked."""
         await self.roads.passable(asker, target)
+        if asker in self._private and target in self._private:
+            raise PeerClosed(f"{short(target)} is not connected, and no address of it is known")
         if target in self._unreachable:
             await asyncio.Event().wait()
         if self.refuses(target):

@@ -25,6 +25,7 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
+from spes_p2p.sync.core.plan import reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import check_certificate, check_child, check_plan
 
@@ -151,7 +152,7 @@ class Hearing(CoreState):
         if not 0 <= report.index < len(plan.slices) or report.reducer == self.me:  # ours: of a life before a restart
             return False
         piece = plan.slices[report.index]
-        fits = report.reducer in piece.contributors and set(report.contributors) <= set(piece.contributors)
+        fits = report.reducer in reducer_order(piece) and set(report.contributors) <= set(piece.contributors)
         if not fits or len(report.wire_hashes) != (piece.tiles if report.contributors else 0):
             return False
         if any(len(tile_hash) != len(NO_HASH) for tile_hash in report.wire_hashes):

@@ -20,13 +20,15 @@ def plan_slices(
     block_tiles: Sequence[int],
     slice_tiles: int,
     private: Collection[PeerId] = (),
+    helpers: Sequence[PeerId] = (),
 ) -> tuple[Slice, ...]:
     """All slices of a round, in block order.
 
     `roster` is in protocol order (it is the order of summation). `block_tiles[b]` is the number of tiles of block b
     (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second; missing ones count
-    as the median of the others). `private` peers cannot be dialled, and reduce only what no other contributes to.
-    A column without an owner in the roster has no slice: nobody has values for it.
+    as the median of the others). `private` peers cannot be dialled: they reduce only what they alone contribute to, and
+    what is of several of them goes to `helpers`, who can be dialled and contribute nothing themselves. A column without
+    an owner in the roster has no slice: nobody has values for it.
     """
     slices: list[Slice] = []
     usual = sorted(uplinks.values())[(len(uplinks) - 1) // 2] if uplinks else 1
@@ -35,7 +37,8 @@ def plan_slices(
         owners = None if block == 0 else ownership[block - 1]
         contributors = tuple(peer for peer in roster if owners is None or peer in owners)
         if contributors:
-            reducers = tuple(peer for peer in contributors if peer not in private) or contributors
+            reducers = tuple(peer for peer in contributors if peer not in private)
+            reducers = reducers or (tuple(helpers) if len(contributors) > 1 else ()) or contributors
             dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
             for start, count in _cut(tiles, slice_tiles, len(reducers)):
                 slices.append(Slice(block, first_tile + start, count, next(dealer), contributors))
@@ -45,6 +48,8 @@ def plan_slices(
 
 def reducer_order(piece: Slice) -> tuple[PeerId, ...]:
     """Who reduces a slice if those before are lost: its reducer, then the other contributors in turn."""
+    if piece.reducer not in piece.contributors:
+        return (piece.reducer, *piece.contributors)
     at = piece.contributors.index(piece.reducer)
     return piece.contributors[at:] + piece.contributors[:at]
 

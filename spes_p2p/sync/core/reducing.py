@@ -46,7 +46,7 @@ class Reducing(CoreState):
         current = self.round
         if current.closing < 0 or not self._all_stopped(now):
             return False
-        self._take_plan(self._sealer.seal(self._make_plan(self._roster(now))), now)
+        self._take_plan(self._sealer.seal(self._make_plan(self._roster(now), now)), now)
         self._news = True
         return True
 
@@ -172,14 +172,16 @@ class Reducing(CoreState):
                 entries.append(capped_tokens(self.rules, self.tip, entry))
         return tuple(sorted((e for e in entries if e.tokens > 0), key=lambda entry: entry.peer))
 
-    def _make_plan(self, roster: tuple[Contribution, ...]) -> Plan:
+    def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         intents = {peer: contact.status.intent for peer, contact in self.contacts.items()} | {self.me: self.intent}
         peers = [entry.peer for entry in roster]
         uplinks = {peer: intents[peer].uplink_bytes_per_second for peer in peers if peer in intents}
         uplinks = {peer: uplink for peer, uplink in uplinks.items() if uplink > 0}
-        private = {peer for peer in peers if peer in intents and intents[peer].link_class != LINK_PUBLIC}
+        private = {peer for peer, intent in intents.items() if intent.link_class != LINK_PUBLIC}
+        able = [s.peer for s in self._members_here(now) if s.intent.can_vote]
+        helpers = [peer for peer in sorted(able) if peer not in private]
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
-        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, private)
+        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, private, helpers)
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
     def _acting_reducer(self, index: int, piece: Slice, now: float) -> PeerId | None:
@@ -209,7 +211,10 @@ class Reducing(CoreState):
         return contact.status.head == self.round.head and contact.status.intent.can_vote
 
     def _holders(self, piece: Slice, first: PeerId, now: float) -> tuple[PeerId, ...]:
-        """Who may have a slice: its reducer, those who say so, then anybody of this round; the silent last."""
+        """Who may have a slice: its reducer, those who say so, then anybody of this round; the silent last.
+
+        Before the silent come those who cannot be dialled, if we cannot either: who can has theirs soon.
+        """
         index = self._index_of(piece.key)
         said: list[PeerId] = []
         others: list[PeerId] = []
@@ -218,9 +223,16 @@ class Reducing(CoreState):
             if peer != first and self.alive(peer, now):
                 has = index is not None and index < len(staged) and staged[index]
                 (said if has else others).append(peer)
-        reducer = [first] if first != self.me else []
         likely = sorted(said) + sorted(others)
-        return tuple(reducer + likely if self.alive(first, now) else likely + reducer)
+        reducer = [first] if first != self.me else []
+        found = reducer + likely if self.alive(first, now) else likely + reducer
+        return tuple(sorted(found, key=lambda peer: not self._can_ask(peer)))
+
+    def _can_ask(self, peer: PeerId) -> bool:
+        """Whether one of us two can be dialled."""
+        contact = self.contacts.get(peer)
+        here = self.intent.link_class == LINK_PUBLIC
+        return here or contact is None or contact.status.intent.link_class == LINK_PUBLIC
 
     def _index_of(self, key: Key) -> int | None:
         if self.round.plan is None:

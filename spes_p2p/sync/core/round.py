@@ -202,6 +202,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
     def _note_empty_word(self, index: int, report: Signed[Report]) -> None:
         """After a few of them the reducer's turn is over, and we remember it."""
         current, reducer = self.round, report.author
+        if not self._can_ask(reducer):  # it comes from others, as soon as they have it
+            return
         current.empty_words[index, reducer] += 1
         tries = 1 if reducer in self._hollow else EMPTY_WORDS
         if current.empty_words[index, reducer] >= tries and not self._somebody_has(index, reducer):

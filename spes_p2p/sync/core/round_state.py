@@ -23,6 +23,7 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
+from spes_p2p.sync.core.plan import reducer_order
 from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.core.votes import VoteRecord
@@ -355,7 +356,7 @@ class CoreState:
         current = self.round
         current.plan = signed
         current.plan_at = now
-        current.mine = tuple(i for i, piece in enumerate(signed.value.slices) if self.me in piece.contributors)
+        current.mine = tuple(i for i, piece in enumerate(signed.value.slices) if self.me in reducer_order(piece))
         current.reports.clear()
         current.voids.clear()
         current.seen.clear()

@@ -213,8 +213,6 @@ def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
     """Raises RemoteProtocolError where a plan for the child of `parent` cannot be carried out."""
     _check_roster(rules, parent, plan.roster)
     _check_slices(rules, parent, plan.roster, plan.slices)
-    if any(piece.reducer not in piece.contributors for piece in plan.slices):
-        raise RemoteProtocolError(f"plan of round {parent.round + 1}: a reducer does not contribute")
 
 
 def _check_members(parent: Manifest, child: Manifest) -> None:
@@ -255,7 +253,7 @@ def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
             raise RemoteProtocolError(f"{where}: slice {piece.key} does not fit the plan")
         if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
             raise RemoteProtocolError(f"{where}: slice {piece.key} has no contributors, or not in order")
-        if piece.reducer not in members:  # its own values may have been left out, so it need not be in the roster
+        if piece.reducer not in members:  # it need not contribute: it may help those who cannot be dialled
             raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a stranger")
         covered[piece.block] += piece.tiles
     if any(have not in (0, tiles) for have, tiles in zip(covered, rules.block_tiles, strict=True)):
