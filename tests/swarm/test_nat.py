@@ -1,0 +1,70 @@
+"""Two peers behind routers of their own, that nobody can dial, train with one that can be: no port is forwarded.
+
+The routers are real processes between network namespaces (`spes_p2p/testing/nat_box.py`); needs the right to make
+those. The same story is told on the in-memory network by tests/sync/test_nat.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.messages import MAJORITY
+from spes_p2p.testing.namespaces import Lab, may_make_namespaces
+from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
+
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not may_make_namespaces(), reason="needs root and iproute2 for network namespaces"),
+]
+PORT = 4001
+HIDDEN = ("home1", "home2")
+NAMES = ("public", *HIDDEN)
+OVERRIDES = ("swarm.min_peers=3", "swarm.heartbeat_seconds=1.0", "swarm.target_replicas=2")
+ROUNDS = 6
+
+
+def test_two_homes_train_with_one_public_peer(tmp_path: Path, tokens: Path) -> None:
+    with ExitStack() as stack:
+        lab = Lab(stack)
+        hosts = {
+            "bootstrap": lab.host("bootstrap", "net", "11.0.0.10"),
+            "public": lab.host("public", "net", "11.0.0.20"),
+        }
+        doors = [f"{host.address}:{PORT}" for host in hosts.values()]
+        for at, name in enumerate(HIDDEN):
+            hosts[name] = lab.home(name, "net", f"11.0.0.{101 + at}", doors)
+        swarm = stack.enter_context(local_swarm(tmp_path, hosts))
+        swarm.bootstrap("tiny", tokens, [*MICRO, *OVERRIDES, "--host-maddrs", f"/ip4/11.0.0.10/tcp/{PORT}"])
+        swarm.peer("public", tokens, [*LOCAL, "--host-maddrs", f"/ip4/11.0.0.20/tcp/{PORT}"])
+        for name in HIDDEN:
+            swarm.peer(name, tokens, [*LOCAL, "--client-mode", "--no-relay"])
+        swarm.wait_for_round(ROUNDS, NAMES, 180.0)
+        public = peer_id_of(swarm.processes["public"])
+        for name in NAMES:
+            swarm.processes[name].send(signal.SIGTERM)
+        codes = [swarm.processes[name].wait(30.0) for name in NAMES]
+
+    assert codes == [0, 0, 0]
+    chain = Chain(tmp_path / "public" / "run" / "chain")
+    found = [chain.commit(round) for round in range(2, ROUNDS + 1)]
+    assert {commit.certificate.kind for commit in found} == {MAJORITY}
+    assert [len(commit.manifest.roster) for commit in found] == [3] * len(found)
+    for commit in found:
+        assert {piece.block for piece in commit.manifest.slices} == set(
+            range(1 + config_of(OVERRIDES).model.num_experts)
+        )
+        assert all(p.reducer == public or p.contributors == (p.reducer,) for p in commit.manifest.slices)
+    roots = {
+        commit.manifest.round: commit.manifest.state_root.hex() for commit in map(chain.commit, range(chain.length))
+    }
+    for name in NAMES:
+        round, root = recomputed_state(tmp_path / name, config_of(OVERRIDES))
+        assert root == roots[round], name
+    for process in swarm.processes.values():
+        assert "Traceback" not in process.output(), process.name
