@@ -6,6 +6,7 @@ virtual clock: tests/sync/test_kill_in_memory.py.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from dataclasses import dataclass, field
@@ -168,9 +169,12 @@ def kill_who_knows_alone(swarm: LocalSwarm, told: Story) -> None:
     swarm.armoury.disarm()
     others = [name for name in before if name != victim]
     swarm.wait_for_round(LONELY, others, patience_seconds(swarm.processes[others[0]]))
+    kept = told.folder / "recordings"
+    for name in others:  # at once: a recording keeps a few rounds, and the swarm goes on
+        shutil.copytree(told.folder / name / "flight", kept / name / "flight")
     told.accepted = VoteBook(told.folder / victim / "run" / "votes").record.accepted_hash
     for name in others:
-        steps = [step for step in replayed(told.folder / name) if step.round == LONELY - 1]
+        steps = [step for step in replayed(kept / name) if step.round == LONELY - 1]
         told.knew_at[name] = next(now_of(step) for step in steps if tells_the_end(step))
     go_on(swarm, told, before, [victim])
 
