@@ -25,7 +25,7 @@ from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, co
 from spes_p2p.peer.stopping import Stopped, until_stopped
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.moments import NO_MOMENTS, Moments
-from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
 from spes_p2p.swarm.stream_server import StreamLimits
@@ -80,6 +80,18 @@ async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwo
         options.use_relay,
         StreamLimits(upload_bytes_per_second=options.max_upload, download_bytes_per_second=options.max_download),
     )
+
+
+def reach_text(network: HivemindNetwork) -> str:
+    """What a person should know of how others reach this machine; empty where nothing was found out."""
+    if network.reach is Reach.PUBLIC:
+        return f"others can dial this machine, at {network.dialled_at}"
+    if network.reach is Reach.PRIVATE:
+        return (
+            "nobody can dial this machine (NAT or a firewall): it trains all the same, over connections that it keeps "
+            "open; to let it reduce for others too, forward a TCP port and name it in --host-maddrs"
+        )
+    return ""
 
 
 class Connection:
@@ -205,6 +217,8 @@ class Connection:
         expected = self._check_options()
         self._network = await open_network(options.network, options.output / "identity.key")
         network = self._network
+        if said := reach_text(network):
+            self._say(said)
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
         if expected is not None:
@@ -275,12 +289,13 @@ class Connection:
         return place.tip
 
     def _first_intent(self, columns_that_fit: int) -> Intent:
+        assert self._network is not None
         options, experts_per_peer = self._options, self.config.swarm.experts_per_peer
         return Intent(
             joining=True,
             max_columns=column_budget(options, experts_per_peer, columns_that_fit, self.layout.num_columns),
             claims=options.owned_experts or (),
-            link_class=LINK_PRIVATE if options.network.client_mode else LINK_PUBLIC,
+            link_class=LINK_PRIVATE if self._network.client_mode else LINK_PUBLIC,
             uplink_bytes_per_second=int(options.network.max_upload or 0),
         )
 
@@ -309,7 +324,7 @@ class Connection:
         return PeerRecord(
             run_id=self._info.run_id,
             peer=self.peer_id,
-            addresses=() if self._options.network.client_mode else transport.addresses[:16],
+            addresses=() if self._network.client_mode else transport.addresses[:16],
             version=__version__,
             round=core.tip.round if core else 0,
             step=self.progress.step,
@@ -317,7 +332,7 @@ class Connection:
             tokens_per_second=min(self.progress.tokens_per_second, MAX_SPEED),
             owned=columns_of(core.tip.ownership, self.peer_id) if core and core.is_member() else (),
             role="peer",
-            client_mode=self._options.network.client_mode,
+            client_mode=self._network.client_mode,
             joined_at_seconds=self._joined_at,
         )
 

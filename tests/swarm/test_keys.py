@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p import wire
+from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend.hello import NOT_SERVING, HelloDesk, HelloReply, HelloRequest
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, peer_id_of
+from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, DialBackReply, DialBackRequest
 
 DATA = b"what was said"
 
@@ -59,3 +61,25 @@ def test_any_greeting_is_answered(place: int, new: bytes) -> None:
     asked = wire.pack(HelloRequest("somebody"))
     answer = asyncio.run(desk.answer(asked[: place % len(asked)] + new))
     assert answer == NOT_SERVING or wire.unpack(HelloReply, answer) == HelloReply(7.0, False)
+
+
+@given(place=st.integers(0, 100), new=st.binary(max_size=40))
+def test_any_request_to_be_dialled_is_answered(place: int, new: bytes) -> None:
+    """Who is not connected is not dialled, whatever it sends."""
+
+    async def nobody() -> list[Any]:
+        return []
+
+    async def no_daemon() -> Any:
+        raise AssertionError("a daemon was started")
+
+    desk = DialBackDesk(cast(Any, SimpleNamespace(list_peers=nobody)), no_daemon)
+    asked = wire.pack(DialBackRequest((4001, 4002)))
+    answer = asyncio.run(desk.answer(PeerId("caller"), asked[: place % len(asked)] + new))
+    assert answer == NOT_SERVING or wire.unpack(DialBackReply, answer) == DialBackReply(False)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_port_that_is_none_is_not_dialled(port: int) -> None:
+    with pytest.raises(ValueError, match=f"port {port}"):
+        DialBackRequest((4001, port))

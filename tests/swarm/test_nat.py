@@ -42,15 +42,19 @@ def test_two_homes_train_with_one_public_peer(tmp_path: Path, tokens: Path) -> N
         swarm = stack.enter_context(local_swarm(tmp_path, hosts))
         swarm.bootstrap("tiny", tokens, [*MICRO, *OVERRIDES, "--host-maddrs", f"/ip4/11.0.0.10/tcp/{PORT}"])
         swarm.peer("public", tokens, [*LOCAL, "--host-maddrs", f"/ip4/11.0.0.20/tcp/{PORT}"])
-        for name in HIDDEN:
-            swarm.peer(name, tokens, [*LOCAL, "--client-mode", "--no-relay"])
+        swarm.peer("home1", tokens, [*LOCAL, "--client-mode"])
+        swarm.peer("home2", tokens, LOCAL)
         swarm.wait_for_round(ROUNDS, NAMES, 180.0)
         public = peer_id_of(swarm.processes["public"])
         for name in NAMES:
             swarm.processes[name].send(signal.SIGTERM)
+        said = {name: swarm.processes[name].output() for name in NAMES}
         codes = [swarm.processes[name].wait(30.0) for name in NAMES]
 
     assert codes == [0, 0, 0]
+    assert f"others can dial this machine, at /ip4/11.0.0.20/tcp/{PORT}" in said["public"]
+    assert "nobody can dial this machine" in said["home2"]
+    assert "dial this machine" not in said["home1"], "it was told so"
     chain = Chain(tmp_path / "public" / "run" / "chain")
     found = [chain.commit(round) for round in range(2, ROUNDS + 1)]
     assert {commit.certificate.kind for commit in found} == {MAJORITY}

@@ -6,6 +6,7 @@
     daemon      the libp2p daemon and its sockets
     dial        plain TCP dials that tell failures apart
     hello, join the first word between peers: clocks, identities, initial peers
+    reach       whether others can dial us
     transport   calls and streams
     directory   the DHT
     network     puts them together
@@ -15,6 +16,7 @@ Importing it takes seconds (hivemind imports torch): do so inside commands.
 
 from spes_p2p.swarm.hivemind_backend.identity import RsaSigner, RsaVerifier
 from spes_p2p.swarm.hivemind_backend.network import HivemindNetwork
+from spes_p2p.swarm.hivemind_backend.reach import Reach
 from spes_p2p.swarm.hivemind_backend.thread import NetworkThread
 
-__all__ = ["HivemindNetwork", "NetworkThread", "RsaSigner", "RsaVerifier"]
+__all__ = ["HivemindNetwork", "NetworkThread", "Reach", "RsaSigner", "RsaVerifier"]

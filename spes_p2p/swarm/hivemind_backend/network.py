@@ -28,6 +28,7 @@ from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValid
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
+from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, Reach, find_reach
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 
@@ -39,6 +40,9 @@ _MOST_ASKED = 16
 MOST_RESTARTS = 5
 RESTARTS_WITHIN_SECONDS = 600.0
 """A daemon that ends more often than `MOST_RESTARTS` in this time is not started again."""
+
+_SCOUT = {"no_listen": True, "host_maddrs": None, "dht_mode": "client", "nat_port_map": False}
+"""Options of a daemon that only looks at others."""
 
 use_hivemind_log_handler("nowhere")  # our own logging decides what people see
 
@@ -56,6 +60,11 @@ class HivemindNetwork:
     daemon_ended: asyncio.Event
     """Set while there is no libp2p daemon: nothing can be reached."""
     daemon_pid: int
+    client_mode: bool
+    """It listens nowhere: told so, or found out that nobody can dial it."""
+    reach: Reach = Reach.UNKNOWN
+    dialled_at: str = ""
+    """The address at which another peer has reached us, where one has tried."""
     folder: str
     """Holds the daemon's sockets; temporary."""
 
@@ -79,7 +88,8 @@ class HivemindNetwork:
         """Joins the DHT of `initial_peers`, or founds one when there are none.
 
         `identity_path`: made on first use; None for an identity of this run alone. `client_mode`: listens nowhere, and
-        is reached through the connections that it opens. `wall_clock` is compared with that of the initial peers.
+        is reached through the connections that it opens; so it is, too, where a peer that was asked to dial it could
+        not (see `reach`). `wall_clock` is compared with that of the initial peers.
         Raises NetworkError (a reason for each initial peer), IdentityInUse, ClockSkewed, ConfigError.
         """
         self = cls()
@@ -113,11 +123,14 @@ class HivemindNetwork:
         if identity.existed and initial_peers:
             await _check_identity_free(folder, identity, initial_peers, wall_clock)
         self._initial_peers, self._options, self._wall_clock = initial_peers, options, wall_clock
+        self.client_mode = options["dht_mode"] == "client"
         self.daemon_ended = asyncio.Event()
         p2p = await self._start_daemon()
         self.transport = HivemindTransport(p2p, limits, self.daemon_ended)
-        await self.transport.attach(p2p, HelloDesk(p2p, wall_clock))
+        await self._attach(p2p)
         reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
+        if reached and await self._is_hidden(p2p, reached):
+            p2p, reached = await self._hide()
         validator = EnvelopeValidator(self.verifier)
         node = await self._join_dht(p2p, reached, validator)
         self.directory = HivemindDirectory(
@@ -125,6 +138,33 @@ class HivemindNetwork:
         )
         for one in reached:
             self.transport.learn(one.peer, (one.address,))
+
+    async def _attach(self, p2p: P2P) -> None:
+        async def start_scout() -> P2P:
+            return await start_daemon(self._folder, **_SCOUT)
+
+        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock), DialBackDesk(p2p, start_scout))
+
+    async def _is_hidden(self, p2p: P2P, reached: list[Reached]) -> bool:
+        """Whether nobody can dial us; not asked where that is known, or of no use."""
+        ports = {parse_address(address).port for address in self.transport.addresses} - {0}
+        if not ports or self._options.get("announce_maddrs") or not self._options.get("auto_nat"):
+            return False
+        self.reach, address = await find_reach(p2p, [one.peer for one in reached], sorted(ports))
+        if self.reach is Reach.PUBLIC and address:
+            self.dialled_at = address
+        return self.reach is Reach.PRIVATE
+
+    async def _hide(self) -> tuple[P2P, list[Reached]]:
+        """Another daemon, that listens nowhere, in the place of one that nobody can dial."""
+        await self._life.aclose()
+        self._life = AsyncExitStack()
+        self.client_mode = True
+        self._options = _daemon_options(self._initial_peers, (), (), True, self._options["use_relay"])
+        p2p = await self._start_daemon()
+        await self._attach(p2p)
+        self.daemon_ended.clear()
+        return p2p, await meet(p2p, self._initial_peers, self._wall_clock)
 
     async def _start_daemon(self) -> P2P:
         p2p = await start_daemon(self._folder, identity_path=str(self._identity.path), **self._options)
@@ -158,7 +198,7 @@ class HivemindNetwork:
         if self._options.get("host_maddrs"):
             self._options["host_maddrs"] = _where_it_was(self._options["host_maddrs"], self.transport.addresses)
         p2p = await self._start_daemon()
-        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock))
+        await self._attach(p2p)
         known = list(dict.fromkeys((*self.transport.known_addresses()[:_MOST_ASKED], *self._initial_peers)))
         reached: list[Reached] = []
         with contextlib.suppress(NetworkError):
@@ -232,7 +272,7 @@ async def _check_identity_free(
 ) -> None:
     """Two peers of one identity would take each other's messages. Asked under another identity, before we appear."""
     own = identity.signer.peer_id
-    scout = await start_daemon(folder, no_listen=True, host_maddrs=None, dht_mode="client", nat_port_map=False)
+    scout = await start_daemon(folder, **_SCOUT)
     try:
         reached = await meet(scout, initial_peers, wall_clock, ask_about=own)
         known_alive = any(one.met.alive or one.peer == own for one in reached)

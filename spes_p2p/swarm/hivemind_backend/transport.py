@@ -23,6 +23,7 @@ from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm import calls
 from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, dial_all, parse_address, said_of
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
+from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
 from spes_p2p.swarm.ports import Handler
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
 from spes_p2p.swarm.streams import fetch_stream
@@ -64,16 +65,19 @@ class PipeStream:
 
 
 class SwarmServicer(ServicerBase):
-    """The two unary RPCs of a peer."""
+    """The unary RPCs of a peer."""
 
-    def __init__(self, transport: HivemindTransport, desk: HelloDesk) -> None:
-        self._transport, self._desk = transport, desk
+    def __init__(self, transport: HivemindTransport, hello: HelloDesk, dial_back: DialBackDesk) -> None:
+        self._transport, self._hello, self._dial_back = transport, hello, dial_back
 
     async def rpc_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
         return BytesValue(value=await self._transport.answer(_peer(context.remote_id), request.value))
 
     async def rpc_hello(self, request: BytesValue, context: P2PContext) -> BytesValue:
-        return BytesValue(value=await self._desk.answer(request.value))
+        return BytesValue(value=await self._hello.answer(request.value))
+
+    async def rpc_dial_back(self, request: BytesValue, context: P2PContext) -> BytesValue:
+        return BytesValue(value=await self._dial_back.answer(_peer(context.remote_id), request.value))
 
 
 class HivemindTransport:
@@ -91,11 +95,11 @@ class HivemindTransport:
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def attach(self, p2p: P2P, desk: HelloDesk) -> None:
+    async def attach(self, p2p: P2P, hello: HelloDesk, dial_back: DialBackDesk) -> None:
         """Registers what this peer answers, and starts to follow its own addresses."""
         self._p2p = p2p
         self._connected.clear()
-        await SwarmServicer(self, desk).add_p2p_handlers(p2p, namespace=NAMESPACE)
+        await SwarmServicer(self, hello, dial_back).add_p2p_handlers(p2p, namespace=NAMESPACE)
         await p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
         await self.refresh_addresses()
         self._spawn(self._follow_addresses(p2p))
