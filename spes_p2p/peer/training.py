@@ -21,7 +21,7 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.errors import LocalProtocolError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.observe.events import Eval, Event, Step, Warning
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.expert_map import columns_of, sole_columns
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
 from spes_p2p.peer.handover import HandOver
 from spes_p2p.state.layout import BlockSource
@@ -31,6 +31,7 @@ from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.inputs import Carried
+from spes_p2p.sync.outgoing import Masters
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 
@@ -191,7 +192,7 @@ class TrainingLoop:
     def _save_last(self, turn: _Turn, newest: Manifest) -> None:
         """What a later life goes on from: the state that we leave behind, and moments as new as it."""
         base = self._connection.disk.store.version(newest.round)
-        self._trainer.adopt(turn.owned, base, newest.step)
+        self._trainer.adopt(turn.owned, self._masters(newest), newest.step)
         self._save(newest, base, self.uncounted, final=True)
 
     # ---------------------------------------------------------------- one round
@@ -278,7 +279,8 @@ class TrainingLoop:
         carried = None
         if turn is not None and self._keep_place(newest, used):
             new = self._connection.disk.store.version(newest.round)
-            carried = Carried(self._connection.layout, new, turn.base, self._connection.disk.inputs, uncounted)
+            inputs, masters = self._connection.disk.inputs, self._masters(newest)
+            carried = Carried(self._connection.layout, new, turn.base, inputs, uncounted, masters)
         self._begin(newest, carried, resumed=False)
 
     def _go_over(self, events: tuple[Applied, ...]) -> None:
@@ -292,6 +294,12 @@ class TrainingLoop:
         self._gate.use(newest.round)
         if self._connection.is_member():
             self._begin(newest, None, resumed=False)
+
+    def _masters(self, manifest: Manifest) -> Masters:
+        """What is trained on after `manifest`, where it counted all that was trained before."""
+        disk = self._connection.disk
+        sole = sole_columns(manifest.ownership, self._me)
+        return Masters(self._connection.layout, disk.store.version(manifest.round), disk.residuals, sole)
 
     def _own_tiles(self, turn: _Turn) -> frozenset[int]:
         layout = self._connection.layout
@@ -337,7 +345,7 @@ class TrainingLoop:
             if first and isinstance(self._loader, LeasedLoader):
                 self._restart_loader(manifest.leases.of(self._me))
             new = set(owned) - set(self._trainer.owned)
-            self._trainer.adopt(owned, carried or base, manifest.step)
+            self._trainer.adopt(owned, carried or self._masters(manifest), manifest.step)
             self._moments.take(manifest, new)
             self._save(manifest, base, self.uncounted)
         self._gate.use(manifest.round)

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from spes_p2p import steps
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull, TileDamaged
-from spes_p2p.ids import Hash, PeerId
-from spes_p2p.state.layout import Layout
-from spes_p2p.state.store import StateStore
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.state.layout import BlockSource, Layout
+from spes_p2p.state.store import StateStore, Version
 from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.bench import Bench
@@ -35,7 +35,9 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
+from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.requests import Request, Serving
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -124,6 +126,7 @@ class Disk:
     chain: Chain
     votes: VoteBook
     inputs: Inputs
+    residuals: Residuals
     moments: MomentShelf | None = None
     """What is handed over to new owners of columns; none where nothing is trained."""
 
@@ -159,7 +162,9 @@ class Driver:
         self._hooks = hooks
         self._clock = clock
         self._tasks = Tasks(self._task_failed)
-        self._serving = Serving(info, disk.chain, disk.store, disk.inputs.serve, disk.moments)
+        disk.residuals.open(core.head)
+        outgoing = Outgoing(self._layout, disk.inputs, disk.residuals, self._committed)
+        self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments)
         self._transfers = Transfers(transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused)
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
@@ -167,8 +172,8 @@ class Driver:
         self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound)
         self._bench.enter(core.tip.round)
         self._making = Making(
-            core, self._layout, disk.inputs, self._bench, self._transfers, self._tasks, self._run, hooks.notice,
-            clock.now, committed=lambda: disk.store.version(core.tip.round),
+            core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,
+            hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round),
         )  # fmt: skip
         self._catching_up = CatchUp(
             info, core.rules, checker.check, disk.chain, disk.store, self._transfers, self._tasks.in_thread
@@ -328,6 +333,7 @@ class Driver:
             await self._applied(commit, commit.manifest)
 
     def _commit(self, commit: Commit) -> None:
+        self._settle(commit.manifest, self._bench.finished(commit.manifest.state_root))
         self._disk.chain.append(commit)
         reached(steps.APPENDED, peer=self.core.me, round=commit.manifest.round)
         self._bench.publish(commit.manifest.state_root)
@@ -352,6 +358,7 @@ class Driver:
         async with self._making.lock:  # nothing else moves the tip: the state machine waits for us
             lost = meeting.ours if meeting is not None else ()
             await self._tasks.in_thread(lambda: self._take_over(meeting))
+            await self._tasks.in_thread(lambda: self._keep_residuals(tip, newest, bool(lost)))
             await self._tasks.in_thread(staging.publish)
             if meeting is not None and lost:
                 await self._switched(newest, meeting, action.holder)
@@ -373,6 +380,26 @@ class Driver:
             self._disk.votes.leave(self.core.record)
             self._disk.chain.switch(meeting.theirs)
             self._disk.votes.arrive(manifest_hash(meeting.theirs[-1].manifest))
+
+    def _committed(self, head: Hash) -> BlockSource | None:
+        return self._disk.store.version(self.core.tip.round) if self.core.head == head else None
+
+    def _settle(self, manifest: Manifest, made: Version | None, head: Hash | None = None) -> None:
+        """What lossy codecs left is the next round's to send, as far as `manifest` counted what was sent."""
+        hashes = made.wire_hashes if made is not None else None
+        self._disk.residuals.settle(
+            manifest,
+            head or manifest_hash(manifest),
+            self.core.me,
+            lambda tile_id: NO_HASH if hashes is None else hashes[tile_id],
+        )
+
+    def _keep_residuals(self, tip: int, newest: Commit, another_history: bool) -> None:
+        head = manifest_hash(newest.manifest)
+        if another_history:
+            self._disk.residuals.clear(head)
+        else:
+            self._settle(self._disk.chain.commit(tip + 1).manifest, None, head)
 
     async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
         """We stand on another history now: what we had since the two parted is lost, and so is our unsynced work."""

@@ -10,25 +10,39 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
 
 from spes_p2p import steps
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
+from spes_p2p.state.staging import TileData
+from spes_p2p.state.version import DTYPE
 from spes_p2p.steps import reached
 from spes_p2p.sync.bench import Bench, wire_tiles
+from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.core import actions as do
 from spes_p2p.sync.core.messages import Contribution, Manifest, Proposal, Report, Slice, manifest_hash, plan_hash
 from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.reduce import WRONG_SIZE, screen, weighted_mean
+from spes_p2p.sync.outgoing import Outgoing
+from spes_p2p.sync.reduce import NON_FINITE, WRONG_SIZE, screen, weighted_mean
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers, WrongSize
 
 HELD_BYTES = 2**30
 """What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
 Run = Callable[[Sequence[do.Action]], None]
+
+
+class _Tile(NamedTuple):
+    """A tile to hand out, and what of the mean is not in there."""
+
+    data: TileData
+    left: Values | None
 
 
 class Making:
@@ -38,7 +52,8 @@ class Making:
         self,
         core: Core,
         layout: Layout,
-        inputs: Inputs,
+        outgoing: Outgoing,
+        residuals: Residuals,
         bench: Bench,
         transfers: Transfers,
         tasks: Tasks,
@@ -50,7 +65,8 @@ class Making:
         """`committed()` is the state of the tip."""
         self._core = core
         self._layout = layout
-        self._inputs = inputs
+        self._outgoing = outgoing
+        self._residuals = residuals
         self._committed = committed
         self._bench = bench
         self._transfers = transfers
@@ -79,10 +95,10 @@ class Making:
             reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
             roster = {entry.peer: entry for entry in plan.roster}
             base = self._committed()
-            mean, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
-            if mean is not None:
+            made, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
+            if made is not None:
                 reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
-                hashes = await self._stage(report, piece, mean)
+                hashes = await self._stage(report, piece, head, made)
                 reached(steps.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
                 report = replace(report, contributors=fit, wire_hashes=hashes)
         if self._is_wanted(report):
@@ -124,7 +140,7 @@ class Making:
     async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash) -> Values | str:
         """The reason where there are none; who was silent once in a round is not waited for again."""
         if peer == self._core.me:
-            own = self._inputs.values(parent, piece.first_tile, piece.tiles)
+            own = await self._tasks.in_thread(lambda: self._outgoing.own(parent, piece.first_tile, piece.tiles))
             return LOST if own is None else own
         if self._slow[0] != parent:
             self._slow = (parent, set())
@@ -132,7 +148,7 @@ class Making:
         if peer in slow or not self._core.alive(peer, self._now()):
             return LOST
         try:
-            return await self._transfers.contribution(peer, parent, piece)
+            data = await self._transfers.contribution(peer, parent, piece)
         except WrongSize:
             return WRONG_SIZE
         except (PeerClosed, RemoteProtocolError):
@@ -140,6 +156,20 @@ class Making:
         except NetworkError:
             slow.add(peer)
             return LOST
+        base = self._committed()
+        return await self._tasks.in_thread(lambda: self._values_of(piece, data, base))
+
+    def _values_of(self, piece: Slice, data: bytes, base: BlockSource) -> Values:
+        """The values that a contribution stands for."""
+        codec = self._layout.codec_of(piece.block)
+        if codec == "fp32":
+            return np.frombuffer(data, DTYPE)
+        before, at, parts = base.block(piece.block), 0, []
+        for tile in self._tiles_of(piece):
+            end = at + self._layout.wire_bytes(tile)
+            parts.append(changed_values(codec, memoryview(data)[at:end], before[tile.start : tile.stop]))
+            at = end
+        return np.concatenate(parts)
 
     def _average(
         self,
@@ -148,26 +178,47 @@ class Making:
         roster: Mapping[PeerId, Contribution],
         base: BlockSource,
         out: dict[PeerId, str],
-    ) -> tuple[Values | None, tuple[PeerId, ...]]:
-        """The weighted mean over those whose values are fit, in roster order; adds the others to `out`."""
+    ) -> tuple[list[_Tile] | None, tuple[PeerId, ...]]:
+        """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`."""
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
         out |= screen(found, before, {peer: entry.steps for peer, entry in roster.items()})
         fit = tuple(peer for peer in piece.contributors if peer not in out)
         if not fit:
             return None, fit
-        return weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit]), fit
+        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit])
+        parts = [slice(tile.start - tiles[0].start, tile.stop - tiles[0].start) for tile in tiles]
+        made = [self._handed_out(tile, mean[part], before[part]) for tile, part in zip(tiles, parts, strict=True)]
+        if not all(tile.left is None or np.isfinite(tile.left).all() for tile in made):
+            out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
+            return None, ()
+        return made, fit
 
-    async def _stage(self, report: Report, piece: Slice, values: Values) -> tuple[Hash, ...]:
+    def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _Tile:
+        """A tile as it is handed out, and what that leaves out."""
+        codec = self._layout.codec_of(tile.block)
+        if codec == "fp32":
+            return _Tile(mean, None)
+        # a sole owner trains on from what it could not hand out: it is in the mean
+        is_ahead = tile.block and self._core.tip.ownership[tile.block - 1] == (self._core.me,)
+        kept = None if is_ahead else self._residuals.values("handed", tile.id)
+        return _Tile(*encoded_change(codec, mean, before, kept))
+
+    async def _stage(self, report: Report, piece: Slice, head: Hash, made: list[_Tile]) -> tuple[Hash, ...]:
         """Puts the wire tiles of a slice on the bench; nothing happens when nobody wants them any more."""
-        tiles = self._tiles_of(piece)
-        first = tiles[0].start
-        parts = [values[tile.start - first : tile.stop - first] for tile in tiles]
+
+        def stage() -> tuple[Hash, ...]:
+            hashes = self._bench.write(piece.first_tile, [tile.data for tile in made])
+            for tile_id, tile, wire_hash in zip(piece.tile_ids, made, hashes, strict=True):
+                if tile.left is not None:
+                    self._residuals.stage(head, "handed", tile_id, tile.left, wire_hash)
+            return hashes
+
         async with self.lock:
             if not self._is_wanted(report):
                 return ()
             self._open_bench()
-            return await self._tasks.in_thread(lambda: self._bench.write(piece.first_tile, parts))
+            return await self._tasks.in_thread(stage)
 
     def _is_wanted(self, report: Report) -> bool:
         return self._core.wants_reduced(report.plan, report.index)
@@ -191,7 +242,7 @@ class Making:
                     await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
         try:
-            await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take)
+            await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take, wire=True)
         except (NetworkError, RemoteProtocolError):
             if is_wanted():
                 self._run(self._core.fetch_failed(key, self._now()))
@@ -256,7 +307,7 @@ class Making:
         async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
-        await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take)
+        await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take, wire=True)
 
     async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""

@@ -19,7 +19,7 @@ import numpy as np
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.ownership.expert_map import columns_of, sole_columns
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.memory_backend import MemoryPeer
@@ -30,6 +30,8 @@ from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Carried, Inputs
 from spes_p2p.sync.joining import Joining, Place
+from spes_p2p.sync.outgoing import Masters
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 if TYPE_CHECKING:
@@ -119,6 +121,7 @@ class PretendPeer:
         swarm, now = self.swarm, self.swarm.clock.now()
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)
+        self.residuals = Residuals(self.folder / "residuals", swarm.layout)
         core = Core(
             self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
             Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
@@ -127,7 +130,7 @@ class PretendPeer:
         core.seeds = tuple(await self._sources())
         self.driver = Driver(
             core, swarm.info, self.net.transport, self.checker,
-            Disk(place.store, place.chain, place.votes, self.inputs),
+            Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
             Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self, swarm.clock,
         )  # fmt: skip
         await self.driver.start()
@@ -174,12 +177,17 @@ class PretendPeer:
         carried = None
         if self._keeps_its_place(event) and turn is not None:
             new = self.store.version(manifest.round)
-            carried = Carried(self.swarm.layout, new, turn.base, self.inputs, uncounted)
+            masters = self._masters(manifest)
+            carried = Carried(self.swarm.layout, new, turn.base, self.inputs, uncounted, masters)
         self._turn = None
         if self.driver.core.is_member():
             self._begin(manifest, carried)
         else:
             self._gone.set()
+
+    def _masters(self, manifest: Manifest) -> Masters:
+        committed, sole = self.store.version(manifest.round), sole_columns(manifest.ownership, self.name)
+        return Masters(self.swarm.layout, committed, self.residuals, sole)
 
     def _keeps_its_place(self, event: Applied) -> bool:
         """Whether what was trained and not counted still has its place in the data; else it is lost."""
@@ -201,7 +209,7 @@ class PretendPeer:
 
     def _begin(self, manifest: Manifest, carried: BlockSource | None) -> None:
         base = self.store.version(manifest.round)
-        source = carried or base
+        source = carried or self._masters(manifest)
         blocks = (0, *(1 + column for column in columns_of(manifest.ownership, self.name)))
         for block in blocks:
             base.block(block)  # maps it: the store may drop this version while we still need it

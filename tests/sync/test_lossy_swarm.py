@@ -1,0 +1,154 @@
+"""Swarms whose values travel rounded: every round is what the books say, bit for bit, and nothing trained is lost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.config.schema import Config
+from spes_p2p.ids import PeerId
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Values
+from spes_p2p.sync.core.messages import Manifest
+from spes_p2p.testing.memory_swarm import MemorySwarm
+from spes_p2p.testing.pretend_peer import HandedIn, PretendPeer
+from tests import lossy_oracle, oracle
+from tests.sync.swarm_cases import Blocks, Recorder, check_agreement, commits, counts, in_swarm, small_config, until
+
+CODECS = (
+    ("sync.codec=bf16",),
+    ("sync.codec=int8",),
+    ("sync.codec=int4",),
+    ("sync.codec=topk",),
+    ("sync.codec=int8", "sync.expert_codec=int4"),
+    ("sync.codec=fp32", "sync.expert_codec=int8"),
+)
+
+
+class Books:
+    """Holds every round of a swarm against the ledger."""
+
+    def __init__(self, swarm: MemorySwarm) -> None:
+        self.swarm, self.recorder = swarm, Recorder(swarm)
+        layout = swarm.layout
+        tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles]
+        self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.blocks])
+        self.merges = 0
+
+    def check(self) -> int:
+        """All rounds of the chain; how many tiles have something kept in the end."""
+        layout, config = self.swarm.layout, self.swarm.config
+        initial = InitialState(layout, config.run.seed, config.model.init_std)
+        self.recorder.blocks[0] = [np.array(initial.block(block.index)) for block in layout.blocks]
+        for parent, child in pairwise(commit.manifest for commit in commits(self.swarm)):
+            self._check_round(parent, child)
+        return len(self.ledger.sent) + len(self.ledger.handed)
+
+    def _check_round(self, parent: Manifest, child: Manifest) -> None:
+        before, after = (dict(enumerate(self.recorder.blocks[manifest.round])) for manifest in (parent, child))
+        brought = {entry.peer: self._handed_in(entry.peer, parent) for entry in child.roster}
+        self._check_starts(parent, before, brought)
+        values = {peer: handed.values for peer, handed in brought.items()}
+        expected = self.ledger.round(parent, child, before, values)
+        if child.merge is None:
+            for block, value in enumerate(expected):
+                assert np.array_equal(after[block], value), f"block {block} of round {child.round}"
+            return
+        self.merges += 1
+        sources = Blocks(dict(enumerate(expected))), Blocks(after)
+        made, found = (self.recorder.tensors(source, range(len(expected))) for source in sources)
+        oracle.check_equal(found, oracle.merged(made, child.merge.alpha, self.swarm.config.sync.merge_top_k))
+
+    def _check_starts(self, parent: Manifest, before: dict[int, Values], brought: dict[PeerId, HandedIn]) -> None:
+        """Who owns a column alone goes on from its own values, everybody else from the committed ones."""
+        for peer, handed in brought.items():
+            for block, start in handed.started.items():
+                sole = block > 0 and parent.ownership[block - 1] == (peer,)
+                expected = self.ledger.ahead(peer, block, before[block]) if sole else before[block]
+                assert np.array_equal(start, expected), f"block {block} at {peer} after round {parent.round}"
+
+    def _handed_in(self, name: PeerId, parent: Manifest) -> HandedIn:
+        found = [life.handed_in.get(parent.round) for life in self.swarm.lives if life.name == name]
+        (handed,) = [handed for handed in found if handed is not None and handed.manifest == parent]
+        return handed
+
+
+def config_of(codec: tuple[str, ...], *more: str, peers: int = 3) -> Config:
+    return small_config(*codec, "sync.merge_interval=20", "sync.merge_alpha=0.3", *more, peers=peers)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=" ".join)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_round_is_what_the_books_say(tmp_path: Path, codec: tuple[str, ...], replicas: int) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        books = Books(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(6)
+        check_agreement(swarm)
+        assert books.check() > 0
+        assert books.merges == 3
+
+    in_swarm(tmp_path, play, config_of(codec, f"swarm.target_replicas={replicas}"))
+
+
+FAULTY = (("sync.codec=int4",), ("sync.codec=topk",), ("sync.codec=int8", "sync.expert_codec=int4"))
+
+
+@pytest.mark.parametrize("codec", FAULTY, ids=" ".join)
+def test_the_books_are_right_while_peers_die_come_back_and_leave(tmp_path: Path, codec: tuple[str, ...]) -> None:
+    """Reducers change, ballots are tried again, a column passes to its second owner and to a stranger."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        books = Books(swarm)
+        await swarm.start(["a", "b", "c", "d"])
+        await swarm.until_round(2)
+        await swarm.peers[PeerId("b")].kill()
+        await swarm.until_round(4, ["a", "c", "d"])
+        await swarm.add("b")
+        await until(counts(swarm, "b"))
+        await kill_the_leader(swarm)
+        await swarm.add("e")
+        await until(counts(swarm, "e"))
+        await next(life for life in swarm.up if life.name != "e").leave()
+        await swarm.until_round(swarm.up[0].round + 3)
+        check_agreement(swarm)
+        assert books.check() > 0
+        assert books.merges > 3
+
+    in_swarm(tmp_path, play, config_of(codec, "swarm.target_replicas=2", peers=4))
+
+
+async def kill_the_leader(swarm: MemorySwarm) -> None:
+    """Once it has closed the round: what it had begun is done again by the next one."""
+
+    def closing() -> list[PretendPeer]:
+        return [life for life in swarm.up if life.driver.core.round.closing >= 0]
+
+    await until(lambda: bool(closing()))
+    await closing()[0].kill()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
+def test_nothing_that_was_trained_is_lost(tmp_path: Path, codec: str) -> None:
+    """What was committed of a column, and what its owner is still ahead, is what the owner trained from the start."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(8)
+        initial = InitialState(swarm.layout, swarm.config.run.seed, swarm.config.model.init_std)
+        for life in swarm.up:
+            for block in range(1, len(swarm.layout.blocks)):
+                if commits(swarm)[1].manifest.ownership[block - 1] != (life.name,):
+                    continue
+                handed = [handed for _, handed in sorted(life.handed_in.items())]
+                trained = sum((turn.values[block] - turn.started[block]).astype(np.float64) for turn in handed)
+                difference = handed[-1].values[block] - initial.block(block).astype(np.float64) - trained
+                assert np.abs(difference).max() < 1e-5
+                committed = recorder.blocks[life.round][block]
+                assert np.abs(committed - initial.block(block)).max() > 10 * np.abs(difference).max()
+
+    in_swarm(tmp_path, play, small_config(f"sync.codec={codec}", "sync.merge_alpha=0.0"))
