@@ -154,7 +154,7 @@ class Chaos:
         """From the first process to the last, and the stores looked through."""
         began, found = time.monotonic(), self._findings
         data = self._tokens()
-        with LocalSwarm(self._options.folder) as swarm:
+        with LocalSwarm(self._options.folder, forked=True) as swarm:
             self._swarm = swarm
             swarm.bootstrap("tiny", data, self._overrides)
             for name in self._names:

@@ -21,7 +21,8 @@ from typing import Self
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Round
 from spes_p2p.observe.sinks import EventReader
-from spes_p2p.testing.faults import Armoury, Fault, in_environment
+from spes_p2p.testing.faults import JUMP, Armoury, Fault, in_environment
+from spes_p2p.testing.nursery import Child, Nursery
 
 PROGRAM = "spes_p2p.cli.main"
 FAULTY_PROGRAM = "spes_p2p.testing.faulty_peer"
@@ -52,7 +53,7 @@ class Process:
     name: str
     folder: Path
     log: Path
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Child
     events: EventReader
     seen: list[tuple[float, Event]] = field(default_factory=list)
 
@@ -146,9 +147,15 @@ class LocalSwarm:
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
         hosts: Mapping[str, Host] | None = None,
+        forked: bool = False,
     ) -> None:
-        """`threads`: CPU threads of each process. `hosts`: where each process runs, by name, if not on loopback."""
+        """`threads`: CPU threads of each process. `hosts`: where each process runs, by name, if not on loopback.
+
+        `forked`: processes on loopback are forked from one that has imported the program (see `nursery`).
+        """
         self._hosts = hosts or {}
+        self._forked = forked
+        self._nursery: Nursery | None = None
         self.folder = folder
         self.processes: dict[str, Process] = {}
         self.address = ""
@@ -251,6 +258,8 @@ class LocalSwarm:
             while process.exit_code is None and time.monotonic() < until:
                 time.sleep(0.05)
             process.end()
+        if self._nursery is not None:
+            self._nursery.close()
 
     def __enter__(self) -> Self:
         return self
@@ -263,23 +272,33 @@ class LocalSwarm:
     def _start(self, name: str, arguments: Sequence[str], faults: Sequence[Fault] = ()) -> Process:
         folder, host = self.folder / name, self._hosts.get(name, LOOPBACK)
         folder.mkdir(parents=True, exist_ok=True)
-        program = [*host.prefix, sys.executable, "-m", FAULTY_PROGRAM if faults else PROGRAM]
         log = folder / "output.log"
-        with open(log, "ab") as stream:
-            popen = subprocess.Popen(
-                [*program, *arguments, "--host-maddrs", host.maddr, "--no-relay"],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env=self._environment | (in_environment(name, self.armoury, faults) if faults else {}),
-                start_new_session=True,
-                preexec_fn=_leave_with(os.getpid()),
-            )
+        module = FAULTY_PROGRAM if faults else PROGRAM
+        arguments = [*arguments, "--host-maddrs", host.maddr, "--no-relay"]
+        more = in_environment(name, self.armoury, faults) if faults else {}
+        popen: subprocess.Popen[bytes] | Child
+        if self._forked and not host.prefix and all(fault.action != JUMP for fault in faults):
+            self._nursery = self._nursery or Nursery(self._environment, _leave_with(os.getpid()))
+            popen = self._nursery.start(module, arguments, more, log)
+        else:
+            popen = self._spawn([*host.prefix, sys.executable, "-m", module, *arguments], more, log)
         before = self.processes.get(name)
         events = before.events if before else EventReader(folder / "metrics.jsonl")
         process = Process(name, folder, log, popen, events, before.seen if before else [])
         self.processes[name] = process
         return process
+
+    def _spawn(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        with open(log, "ab") as stream:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=self._environment | dict(environment),
+                start_new_session=True,
+                preexec_fn=_leave_with(os.getpid()),
+            )
 
 
 def children(pid: int) -> list[int]:

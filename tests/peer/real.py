@@ -91,7 +91,7 @@ def state_hash(folder: Path, config: Config) -> str:
 
 def alone(folder: Path, data: Path, *arguments: str) -> Process:
     """A swarm of one peer that runs to its end."""
-    with LocalSwarm(folder) as swarm:
+    with LocalSwarm(folder, forked=True) as swarm:
         swarm.bootstrap("tiny", data, ALONE)
         peer = swarm.peer("peer", data, arguments)
         peer.wait(WAIT_SECONDS)

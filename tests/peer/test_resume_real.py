@@ -17,7 +17,7 @@ ROUNDS = ("--rounds", "3")
 def test_killed_and_terminated_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
     data, config = make_tokens(tmp_path), config_of(ALONE)
     whole = alone(tmp_path / "whole", data, *ROUNDS)
-    with LocalSwarm(tmp_path / "cut") as swarm:
+    with LocalSwarm(tmp_path / "cut", forked=True) as swarm:
         swarm.bootstrap("tiny", data, ALONE)
         codes = [
             end_at_step(swarm.peer("peer", data), 20, signal.SIGKILL),

@@ -88,7 +88,7 @@ def nothing_left() -> Iterator[dict[str, str]]:
 @contextmanager
 def local_swarm(folder: Path, hosts: Mapping[str, Host] | None = None) -> Iterator[LocalSwarm]:
     """A swarm of which no process is left afterwards, daemons and ranks included, whatever happens in between."""
-    with nothing_left() as mark, LocalSwarm(folder, environment=mark, hosts=hosts) as swarm:
+    with nothing_left() as mark, LocalSwarm(folder, environment=mark, hosts=hosts, forked=True) as swarm:
         try:
             yield swarm
         finally:
