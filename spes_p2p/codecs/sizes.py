@@ -35,6 +35,11 @@ def encoded_bytes(codec: Codec, values: int) -> int:
     return scales + ENTRY_BYTES * (whole * TOPK_KEPT + kept_of(rest))
 
 
+def bytes_a_value(codec: Codec) -> float:
+    """Of a large tile."""
+    return encoded_bytes(codec, 2**20) / 2**20
+
+
 def num_blocks(codec: Codec, values: int) -> int:
     """Blocks of a tile, the last of which may be shorter."""
     return -(-values // BLOCK_VALUES[codec])

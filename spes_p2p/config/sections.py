@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from spes_p2p.codecs.sizes import Codec
+from spes_p2p.codecs.sizes import CODECS, Codec
 from spes_p2p.config.fields import Section, agreed, local
 from spes_p2p.errors import ConfigError
 
@@ -216,7 +216,8 @@ class SyncConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        return {"expert_codec": data.get("codec", "fp32")} | data if isinstance(data, dict) else data
+        codec = data.get("codec", "fp32") if isinstance(data, dict) else None
+        return {"expert_codec": codec} | data if codec in CODECS else data
 
     @model_validator(mode="after")
     def _check(self) -> SyncConfig:

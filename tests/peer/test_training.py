@@ -25,6 +25,7 @@ from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.moments import MomentShelf
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.trainer import Trainer
 from tests.peer.test_resume import config_with_data
 from tests.sync.chains import A, MadeRun
@@ -44,6 +45,7 @@ class Story:
         self.commits = self.run.chain(5)
         self.store = self.run.store(folder / "state")
         self.inputs = Inputs(folder / "inputs", self.run.layout)
+        self.residuals = Residuals(folder / "residuals", self.run.layout)
         self._chain = SimpleNamespace(commit=lambda round: self.commits[round])
         self.moments = MomentShelf(folder / "moments", self.run.layout)
         self.trainer = Trainer(config, self.run.layout, torch.device("cpu"))
@@ -80,7 +82,9 @@ class Story:
     def _connection(self) -> Any:
         return SimpleNamespace(
             gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda: True,
-            disk=SimpleNamespace(store=self.store, inputs=self.inputs, moments=self.moments, chain=self._chain),
+            disk=SimpleNamespace(
+                store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain
+            ),
             others=lambda: self.others,
             lost_round=lambda: self.lost_round, is_archive_behind=lambda round: False,
             progress=SimpleNamespace(tokens=0), leave=self._leave, limit_columns=self._limit,

@@ -64,7 +64,10 @@ class Books:
 
     def _check_starts(self, parent: Manifest, before: dict[int, Values], brought: dict[PeerId, HandedIn]) -> None:
         """Who owns a column alone goes on from its own values, everybody else from the committed ones."""
+        counted = {entry.peer for entry in parent.roster}
         for peer, handed in brought.items():
+            if peer not in counted:  # it may have had work that was not counted yet
+                continue
             for block, start in handed.started.items():
                 sole = block > 0 and parent.ownership[block - 1] == (peer,)
                 expected = self.ledger.ahead(peer, block, before[block]) if sole else before[block]
