@@ -203,6 +203,11 @@ class SyncConfig(Section):
         "fp32",
     )
     expert_codec: Codec = agreed("The same for expert columns (default: codec).")
+    expert_rounds: Positive = agreed(
+        "Rounds between two times that a column is handed out, staggered; its owners go on from their own values, the "
+        "others keep its last committed ones. Shared parameters are averaged in every round.",
+        1,
+    )
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(
         "How far an expert moves to its neighbours at step 0; 0 turns the merge off.", 0.05, ge=0, le=1

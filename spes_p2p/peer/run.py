@@ -200,7 +200,6 @@ def _make_loader(config: Config, info: RunInfo, dataset: Dataset, me: PeerId) ->
 
 def _note_commit(event: Applied, bus: EventBus) -> None:
     manifest = event.commit.manifest
-    stale = tuple(column for column, round in enumerate(manifest.column_rounds) if round < manifest.round)
     bus.emit(
         Round(
             round=manifest.round,
@@ -213,7 +212,7 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             seconds=event.seconds,
             model_hash=manifest.state_root.hex(),
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
-            stale_columns=stale if manifest.slices else (),
+            stale_columns=event.stale_columns if manifest.slices else (),
             deadline_seconds=round(event.deadline_seconds, 3),
             refused=tuple(event.refused),
             lost_tokens=event.lost_tokens,

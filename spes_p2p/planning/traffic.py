@@ -114,7 +114,7 @@ def sync_costs(
     """
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
-    traffic = round_traffic(sizes, spread, getattr(config.sync, "expert_rounds", 1))
+    traffic = round_traffic(sizes, spread, config.sync.expert_rounds)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
     configured = config.sync.codec, config.sync.expert_codec
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]

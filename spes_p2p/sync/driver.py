@@ -30,6 +30,7 @@ from spes_p2p.sync.core.forks import tokens_lost
 from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
 from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.rules import stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
@@ -94,6 +95,8 @@ class Applied:
     switched: bool = False
     """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
     lost_tokens: int = 0
+    stale_columns: tuple[int, ...] = ()
+    """Columns that missed their turn."""
     refused: tuple[PeerId, ...] = ()
     """Whose values a reducer found unfit, as far as it is known here."""
 
@@ -412,7 +415,17 @@ class Driver:
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
+        self._tell_what_is_gone(first)
         await self._enter(self._event(commit, first), lambda now: self.core.applied(commit, now))
+
+    def _tell_what_is_gone(self, child: Manifest) -> None:
+        """Columns are handed out now and then: what an owner had trained since goes with it."""
+        first = max(0, child.round - self.core.rules.expert_rounds)
+        before = [self._disk.chain.commit(round).manifest for round in range(first, child.round)]
+        for column, tokens in tokens_gone(before, child).items():
+            since = child.column_rounds[column]
+            text = f"{tokens:,} tokens of column {column} since round {since} are lost with its owner"
+            self._hooks.notice(do.Notice("column", text))
 
     def _event(self, commit: Commit, first: Manifest | None) -> Applied:
         times = self._times
@@ -430,6 +443,7 @@ class Driver:
             self._transport.bytes_received - times.received_before,
             self.core.pace.deadline_seconds(0),
             self._leavers(),
+            stale_columns=stale_columns(self.core.rules.expert_rounds, commit.manifest),
             refused=self._refused(),
         )
 

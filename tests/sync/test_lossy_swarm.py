@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class Books:
         tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles]
         self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.blocks])
         self.merges = 0
+        self.ahead: dict[tuple[PeerId, int], Values] = {}
+        """By how much an owner's master is ahead of a column that was not handed out."""
 
     def check(self) -> int:
         """All rounds of the chain; how many tiles have something kept in the end."""
@@ -53,6 +56,7 @@ class Books:
         self._check_starts(parent, before, brought)
         values = {peer: handed.values for peer, handed in brought.items()}
         expected = self.ledger.round(parent, child, before, values)
+        self._note_turns(child, before, values)
         if child.merge is None:
             for block, value in enumerate(expected):
                 assert np.array_equal(after[block], value), f"block {block} of round {child.round}"
@@ -69,9 +73,23 @@ class Books:
             if peer not in counted:  # it may have had work that was not counted yet
                 continue
             for block, start in handed.started.items():
+                if (peer, block) in self.ahead:
+                    assert np.array_equal(start, before[block] + self.ahead[peer, block]), (peer, block, parent.round)
+                    continue
                 sole = block > 0 and parent.ownership[block - 1] == (peer,)
                 expected = self.ledger.ahead(peer, block, before[block]) if sole else before[block]
                 assert np.array_equal(start, expected), f"block {block} at {peer} after round {parent.round}"
+
+    def _note_turns(
+        self, child: Manifest, before: dict[int, Values], values: Mapping[PeerId, dict[int, Values]]
+    ) -> None:
+        done = {piece.block for piece in child.slices}
+        self.ahead = {
+            (peer, block): value - before[block]
+            for peer, blocks in values.items()
+            for block, value in blocks.items()
+            if block not in done
+        }
 
     def _handed_in(self, name: PeerId, parent: Manifest) -> HandedIn:
         found = [life.handed_in.get(parent.round) for life in self.swarm.lives if life.name == name]
@@ -155,3 +173,51 @@ def test_nothing_that_was_trained_is_lost(tmp_path: Path, codec: str) -> None:
                 assert np.abs(committed - initial.block(block)).max() > 10 * np.abs(difference).max()
 
     in_swarm(tmp_path, play, small_config(f"sync.codec={codec}", "sync.merge_alpha=0.0"))
+
+
+TURNS = (("sync.codec=fp32",), ("sync.codec=int8",))
+
+
+@pytest.mark.parametrize("codec", TURNS, ids=" ".join)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_columns_take_turns(tmp_path: Path, codec: tuple[str, ...], replicas: int) -> None:
+    """Each in every third round; its owners go on from their own values, and the merge moves those too."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        books = Books(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(9)
+        check_agreement(swarm)
+        books.check()
+        chain = [commit.manifest for commit in commits(swarm)]
+        turns = [tuple(sorted({piece.block for piece in manifest.slices})) for manifest in chain[1:]]
+        assert turns[:3] == [(0, 2), (0, 3), (0, 1, 4)]
+        assert turns[3:6] == turns[6:9] == turns[:3]
+        assert chain[9].column_rounds == (9, 7, 8, 9)
+        assert not any(event.stale_columns for life in swarm.up for event in life.applied_events)
+        assert books.merges > 3
+
+    in_swarm(tmp_path, play, config_of(codec, "sync.expert_rounds=3", f"swarm.target_replicas={replicas}"))
+
+
+def test_who_leaves_hands_its_columns_out_first_and_who_dies_takes_some_along(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        leaver = swarm.peers[PeerId("b")]
+        owned = [column for column, owners in enumerate(leaver.driver.core.tip.ownership) if leaver.name in owners]
+        await leaver.leave()
+        last = leaver.round
+        assert owned
+        for column in owned:
+            assert np.array_equal(recorder.blocks[last][1 + column], leaver.handed_in[last - 1].values[1 + column])
+        victim, survivor = swarm.peers[PeerId("a")], swarm.peers[PeerId("c")]
+        await swarm.until_round(last + 2)
+        await victim.kill()
+        await swarm.until_round(survivor.round + 2)
+        said = [notice.text for notice in survivor.notices if notice.kind == "column"]
+        assert said
+        assert all("are lost with its owner" in text for text in said)
+
+    in_swarm(tmp_path, play, small_config("sync.expert_rounds=4"))

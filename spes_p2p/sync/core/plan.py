@@ -6,7 +6,7 @@ whole roster as contributors, an expert column has its owners. Groups for large 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
@@ -19,24 +19,34 @@ def plan_slices(
     uplinks: Mapping[PeerId, int],
     block_tiles: Sequence[int],
     slice_tiles: int,
+    due: Collection[int] | None = None,
 ) -> tuple[Slice, ...]:
     """All slices of a round, in block order.
 
     `roster` is in protocol order (it is the order of summation). `block_tiles[b]` is the number of tiles of block b
     (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second, missing ones
-    count as 1). A column without an owner in the roster has no slice: nobody has values for it.
+    count as 1). A column without an owner in the roster has no slice: nobody has values for it. `due` are the columns
+    whose turn it is, by default all.
     """
     slices: list[Slice] = []
     first_tile = 0
     for block, tiles in enumerate(block_tiles):
         owners = None if block == 0 else ownership[block - 1]
         contributors = tuple(peer for peer in roster if owners is None or peer in owners)
-        if contributors:
+        if contributors and (block == 0 or due is None or block - 1 in due):
             dealer = _deal(contributors, uplinks)
             for start, count in _cut(tiles, slice_tiles, len(contributors)):
                 slices.append(Slice(block, first_tile + start, count, next(dealer), contributors))
         first_tile += tiles
     return tuple(slices)
+
+
+def due_columns(num_columns: int, round: int, expert_rounds: int) -> frozenset[int]:
+    """Columns whose turn it is in a round: each in every `expert_rounds`-th, about as many in one round as in another.
+
+    In between its owners' masters run ahead, and the others keep its last committed values.
+    """
+    return frozenset(column for column in range(num_columns) if (column - round) % expert_rounds == 0)
 
 
 def reducer_order(piece: Slice) -> tuple[PeerId, ...]:

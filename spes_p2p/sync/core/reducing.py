@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spes_p2p.ids import PeerId
+from spes_p2p.ownership.assign import assign
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Contribution, Plan, Report, Slice, Status
-from spes_p2p.sync.core.plan import plan_slices, reducer_order
+from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
 
@@ -45,7 +46,7 @@ class Reducing(CoreState):
         current = self.round
         if current.closing < 0 or not self._all_stopped(now):
             return False
-        self._take_plan(self._sealer.seal(self._make_plan(self._roster(now))), now)
+        self._take_plan(self._sealer.seal(self._make_plan(self._roster(now), now)), now)
         self._news = True
         return True
 
@@ -171,13 +172,24 @@ class Reducing(CoreState):
                 entries.append(capped_tokens(self.rules, self.tip, entry))
         return tuple(sorted((e for e in entries if e.tokens > 0), key=lambda entry: entry.peer))
 
-    def _make_plan(self, roster: tuple[Contribution, ...]) -> Plan:
+    def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         uplinks = {s.peer: s.intent.uplink_bytes_per_second for s in (c.status for c in self.contacts.values())}
         uplinks[self.me] = self.intent.uplink_bytes_per_second
         peers = [entry.peer for entry in roster]
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
-        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles)
+        due = self._due_columns(now)
+        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, due)
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
+
+    def _due_columns(self, now: float) -> frozenset[int]:
+        """Those whose turn it is, and those that an owner is about to lose, whose master may be rounds ahead."""
+        ownership, every = self.tip.ownership, self.rules.expert_rounds
+        due = due_columns(len(ownership), self.tip.round + 1, every)
+        if every == 1:
+            return due
+        _, wishes = self._next_members(now)
+        then = assign(ownership, wishes, self.rules.target_replicas)
+        return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}
 
     def _acting_reducer(self, index: int, piece: Slice, now: float) -> PeerId | None:
         """Whose turn it is: the first in order that may do it and whose time is not over; None when all had theirs."""

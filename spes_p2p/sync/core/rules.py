@@ -57,6 +57,8 @@ class RunRules:
     merge_alpha: Callable[[int], float]
     exchange: bool = True
     """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
+    expert_rounds: int = 1
+    """Each column is handed out in every so many rounds."""
     organiser: PeerId = NOBODY
     """Who may sign a renewal (see `renewed_manifest`); nobody in a run without an organiser."""
 
@@ -272,6 +274,27 @@ def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         )
         if bad:
             raise RemoteProtocolError(f"manifest of round {child.round}: merge neighbours are out of range")
+
+
+def stale_columns(expert_rounds: int, manifest: Manifest) -> tuple[int, ...]:
+    """Columns that missed their turn: older than `sync.expert_rounds` rounds."""
+    ages = enumerate(manifest.round - last for last in manifest.column_rounds)
+    return tuple(column for column, age in ages if age >= expert_rounds)
+
+
+def tokens_gone(before: Sequence[Manifest], child: Manifest) -> dict[int, int]:
+    """Tokens that went into a column after its last hand-out and are lost with its owners, by column.
+
+    `before` are the manifests up to the parent of `child`, oldest first, as far back as a column's last hand-out.
+    """
+    parent, members = before[-1], {member.peer for member in child.members}
+    gone: dict[int, int] = {}
+    for column, last in enumerate(child.column_rounds):
+        owners = set(parent.ownership[column])
+        if owners and not owners & members:
+            trained = [entry for manifest in before if manifest.round > last for entry in manifest.roster]
+            gone[column] = sum(entry.tokens for entry in trained if entry.peer in owners)
+    return {column: tokens for column, tokens in gone.items() if tokens}
 
 
 def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
