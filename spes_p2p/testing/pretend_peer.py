@@ -2,7 +2,7 @@
 
 Each inner step adds a seeded change to the values that the peer owns, so that a test can compute what a round must
 give. What a round does not count is carried as design section 4 says, and training data is used up position by
-position, as far as it is leased. There is no model and no thread.
+position, as far as it is leased. There is no model and no thread, unless a `Learner` is given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -42,6 +42,22 @@ LEAVE_SECONDS = 10.0
 Alter = Callable[[int, int, Values], Values]
 
 
+class Learner(Protocol):
+    """Trains for real in the place of a pretended trainer (`testing/learning.py`)."""
+
+    def begin(self, owned: tuple[int, ...], values: BlockSource, step: int) -> None:
+        """A round on top of global step `step`."""
+        ...
+
+    def train(self, positions: Ranges) -> None:
+        """One inner step on these sequences."""
+        ...
+
+    def values(self, block: int) -> Values:
+        """Present values of block 0 or of an owned column."""
+        ...
+
+
 def _as_trained(round: int, block: int, values: Values) -> Values:
     return values
 
@@ -51,7 +67,8 @@ class PretendWork:
     """How a trainer pretends: `step_seconds` an inner step, each adding normal values times `change`.
 
     `alter(round, block, values)` may spoil what is handed in on top of a round. `saves`: a checkpoint every round.
-    `finishes_steps`: a running step is not broken off when the round closes, as with a real trainer.
+    `finishes_steps`: a running step is not broken off when the round closes, as with a real trainer. `learner` trains
+    in its place, in no time by the virtual clock.
     """
 
     step_seconds: float = 0.1
@@ -60,6 +77,7 @@ class PretendWork:
     alter: Alter = _as_trained
     saves: bool = False
     finishes_steps: bool = False
+    learner: Learner | None = None
 
 
 @dataclass
@@ -210,7 +228,10 @@ class PretendPeer:
     def _begin(self, manifest: Manifest, carried: BlockSource | None) -> None:
         base = self.store.version(manifest.round)
         source = carried or self._masters(manifest)
-        blocks = (0, *(1 + column for column in columns_of(manifest.ownership, self.name)))
+        owned = columns_of(manifest.ownership, self.name)
+        if self.work.learner is not None:
+            self.work.learner.begin(owned, source, manifest.step)
+        blocks = (0, *(1 + column for column in owned))
         for block in blocks:
             base.block(block)  # maps it: the store may drop this version while we still need it
         if self.work.saves:
@@ -230,6 +251,8 @@ class PretendPeer:
                 break
             await asyncio.sleep(self.work.step_seconds)
             turn.steps += 1
+            if self.work.learner is not None:
+                self.work.learner.train(data)
             self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
             self._steps += 1
             self._tokens += batch * config.data.sequence_length
@@ -263,15 +286,15 @@ class PretendPeer:
 
     def _snapshot(self, turn: _Turn) -> None:
         round = turn.manifest.round
-        values = {
-            block: self.work.alter(
-                round, block, start + np.float32(self.work.change * turn.steps) * self._change(turn, block)
-            )
-            for block, start in turn.started.items()
-        }
+        values = {block: self.work.alter(round, block, self._trained(turn, block)) for block in turn.started}
         turn.handed_in = True
         self.handed_in[round] = HandedIn(turn.manifest, turn.started, values)
         self.inputs.take(manifest_hash(turn.manifest), tuple(values), values.__getitem__)
+
+    def _trained(self, turn: _Turn, block: int) -> Values:
+        if self.work.learner is not None:
+            return self.work.learner.values(block)
+        return turn.started[block] + np.float32(self.work.change * turn.steps) * self._change(turn, block)
 
     def _change(self, turn: _Turn, block: int) -> Values:
         seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{block}".encode())
