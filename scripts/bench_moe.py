@@ -113,16 +113,19 @@ def rows_of(
                 layer = ours(shape, share, backend, device, dtype)
                 step = step_of(partial(routed, layer, inputs), inputs, layer)
                 yield measure(f"spes-p2p {backend}", shape, share, step, device, repeats)
+                del layer, step  # their memory is no part of the next row
     for kind in ("int8", "fp8"):
         with explained(f"foreign experts in {kind}"):
             quarter = ours(shape, Fraction(1, 4), "auto", device, dtype, Foreign(kind))
             step = step_of(partial(routed, quarter, inputs), inputs, quarter)
             yield measure(f"spes-p2p auto, foreign in {kind}", shape, Fraction(1, 4), step, device, repeats)
+            del quarter, step
     for implementation in ("grouped_mm", "eager"):
         with explained(f"transformers {implementation}"):
             theirs = transformers_experts(shape, implementation, device, dtype)
             step = step_of(partial(routed, theirs, inputs), inputs, theirs)
             yield measure(f"transformers OLMoE {implementation}", shape, whole, step, device, repeats)
+            del theirs, step
     with explained("MegaBlocks dMoE"):
         moe = megablocks_dmoe(shape, device, dtype)
         step = step_of(partial(by_itself, moe), inputs, moe)

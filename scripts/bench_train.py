@@ -99,6 +99,8 @@ def theirs(config: Config, device: torch.device) -> Step:
     with device:
         model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="sdpa")
     model.set_experts_implementation("grouped_mm")
+    if device.type == "cuda":
+        _let_experts_run_in_bf16()
     if config.model.activation_checkpointing == "full":
         model.gradient_checkpointing_enable()
     model.train()
@@ -115,6 +117,14 @@ def theirs(config: Config, device: torch.device) -> Step:
         adamw.zero_grad(set_to_none=True)
 
     return step
+
+
+def _let_experts_run_in_bf16() -> None:
+    """autocast does not know grouped_mm, so that fp32 weights would take torch's slow way (pytorch issue 174763)."""
+    import torch.nn.functional as F
+    from transformers.integrations import moe
+
+    moe._grouped_mm = lambda rows, weights, offs: F.grouped_mm(rows.bfloat16(), weights.bfloat16(), offs=offs)
 
 
 def _row(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.errors import DataError
+from spes_p2p.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -134,7 +134,7 @@ def _from_transformers(name: str, eos_token: str | None) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         fix = "give byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub"
         raise DataError(f"tokenizer {name!r} cannot be loaded: {reason}", fix=fix) from error
     rust = getattr(loaded, "backend_tokenizer", None)

@@ -146,6 +146,7 @@ class ExpertBank(nn.Module):
     def load(self, expert: int, which: Matrix, values: Tensor) -> None:
         """Writes one matrix [out, in] of one expert into the store and, when owned, the master."""
         part, rows = self.rows_of(which)
+        values = values.to(self._slot_E.device)
         self.store.write(part, self.slot(expert), rows, values)
         master = self.master(part)
         if master is not None and expert in self.owned:

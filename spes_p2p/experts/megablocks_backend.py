@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from spes_p2p.errors import first_line
 from spes_p2p.experts.backends import GroupedMM
 from spes_p2p.experts.dispatch import Order
 
@@ -29,8 +30,8 @@ def why_not(device: torch.device) -> str:
     try:
         importlib.import_module("megablocks.ops")
         importlib.import_module("megablocks.backend.kernels")
-    except ImportError as error:
-        return f"{str(error).splitlines()[0]} ({INSTALL})"
+    except Exception as error:  # noqa: BLE001 (a Triton or CUDA that it does not know fails in many ways)
+        return f"{first_line(error)} ({INSTALL})"
     return ""
 
 

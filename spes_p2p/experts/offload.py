@@ -84,6 +84,7 @@ class Courier:
         if [tensor.shape for tensor in buffer.tensors] != [tensor.shape for tensor in source]:
             if buffer.arrived is not None:  # the old memory may be given to somebody: not before the copy has ended
                 torch.cuda.current_stream(self.device).wait_event(buffer.arrived)
+            buffer.tensors = ()  # the old ones make room for the new
             buffer.tensors, buffer.read = tuple(torch.empty_like(one, device=self.device) for one in source), None
         buffer.holds = self._layers[at]
         if self.device.type == "cuda":

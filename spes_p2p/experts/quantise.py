@@ -48,5 +48,7 @@ def dequantise(quantised: Quantised, out: Tensor) -> Tensor:
     """Writes the values into `out` [..., out, in], and returns it."""
     codes, scales = quantised
     blocks = codes.unflatten(-1, (scales.shape[-1], -1))
-    torch.mul(blocks.to(out.dtype), scales[..., None].to(out.dtype), out=out.unflatten(-1, (scales.shape[-1], -1)))
+    target = out.unflatten(-1, (scales.shape[-1], -1))
+    target.copy_(blocks)
+    target.mul_(scales[..., None].to(out.dtype))
     return out

@@ -151,6 +151,7 @@ class Thrifty(nn.Module):
         owned, foreign = self._owned(part), self._foreign[part]
         whole = self._workspace.buffer(part, owned, len(owned) + len(foreign[0]))
         if self._workspace.holds.get(part) is not self:
+            self._workspace.holds[part] = None  # until all of it is here: memory may run out on the way
             whole[: len(owned)].copy_(owned)
             here = self._courier.fetch(self, part) if self._courier else foreign
             self._fill(whole[len(owned) :], here)
@@ -187,7 +188,7 @@ class Thrifty(nn.Module):
 
     def refresh(self, part: Part, masters: Tensor) -> None:
         self._owned(part).copy_(masters)
-        self._changed(part)
+        self._put_together_anew(part)
 
     def reorder(self, old_slots: Sequence[int], num_owned: int) -> None:
         for part in PARTS:
@@ -212,8 +213,11 @@ class Thrifty(nn.Module):
             return tuple(tensor[slot - len(owned)] for tensor in self._foreign[part])
         return (owned[slot],) if self._kind == "compute" else tuple(quantise(self._kind, owned[slot]))
 
-    def _changed(self, part: Part) -> None:
+    def _put_together_anew(self, part: Part) -> None:
         if self._workspace.holds.get(part) is self:
             self._workspace.holds[part] = None
+
+    def _changed(self, part: Part) -> None:
+        self._put_together_anew(part)
         if self._courier:
             self._courier.forget(self, part)

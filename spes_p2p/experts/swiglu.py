@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spes_p2p.experts.kernels import has_kernels
+
 
 class Gradients(NamedTuple):
     """All from one pass over what the forward pass kept."""
@@ -27,7 +29,7 @@ class Gradients(NamedTuple):
 
 def forward(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
     """hidden_NF = weight * silu(gate) * up, computed in fp32, in the dtype of `gate_up_N2F`."""
-    if gate_up_N2F.is_cuda:
+    if has_kernels(gate_up_N2F):
         from spes_p2p.experts import swiglu_kernels
 
         return swiglu_kernels.forward(gate_up_N2F.contiguous(), weight_N)
@@ -37,7 +39,7 @@ def forward(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
 
 def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> Gradients:
     """Gradients for `forward`, in the dtypes of its inputs."""
-    if gate_up_N2F.is_cuda:
+    if has_kernels(gate_up_N2F):
         from spes_p2p.experts import swiglu_kernels
 
         return Gradients(*swiglu_kernels.backward(d_hidden_NF.contiguous(), gate_up_N2F.contiguous(), weight_N))

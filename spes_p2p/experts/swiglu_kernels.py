@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spes_p2p.experts.kernels import on_device_of
+
 _BLOCK = 1024
 
 
@@ -51,7 +53,8 @@ def forward(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
     rows, ffn = gate_up_N2F.shape[0], gate_up_N2F.shape[1] // 2
     hidden_NF = gate_up_N2F.new_empty(rows, ffn)
     if rows:
-        _forward[(rows, triton.cdiv(ffn, _BLOCK))](gate_up_N2F, weight_N, hidden_NF, ffn, BLOCK=_BLOCK)
+        with on_device_of(gate_up_N2F):
+            _forward[(rows, triton.cdiv(ffn, _BLOCK))](gate_up_N2F, weight_N, hidden_NF, ffn, BLOCK=_BLOCK)
     return hidden_NF
 
 
@@ -61,5 +64,7 @@ def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> tupl
     hidden_NF, d_gate_up_N2F = torch.empty_like(d_hidden_NF), torch.empty_like(gate_up_N2F)
     d_weight_N = torch.empty(rows, dtype=torch.float32, device=d_hidden_NF.device)
     if rows:
-        _backward[(rows,)](d_hidden_NF, gate_up_N2F, weight_N, hidden_NF, d_gate_up_N2F, d_weight_N, ffn, BLOCK=_BLOCK)
+        outputs = hidden_NF, d_gate_up_N2F, d_weight_N
+        with on_device_of(d_hidden_NF):
+            _backward[(rows,)](d_hidden_NF, gate_up_N2F, weight_N, *outputs, ffn, BLOCK=_BLOCK)
     return hidden_NF, d_gate_up_N2F, d_weight_N

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spes_p2p.experts.kernels import has_kernels
+
 FP32_BYTES = 2**28
 """Most bytes that are made fp32 at once where there is no kernel."""
 
@@ -28,7 +30,7 @@ def row_losses(
     The first `num_logits` of a row are logits. Uses `logits_nV` up. `with_gradient` leaves there the gradient of the
     first sum plus the weight times the second: counted * (softmax * (1 + 2 * weight * logsumexp) - one hot).
     """
-    if logits_nV.is_cuda:
+    if has_kernels(logits_nV):
         from spes_p2p.model import softmax_loss_kernels
 
         return softmax_loss_kernels.row_losses(

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spes_p2p.experts.kernels import on_device_of
+
 _BLOCK = 4096
 _LOWEST = tl.constexpr(-1e38)  # finite: infinity less itself is not a number
 
@@ -21,6 +23,9 @@ def _row_losses(logits, target, counted, losses, pitch, width, z_weight, GRADIEN
     row = tl.program_id(0).to(tl.int64)
     logits += row * pitch
     lanes = tl.arange(0, BLOCK)
+    chosen = tl.load(target + row)
+    count = tl.load(counted + row).to(tl.float32)
+    target_logit = tl.load(logits + chosen).to(tl.float32)  # now: the second pass writes in its place
     tops = tl.full((BLOCK,), _LOWEST, dtype=tl.float32)
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, pitch, BLOCK):
@@ -33,9 +38,7 @@ def _row_losses(logits, target, counted, losses, pitch, width, z_weight, GRADIEN
     top = tl.max(tops, axis=0)
     total = tl.sum(totals * tl.exp(tops - top), axis=0)
     log_total = tl.log(total) + top
-    chosen = tl.load(target + row)
-    count = tl.load(counted + row).to(tl.float32)
-    cross_entropy = log_total - tl.load(logits + chosen).to(tl.float32)
+    cross_entropy = log_total - target_logit
     tl.store(losses + 2 * row, cross_entropy * count)
     tl.store(losses + 2 * row + 1, log_total * log_total * count)
     if GRADIENT:
@@ -59,16 +62,17 @@ def row_losses(
     rows, pitch = logits_nV.shape
     loss_n2 = torch.empty(rows, 2, dtype=torch.float32, device=logits_nV.device)
     if rows:
-        _row_losses[(rows,)](
-            logits_nV,
-            target_n.contiguous(),
-            counted_n.contiguous(),
-            loss_n2,
-            pitch,
-            num_logits,
-            output_z_weight,
-            GRADIENT=with_gradient,
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+        with on_device_of(logits_nV):
+            _row_losses[(rows,)](
+                logits_nV,
+                target_n.contiguous(),
+                counted_n.contiguous(),
+                loss_n2,
+                pitch,
+                num_logits,
+                output_z_weight,
+                GRADIENT=with_gradient,
+                BLOCK=_BLOCK,
+                num_warps=8,
+            )
     return loss_n2.sum(0)

@@ -11,7 +11,7 @@ from spes_p2p.config.load import parse_override
 from spes_p2p.config.schema import Config
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.planning.budget import Device, fitted
-from spes_p2p.planning.memory import foreign_bytes
+from spes_p2p.planning.memory import pinned_bytes
 from spes_p2p.train.memory import free_and_total_bytes
 
 EIGHT_BIT_LIBRARY = "bitsandbytes"
@@ -45,5 +45,5 @@ def _not_here(config: Config, device: Device, wanted: int, host_free_bytes: int)
     """Options that need what this machine does not have."""
     if find_spec(EIGHT_BIT_LIBRARY) is None:
         yield "optimizer.name"
-    if device.ranks * foreign_bytes(device.workload(config, wanted)) > PINNED_SHARE * host_free_bytes:
+    if device.ranks * pinned_bytes(device.workload(config, wanted)) > PINNED_SHARE * host_free_bytes:
         yield "model.foreign_offload"

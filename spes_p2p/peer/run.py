@@ -182,7 +182,9 @@ def choose_device(name: str) -> torch.device:
 def _rank_count(options: PeerOptions, device: torch.device) -> int:
     if options.local_ranks is not None:
         return options.local_ranks
-    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+    if device.type != "cuda" or device.index is not None:  # one GPU, by its number
+        return 1
+    return max(1, torch.cuda.device_count())
 
 
 def _make_loader(config: Config, info: RunInfo, dataset: Dataset, me: PeerId) -> LeasedLoader | LocalLoader:

@@ -160,7 +160,14 @@ def _is_thrifty(options: Options) -> bool:
 
 
 def _host_bytes(work: Workload) -> int:
-    return foreign_bytes(work) if work.options.foreign_offload else 0
+    return pinned_bytes(work) if work.options.foreign_offload else 0
+
+
+def pinned_bytes(work: Workload) -> int:
+    """Host memory of offloaded experts: torch gives out pinned memory in powers of two, for each part of a layer."""
+    layers, each = work.model.num_layers, foreign_bytes(work) / work.model.num_layers
+    parts = (each * 2 / 3, each / 3)
+    return layers * sum(1 << (round(part) - 1).bit_length() for part in parts) if each else 0
 
 
 def _held(work: Workload) -> dict[str, int]:

@@ -6,6 +6,7 @@ The first peer is never hurt: it is the witness whose memory is watched. Told to
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -42,6 +43,8 @@ CORPUS_BYTES = 8 * 2**20
 COMMITTED_SHARE = 0.95
 COUNTED_SHARE = 0.90
 MEMORY_GROWTH = 0.05
+HANDLES_GROWTH, SPARE_HANDLES = 0.1, 10
+"""Open files and threads stay flat within a tenth and a few: connections come and go."""
 ROUND_SECONDS = 300.0
 """A round that takes longer is one that hangs."""
 
@@ -99,6 +102,8 @@ class Findings:
     samples: list[Sample] = field(default_factory=list)
     exit_codes: dict[str, int] = field(default_factory=dict)
     disagreements: list[str] = field(default_factory=list)
+    left_over: list[int] = field(default_factory=list)
+    """Processes that still ran after all had ended."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -118,13 +123,16 @@ class Findings:
     def counted_share(self) -> float:
         return self.tokens_counted / self.tokens_trained if self.tokens_trained else 1.0
 
+    def spread_of_samples(self) -> tuple[list[Sample], list[Sample]]:
+        """The tenth of them after the warm-up, and the last tenth."""
+        tenth = max(1, len(self.samples) // 10)
+        nothing = [Sample(0, 1, 0, 0)]
+        return self.samples[2 * tenth : 3 * tenth] or nothing, self.samples[-tenth:] or nothing
+
     @property
     def memory_growth(self) -> float:
         """Resident memory of the witness in the last tenth of the run, against the tenth after its warm-up."""
-        tenth = max(1, len(self.samples) // 10)
-        early, late = self.samples[2 * tenth : 3 * tenth], self.samples[-tenth:]
-        if not early:
-            return 0.0
+        early, late = self.spread_of_samples()
         return median(s.resident_bytes for s in late) / median(s.resident_bytes for s in early) - 1
 
 
@@ -154,6 +162,7 @@ class Chaos:
         """From the first process to the last, and the stores looked through."""
         began, found = time.monotonic(), self._findings
         data = self._tokens()
+        here = set(children(os.getpid()))
         with LocalSwarm(self._options.folder, forked=True) as swarm:
             self._swarm = swarm
             swarm.bootstrap("tiny", data, self._overrides)
@@ -163,6 +172,7 @@ class Chaos:
             self._say(f"{len(self._names)} peers train, after {time.monotonic() - began:.0f} s")
             self._break_and_watch(data)
             self._end()
+        found.left_over = sorted(set(children(os.getpid())) - here)
         found.seconds = time.monotonic() - began
         self._look_through_stores()
         self._count_times()
@@ -373,6 +383,13 @@ def judge(found: Findings) -> list[str]:
         problems.append(f"only {found.counted_share:.1%} of the survivors' tokens were counted")
     if found.memory_growth > MEMORY_GROWTH and len(found.samples) >= 50:
         problems.append(f"the witness's memory grew by {found.memory_growth:.1%}")
+    early, late = found.spread_of_samples()
+    for what in ("files", "threads"):
+        before, after = (median(getattr(sample, what) for sample in part) for part in (early, late))
+        if after > before * (1 + HANDLES_GROWTH) + SPARE_HANDLES and len(found.samples) >= 50:
+            problems.append(f"the witness had {before:.0f} open {what} early and {after:.0f} late")
+    if found.left_over:
+        problems.append(f"processes {found.left_over} were left over")
     return problems
 
 

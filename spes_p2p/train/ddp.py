@@ -160,7 +160,7 @@ def average_gradients(model: nn.Module, ranks: Ranks) -> None:
         gradient /= ranks.world_size
 
 
-def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
+def wrap(model: nn.Module, ranks: Ranks, compiled: bool = False) -> nn.Module:
     """`model` with its gradients averaged over the ranks. Values are not made equal: that is `adopt`'s job.
 
     The expert banks, all the buffers there are, are left out by `_ddp_params_and_buffers_to_ignore` of the model;
@@ -170,4 +170,8 @@ def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
         return model
     from torch.nn.parallel import DistributedDataParallel
 
+    if compiled:  # it would cut compiled code by DDP's buckets, also between the two ends of an autocast region
+        import torch._dynamo
+
+        torch._dynamo.config.optimize_ddp = False
     return DistributedDataParallel(model, process_group=ranks.group, init_sync=False, gradient_as_bucket_view=True)

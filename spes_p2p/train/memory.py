@@ -44,7 +44,13 @@ def _available_bytes(otherwise: int) -> int:
     return next((int(parts[1]) * 1024 for parts in lines if parts[0] == "MemAvailable:"), otherwise)
 
 
-def out_of_memory(error: torch.OutOfMemoryError, columns: int) -> SpesError:
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device had no room: libraries beside torch have no type of their own for it."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
+
+
+def out_of_memory(error: RuntimeError, columns: int) -> SpesError:
     """What to tell people, and what helps."""
     return SpesError(
         f"the device ran out of memory while training {columns} expert columns: {str(error).split('. ')[0]}",

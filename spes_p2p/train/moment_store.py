@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from spes_p2p.config.schema import OptimizerConfig
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, first_line
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK_VALUES = 256
@@ -146,7 +146,7 @@ class EightBit:
                 self._update_piece(trial, 0, 0.0)
             except (RuntimeError, ValueError, AttributeError) as error:
                 raise ConfigError(
-                    f"optimizer.name is adamw8bit, which fails on {device}: {str(error).splitlines()[0]}",
+                    f"optimizer.name is adamw8bit, which fails on {device}: {first_line(error)}",
                     fix="set optimizer.name=adamw, or install a bitsandbytes for this device",
                 ) from error
 
@@ -232,7 +232,7 @@ def _bitsandbytes() -> Any:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
         raise ConfigError(
-            f"optimizer.name is adamw8bit, which needs bitsandbytes: {str(error).splitlines()[0]}",
+            f"optimizer.name is adamw8bit, which needs bitsandbytes: {first_line(error)}",
             fix='pip install "spes-p2p[optim8bit]", or set optimizer.name=adamw',
         ) from error
 

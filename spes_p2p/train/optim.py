@@ -89,6 +89,12 @@ class Optimizer:
         group.ramped, group.steps = ramped, steps
         group.moments = {name: self._kind.stored(kept) for name, kept in moments.items()}
 
+    def reserve(self) -> None:
+        """Makes the moments that the next step would make."""
+        for group in self.groups:
+            for name, parameter in group.tensors.items():
+                self._moments(group, name, parameter)
+
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One step with the gradients that the model has."""
@@ -101,9 +107,11 @@ class Optimizer:
         for name, parameter in group.tensors.items():
             gradient = self._gradient(parameter)
             if gradient is not None:
-                moments = group.moments.get(name) or group.moments.setdefault(name, self._kind.fresh(parameter))
-                pieces.append(Piece(parameter.detach(), gradient, moments))
+                pieces.append(Piece(parameter.detach(), gradient, self._moments(group, name, parameter)))
         return pieces
+
+    def _moments(self, group: Group, name: str, parameter: nn.Parameter) -> Stored:
+        return group.moments.get(name) or group.moments.setdefault(name, self._kind.fresh(parameter))
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if id(parameter) not in self._masters:

@@ -25,7 +25,7 @@ from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
-from spes_p2p.train.memory import forget_peak, out_of_memory
+from spes_p2p.train.memory import forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import StepResult, accumulate_gradient, autocast, to_device
@@ -72,8 +72,9 @@ class RankTrainer:
         if changed:
             self._forward, self._rehearsed = None, False
             gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
+            compiled = self.config.model.torch_compile
             # DDP wants gradients of the parameters' dtype
-            self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks)
+            self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)
 
     def train_step(self, batch: Batch) -> StepResult:
         """One inner step on the whole peer's `batch`, of which this rank computes its share."""
@@ -95,7 +96,8 @@ class RankTrainer:
         if finite:
             self._update(norm, lr)
         self.gradient_bytes = gradient_bytes(self.model)
-        self.model.zero_grad(set_to_none=True)
+        # DDP keeps gradients in its buckets; without it their memory is free for the next forward pass
+        self.model.zero_grad(set_to_none=self._forward is self.model)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite)
 
@@ -112,8 +114,11 @@ class RankTrainer:
             some = batch.first(min(len(batch.tokens), 2 * micro * world_size))
             failure: SpesError | None = None
             try:
+                self.optimizer.reserve()
                 accumulate_gradient(forward, some, self.ranks, micro, 1.0, exchange=False)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 failure = out_of_memory(error, len(self.owned))
             self.model.zero_grad(set_to_none=True)
             failed = sum_over_ranks(self.ranks, torch.tensor([float(failure is not None)], device=self.ranks.device))

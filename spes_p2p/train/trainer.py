@@ -23,7 +23,7 @@ from spes_p2p.planning.options import Options
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
-from spes_p2p.train.memory import free_and_total_bytes, out_of_memory, spare_at_peak_bytes
+from spes_p2p.train.memory import free_and_total_bytes, is_out_of_memory, out_of_memory, spare_at_peak_bytes
 from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.private import load_private_state, outline, private_state
 from spes_p2p.train.rank import RankTrainer
@@ -110,7 +110,12 @@ class Trainer:
         if owned != self.owned:
             _check_owned(owned, self.config.model.num_experts)
         with self._command("adopt", owned=owned, step=step, keep_moments=keep_moments):
-            self._rank.adopt(owned, values, step, keep_moments)
+            try:
+                self._rank.adopt(owned, values, step, keep_moments)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise out_of_memory(error, len(owned)) from error
 
     def train_step(self, batch: Batch | None) -> StepResult:
         """One inner step on `batch` (the whole peer's; rank 0 always has one).
@@ -132,7 +137,9 @@ class Trainer:
         while True:
             try:
                 return self._rank.train_step(batch)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 failure = out_of_memory(error, len(self.owned))
                 if self._rank.is_updating or self._ranks.world_size > 1:
                     raise failure from error

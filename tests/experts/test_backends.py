@@ -7,7 +7,7 @@ import torch
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts import choice, megablocks_backend
-from spes_p2p.experts.backends import Eager, GroupedMM
+from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.choice import LayerShape, resolve_backend, trial_milliseconds
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -74,6 +74,18 @@ def test_where_two_backends_run_the_faster_one_is_taken(monkeypatch: pytest.Monk
     backend, reason = resolve_backend("auto", CPU, torch.float32, shape)
     assert backend.name == "megablocks"
     assert reason == "one layer forward and backward in 1.50 ms; grouped_mm 2.00 ms"
+
+    def broken(backend: Backend, *layer: object) -> float:
+        if backend.name == "megablocks":
+            raise ValueError("\nno kernel image")
+        return times[backend.name]
+
+    monkeypatch.setattr(choice, "trial_milliseconds", broken)
+    backend, reason = resolve_backend("auto", CPU, torch.float32, shape)
+    assert backend.name == "grouped_mm"
+    assert reason == "one layer forward and backward in 2.00 ms; megablocks fails: no kernel image"
+    assert resolve_backend("auto", CPU, torch.int32, shape)[0].name == "eager"
+    monkeypatch.setattr(choice, "trial_milliseconds", lambda backend, *layer: times[backend.name])
     times["megablocks"] = 2.5
     assert resolve_backend("auto", CPU, torch.float32, shape)[0].name == "grouped_mm"
 

@@ -9,6 +9,8 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -118,3 +120,58 @@ def test_missing_extras_are_named_with_the_fix(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"output\.tensorboard is true") as error:
         TensorBoard(tmp_path)
     assert "output.tensorboard=false" in error.value.fix
+
+
+class FakeRun:
+    def __init__(self, said: dict[str, Any]) -> None:
+        self.said: dict[str, Any] = said
+        self.logged: list[dict[str, float]] = []
+        self.axes: list[tuple[Any, ...]] = []
+        self.finished = False
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, numbers: dict[str, float]) -> None:
+        self.logged.append(numbers)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_gets_the_scalars_over_the_global_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself is an extra: this is what it is asked for."""
+    runs: list[FakeRun] = []
+
+    def start(**said: Any) -> FakeRun:
+        runs.append(FakeRun(said))
+        return runs[-1]
+
+    module = ModuleType("wandb")
+    module.errors = SimpleNamespace(Error=RuntimeError)  # type: ignore[attr-defined]
+    module.Settings = lambda **said: said  # type: ignore[attr-defined]
+    module.init = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    bus = EventBus(*file_sinks(tmp_path, wandb=True, run_id="tiny", peer="peer-0", settings={"lr": 1.0}))
+    for event in (STEP, ROUND, Warning("no number")):
+        bus.emit(event)
+    bus.close()
+    (run,) = runs
+    assert (run.said["group"], run.said["name"], run.said["config"]) == ("tiny", "peer-0", {"lr": 1.0})
+    assert run.axes == [("step", None), ("*", "step")]
+    assert run.logged == [{"step": step, **numbers} for step, numbers in (scalars(STEP), scalars(ROUND))]
+    assert run.finished
+
+
+def test_wandb_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**said: Any) -> None:
+        raise RuntimeError("api_key not configured")
+
+    module = ModuleType("wandb")
+    module.errors = SimpleNamespace(Error=RuntimeError)  # type: ignore[attr-defined]
+    module.Settings = lambda **said: said  # type: ignore[attr-defined]
+    module.init = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(ConfigError, match="did not start: api_key not configured") as caught:
+        Wandb(tmp_path, "tiny", "peer-0")
+    assert "WANDB_MODE=offline" in caught.value.fix
