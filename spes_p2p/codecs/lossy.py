@@ -13,7 +13,7 @@ A scale is the largest size in its block over the largest code, rounded up to bf
 rounded to the nearest, halves to even. What rounding loses is the caller's to keep (error feedback), so a stochastic
 rounding, which loses nothing on average, would only add noise. Decoding is one conversion and one fp32 multiplication
 a value, each exact or rounded on its own: the same bits on every machine, on CPU and GPU. A value that is not finite
-makes its block's scale infinite or NaN: what is decoded then is not finite either, which who receives it finds.
+makes its block's scale infinite or NaN: what is decoded then is infinite, which who receives it finds.
 
 Works on whole tiles with torch, on the device of what it is given. Knows no state, residual or network.
 
@@ -52,6 +52,7 @@ def decode(codec: Codec, data: bytes | memoryview, values: int) -> NDArray[np.fl
     with torch.no_grad():
         decoded = _DECODERS[codec](torch.from_numpy(np.frombuffer(data, np.uint8).copy()), values)
     found: NDArray[np.float32] = decoded.numpy()
+    found[~np.isfinite(found)] = np.inf  # of NaN each machine has its own bits
     return found
 
 
@@ -113,9 +114,10 @@ def decode_topk(data: Tensor, values: int) -> Tensor:
     blocks = torch.arange(len(entry_N), device=data.device) // TOPK_KEPT
     level_N = (entry_N & 7).float()
     size_N = level_N * scale_B.float()[blocks]
-    x_N = torch.zeros(len(scale_B) * block, device=data.device)
-    x_N[blocks * block + (entry_N >> _PLACE_BITS)] = torch.where((entry_N & 8) > 0, -size_N, size_N)
-    return x_N[:values]
+    place_N, entry_N = blocks * block + (entry_N >> _PLACE_BITS), torch.where((entry_N & 8) > 0, -size_N, size_N)
+    x_N = np.zeros(len(scale_B) * block, np.float32)
+    x_N[place_N.cpu().numpy()] = entry_N.cpu().numpy()  # of a place that is named twice numpy takes the last, torch any
+    return torch.from_numpy(x_N)[:values].to(data.device)
 
 
 def _topk(x_BG: Tensor, kept: int) -> tuple[Tensor, Tensor]:
