@@ -90,7 +90,31 @@ class Ledger:
                 values = [self._heard(peer, piece, tile_id, old, brought) for peer in piece.contributors]
                 mean = self._mean(values, [weights[peer] for peer in piece.contributors])
                 after[block][part] = self._handed_out(piece, tile_id, mean, old, sole)
+        self._follow(parent.ownership, child.ownership)
         return after
+
+    def forget(self, peer: str, slices: Sequence[Any]) -> None:
+        """A peer ended with what these slices left."""
+        for piece in slices:
+            for tile_id in range(piece.first_tile, piece.first_tile + piece.tiles):
+                if peer in piece.contributors:
+                    self.sent.pop((peer, tile_id), None)
+                if peer == piece.reducer:
+                    self.handed.pop((peer, tile_id), None)
+
+    def _follow(self, before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> None:
+        """A column's residuals end with its ownership; what its one owner was ahead is unsent work beside a second."""
+        for tile_id, (block, _, _) in enumerate(self.tiles):
+            if block == 0:
+                continue
+            old, new = tuple(before[block - 1]), tuple(after[block - 1])
+            for kept in (self.sent, self.handed):
+                for peer in [peer for peer, at in kept if at == tile_id and peer not in new]:
+                    del kept[peer, tile_id]
+            if len(old) == 1 and old[0] in new and new != old and (old[0], tile_id) in self.handed:
+                ahead = self.handed.pop((old[0], tile_id))
+                unsent = self.sent.get((old[0], tile_id))
+                self.sent[old[0], tile_id] = ahead if unsent is None else ahead + unsent
 
     def _heard(self, peer: str, piece: Any, tile_id: int, before: Values, brought: Mapping[Any, Any]) -> Values:
         """A peer's values, as the reducer has them."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from spes_p2p.errors import LocalProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.files import link_or_copy, remove_folder, reserve, sync, write_at, write_whole
+from spes_p2p.state.files import link_or_copy, remove_folder, reserve, storing, sync, write_at, write_whole
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.version import (
@@ -63,7 +63,8 @@ class TileArea:
     def write(self, tile: Tile, data: memoryview, tile_hash: Hash) -> None:
         with self._lock:
             if tile.block not in self._files:
-                self.folder.mkdir(exist_ok=True)
+                with storing(self.folder, 0):
+                    self.folder.mkdir(exist_ok=True)
                 reserve(self.path(tile.block), self._block_bytes(tile.block))
                 self._files.add(tile.block)
         write_at(self.path(tile.block), self._offset(tile), data)
@@ -145,6 +146,8 @@ class Staging:
         self._open = True
         self._full: StorageFull | None = None
         self._closing = threading.Lock()
+        self._sound: set[int] = set()
+        """Blocks of the parent that were hashed."""
         (folder / WIRE_FOLDER).mkdir(parents=True, exist_ok=True)
         self._state = TileArea(folder, layout)
         wire_hashes = finished.wire_hashes if finished else ()
@@ -194,7 +197,10 @@ class Staging:
         return self._finished.find(tile_hash) if found is None and self._finished else found
 
     def block(self, index: int) -> Values:
-        """A block as it is before the merge: staged wire tiles, the parent's values elsewhere. Read-only."""
+        """A block as it is before the merge: staged wire tiles, the parent's values elsewhere. Read-only.
+
+        Raises TileDamaged where the parent's are not what they should be.
+        """
         area = self._area(index)
         with self._room_or_gone():
             if area.has_block(index):
@@ -202,6 +208,10 @@ class Staging:
                 return area.block(index)
         if self.parent is None:
             raise StateError(f"block {index} of round {self.round} was not staged", fix="fetch its tiles first")
+        if index not in self._sound:
+            for tile in self.layout.tiles_of(index):
+                self.parent.sound_tile(tile.id)
+            self._sound.add(index)
         return self.parent.block(index)
 
     def forget(self, tile_ids: Iterable[int]) -> None:
@@ -292,11 +302,7 @@ class Staging:
         """The bytes of a tile of the parent version. Raises TileDamaged, StateError where there is no parent."""
         if self.parent is None:
             raise StateError(f"tile {tile_id} of round {self.round} was not staged", fix="fetch it from another peer")
-        data = self.parent.tile(tile_id)
-        if hash_tile(data) != self.parent.tile_hashes[tile_id]:  # damage must not spread under the hash of the true
-            self.parent.damaged.add(tile_id)
-            raise self.parent.damage(tile_id)
-        return data
+        return self.parent.sound_tile(tile_id)
 
     def _state_hash(self, tile_id: int) -> Hash:
         staged = self._state.hashes.get(tile_id) or self._values_of(tile_id).hashes.get(tile_id)

@@ -5,8 +5,6 @@ Plain fp32 on the host, each operation rounded on its own: what one peer decodes
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from spes_p2p.codecs.lossy import decode, encode
@@ -14,21 +12,14 @@ from spes_p2p.codecs.sizes import Codec
 from spes_p2p.state.layout import Values
 
 
-class Encoded(NamedTuple):
-    """A tile on the wire, and what of its change is not in there."""
-
-    data: bytes
-    left: Values
-
-
-def encoded_change(codec: Codec, wanted: Values, before: Values, kept: Values | None) -> Encoded:
-    """wanted - before, and what was kept of earlier changes, in the bytes of a codec that is not fp32."""
+def encoded_change(codec: Codec, wanted: Values, before: Values, kept: Values | None) -> tuple[bytes, Values]:
+    """wanted - before, with what was kept of earlier changes, in a codec that is not fp32; and what is not in there."""
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite must arrive as such, to be found
         change = np.subtract(wanted, before)
         if kept is not None:
             np.add(change, kept, out=change)
         data = encode(codec, change)
-        return Encoded(data, np.subtract(change, decode(codec, data, len(change)), out=change))
+        return data, np.subtract(change, decode(codec, data, len(change)), out=change)
 
 
 def changed_values(codec: Codec, data: bytes | memoryview, before: Values) -> Values:

@@ -98,8 +98,9 @@ class Carried:
     """The state to go on from after a commit: the new values, plus own work that the round did not count.
 
     theta <- new + (theta - old) for what was not counted (design section 4): for every tile if the round left this peer
-    out, else for the tiles of slices that lost it. `masters` is what is trained on where the round counted it, by
-    default the new values.
+    out, else for the tiles of slices that lost it. `new` and `old` are what is trained on after a commit that counted
+    everything (`Masters`): so what a sole owner is ahead counts once, whoever comes to own the column beside it. Work
+    in a tile whose old values are damaged (`is_sound(tile id)`) is lost: nobody knows what it was.
     """
 
     def __init__(
@@ -109,22 +110,24 @@ class Carried:
         old: BlockSource | None,
         inputs: Inputs,
         uncounted: frozenset[int],
-        masters: BlockSource | None = None,
+        is_sound: Callable[[int], bool] = lambda tile_id: True,
     ) -> None:
         self._layout = layout
         self._new = new
-        self._masters = masters or new
         self._old = old
         self._inputs = inputs
         self._uncounted = uncounted
+        self._is_sound = is_sound
 
     def block(self, index: int) -> Values:
-        masters = self._masters.block(index)
-        tiles = [tile for tile in self._layout.tiles_of(index) if tile.id in self._uncounted]
+        new = self._new.block(index)
+        tiles = [
+            tile for tile in self._layout.tiles_of(index) if tile.id in self._uncounted and self._is_sound(tile.id)
+        ]
         if self._old is None or not tiles or index not in self._inputs.blocks:
-            return masters
-        carried = np.array(masters)
-        trained, old, new = self._inputs.block(index), self._old.block(index), self._new.block(index)
+            return new
+        carried = np.array(new)
+        trained, old = self._inputs.block(index), self._old.block(index)
         for tile in tiles:
             part = slice(tile.start, tile.stop)
             change = trained[part] - old[part]

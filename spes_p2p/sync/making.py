@@ -7,6 +7,7 @@ and everything made lies on the `Bench`, which one task at a time may use. Decid
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,18 +18,18 @@ import numpy as np
 from spes_p2p import steps
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.staging import TileData
-from spes_p2p.state.version import DTYPE
+from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.steps import reached
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.messages import Contribution, Manifest, Proposal, Report, Slice, manifest_hash, plan_hash
+from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Proposal, Report, Slice, manifest_hash, plan_hash
 from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.outgoing import Outgoing
-from spes_p2p.sync.reduce import NON_FINITE, WRONG_SIZE, screen, weighted_mean
+from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, WRONG_SIZE, screen, weighted_mean
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers, WrongSize
@@ -60,7 +61,7 @@ class Making:
         run: Run,
         notice: Callable[[do.Notice], None],
         now: Callable[[], float],
-        committed: Callable[[], BlockSource],
+        committed: Callable[[], Version],
     ) -> None:
         """`committed()` is the state of the tip."""
         self._core = core
@@ -91,22 +92,38 @@ class Making:
         async with self._memory_for(piece):
             if not self._is_wanted(report):
                 return
-            found, left_out = await self._contributions(piece, head)
-            reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
-            roster = {entry.peer: entry for entry in plan.roster}
-            base = self._committed()
-            made, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
-            if made is not None:
-                reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
-                hashes = await self._stage(report, piece, head, made)
-                reached(steps.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
-                report = replace(report, contributors=fit, wire_hashes=hashes)
+            try:
+                report, left_out = await self._reduced(plan, piece, report)
+            except TileDamaged as error:  # somebody else has its values whole; it is mended beside
+                left_out = {}
+                self._notice(do.Notice("damaged", f"slice {piece.key} is not reduced here: {error}"))
         if self._is_wanted(report):
             for peer, reason in left_out.items():
                 if report.contributors or reason != LOST:  # else it is we who reach nobody
                     self._note_left_out(peer, piece, reason, head)
             report = replace(report, left_out=tuple(sorted(left_out.items())))
             self._run(self._core.reduced(report, self._now()))
+
+    async def _reduced(self, plan: Plan, piece: Slice, report: Report) -> tuple[Report, dict[PeerId, str]]:
+        """The report of a slice that was reduced and staged, and who was left out."""
+        base = self._committed()
+        await self._tasks.in_thread(lambda: self._check_base(piece, base))
+        found, left_out = await self._contributions(piece, plan.parent, base)
+        reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
+        roster = {entry.peer: entry for entry in plan.roster}
+        made, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
+        if made is not None:
+            reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
+            hashes = await self._stage(report, piece, plan.parent, made)
+            reached(steps.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
+            report = replace(report, contributors=fit, wire_hashes=hashes)
+        return report, left_out
+
+    def _check_base(self, piece: Slice, base: Version) -> None:
+        """What changes are added to must be whole. Raises TileDamaged."""
+        if self._layout.codec_of(piece.block) != "fp32":
+            for tile_id in piece.tile_ids:
+                base.sound_tile(tile_id)
 
     def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
         """Once a round for each peer and reason: it is seldom one slice alone."""
@@ -130,14 +147,16 @@ class Making:
             async with self._freed:
                 self._freed.notify_all()
 
-    async def _contributions(self, piece: Slice, parent: Hash) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
+    async def _contributions(
+        self, piece: Slice, parent: Hash, base: Version
+    ) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
         """The values of a slice's contributors, and why the others are left out."""
-        answers = await asyncio.gather(*(self._contribution(peer, piece, parent) for peer in piece.contributors))
+        answers = await asyncio.gather(*(self._contribution(peer, piece, parent, base) for peer in piece.contributors))
         pairs = list(zip(piece.contributors, answers, strict=True))
         found = {peer: values for peer, values in pairs if not isinstance(values, str)}
         return found, {peer: reason for peer, reason in pairs if isinstance(reason, str)}
 
-    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash) -> Values | str:
+    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash, base: Version) -> Values | str:
         """The reason where there are none; who was silent once in a round is not waited for again."""
         if peer == self._core.me:
             own = await self._tasks.in_thread(lambda: self._outgoing.own(parent, piece.first_tile, piece.tiles))
@@ -156,33 +175,38 @@ class Making:
         except NetworkError:
             slow.add(peer)
             return LOST
-        base = self._committed()
         return await self._tasks.in_thread(lambda: self._values_of(piece, data, base))
 
-    def _values_of(self, piece: Slice, data: bytes, base: BlockSource) -> Values:
+    def _values_of(self, piece: Slice, data: bytes, base: Version) -> Values:
         """The values that a contribution stands for."""
         codec = self._layout.codec_of(piece.block)
         if codec == "fp32":
             return np.frombuffer(data, DTYPE)
-        before, at, parts = base.block(piece.block), 0, []
-        for tile in self._tiles_of(piece):
-            end = at + self._layout.wire_bytes(tile)
-            parts.append(changed_values(codec, memoryview(data)[at:end], before[tile.start : tile.stop]))
+        before, at, tiles = base.block(piece.block), 0, self._tiles_of(piece)
+        values = np.empty(tiles[-1].stop - tiles[0].start, DTYPE)
+        for tile in tiles:
+            end, part = (
+                at + self._layout.wire_bytes(tile),
+                slice(tile.start - tiles[0].start, tile.stop - tiles[0].start),
+            )
+            values[part] = changed_values(codec, memoryview(data)[at:end], before[tile.start : tile.stop])
             at = end
-        return np.concatenate(parts)
+        return values
 
     def _average(
         self,
         piece: Slice,
         found: Mapping[PeerId, Values],
         roster: Mapping[PeerId, Contribution],
-        base: BlockSource,
+        base: Version,
         out: dict[PeerId, str],
     ) -> tuple[list[_Tile] | None, tuple[PeerId, ...]]:
         """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`."""
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
-        out |= screen(found, before, {peer: entry.steps for peer, entry in roster.items()})
+        lossy, late = self._layout.codec_of(piece.block) != "fp32", piece.block and self._core.rules.expert_rounds > 1
+        steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
+        out |= screen(found, before, steps, LARGEST_ENCODED if lossy else math.inf)
         fit = tuple(peer for peer in piece.contributors if peer not in out)
         if not fit:
             return None, fit
@@ -199,10 +223,7 @@ class Making:
         codec = self._layout.codec_of(tile.block)
         if codec == "fp32":
             return _Tile(mean, None)
-        # a sole owner trains on from what it could not hand out: it is in the mean
-        is_ahead = tile.block and self._core.tip.ownership[tile.block - 1] == (self._core.me,)
-        kept = None if is_ahead else self._residuals.values("handed", tile.id)
-        return _Tile(*encoded_change(codec, mean, before, kept))
+        return _Tile(*encoded_change(codec, mean, before, self._residuals.unsaid(tile.id)))
 
     async def _stage(self, report: Report, piece: Slice, head: Hash, made: list[_Tile]) -> tuple[Hash, ...]:
         """Puts the wire tiles of a slice on the bench; nothing happens when nobody wants them any more."""
@@ -243,7 +264,7 @@ class Making:
 
         try:
             await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take, wire=True)
-        except (NetworkError, RemoteProtocolError):
+        except (NetworkError, RemoteProtocolError, TileDamaged):  # what is damaged is mended beside
             if is_wanted():
                 self._run(self._core.fetch_failed(key, self._now()))
             return

@@ -6,16 +6,17 @@ before. Who asks for what, and what a round counts, is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import numpy as np
 
 from spes_p2p.codecs.sizes import Codec
-from spes_p2p.errors import StateError
-from spes_p2p.ids import Hash
+from spes_p2p.errors import RemoteProtocolError, TileDamaged
+from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
-from spes_p2p.state.version import bytes_of
+from spes_p2p.state.version import Version, bytes_of
 from spes_p2p.sync.coding import encoded_change
+from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 
@@ -28,7 +29,7 @@ class Outgoing:
         layout: Layout,
         inputs: Inputs,
         residuals: Residuals,
-        committed: Callable[[Hash], BlockSource | None],
+        committed: Callable[[Hash], Version | None],
     ) -> None:
         self._layout = layout
         self._inputs = inputs
@@ -42,7 +43,7 @@ class Outgoing:
             return values
         whole = np.array(values)
         for tile, part in self._parts(first_tile, count):
-            kept = self._residuals.values("sent", tile.id)
+            kept = self._residuals.unsent(tile.id)
             if kept is not None:
                 np.add(whole[part], kept, out=whole[part])
         return whole
@@ -58,14 +59,13 @@ class Outgoing:
         committed = self._committed(parent)
         if committed is None:
             return None
-        try:
-            before = committed.block(self._layout.tiles[first_tile].block)
-        except StateError:  # the round is over in this moment
-            return None
         sent: list[bytes] = []
         for tile, part in self._parts(first_tile, count):
-            kept = self._residuals.values("sent", tile.id)
-            data, left = encoded_change(codec, values[part], before[tile.start : tile.stop], kept)
+            try:
+                before = committed.sound_values(tile.id)
+            except TileDamaged:  # what is made of it would be another change than what was trained
+                return None
+            data, left = encoded_change(codec, values[part], before, self._residuals.unsent(tile.id))
             self._residuals.stage(parent, "sent", tile.id, left)
             sent.append(data)
         return b"".join(sent)
@@ -79,24 +79,34 @@ class Outgoing:
         return [(tile, slice(tile.start - tiles[0].start, tile.stop - tiles[0].start)) for tile in tiles]
 
 
-class Masters:
-    """The committed state as a peer trains on from it: a column that it owns alone is ahead of what the others have."""
+def check_asker(layout: Layout, slice_tiles: int, tip: Manifest, caller: PeerId, first_tile: int, count: int) -> None:
+    """Raises RemoteProtocolError for more than a slice, and where encoding it is of no use to `caller`."""
+    if not 0 <= first_tile < len(layout.tiles) or not 0 < count <= slice_tiles:
+        raise RemoteProtocolError(f"a request for the values of {count} tiles from {first_tile} on")
+    block = layout.tiles[first_tile].block
+    reducers = tip.ownership[block - 1] if block else tuple(member.peer for member in tip.members)
+    if layout.codec_of(block) != "fp32" and caller not in reducers:
+        raise RemoteProtocolError(f"{short(caller)} does not reduce block {block}")
 
-    def __init__(self, layout: Layout, committed: BlockSource, residuals: Residuals, columns: Collection[int]) -> None:
-        """`columns`: those with this peer as their one owner."""
+
+class Masters:
+    """The committed state as a peer trains on from it: a column that it owns alone is ahead of what the others have.
+
+    Stays the same when the residuals have gone on to a later manifest.
+    """
+
+    def __init__(self, layout: Layout, committed: BlockSource, ahead: Callable[[int], Values | None]) -> None:
+        """`ahead`: see `Residuals.ahead`."""
         self._layout = layout
         self._committed = committed
-        self._residuals = residuals
-        self._columns = columns
+        self._ahead = ahead
 
     def block(self, index: int) -> Values:
         committed = self._committed.block(index)
-        if index - 1 not in self._columns:
-            return committed
-        ahead: Values | None = None
+        masters: Values | None = None
         for tile in self._layout.tiles_of(index):
-            kept = self._residuals.values("handed", tile.id)
-            if kept is not None:
-                ahead = np.array(committed) if ahead is None else ahead
-                ahead[tile.start : tile.stop] += kept
-        return committed if ahead is None else ahead
+            ahead = self._ahead(tile.id)
+            if ahead is not None:
+                masters = np.array(committed) if masters is None else masters
+                masters[tile.start : tile.stop] += ahead
+        return committed if masters is None else masters

@@ -19,7 +19,7 @@ import numpy as np
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of, sole_columns
+from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.memory_backend import MemoryPeer
@@ -93,6 +93,7 @@ class HandedIn:
 class _Turn:
     manifest: Manifest
     base: Version
+    masters: Masters
     started: dict[int, Values]
     steps: int = 0
     handed_in: bool = False
@@ -194,9 +195,8 @@ class PretendPeer:
             uncounted = frozenset(at for block in turn.started for at in self.swarm.layout.tile_ids_of(block))
         carried = None
         if self._keeps_its_place(event) and turn is not None:
-            new = self.store.version(manifest.round)
             masters = self._masters(manifest)
-            carried = Carried(self.swarm.layout, new, turn.base, self.inputs, uncounted, masters)
+            carried = Carried(self.swarm.layout, masters, turn.masters, self.inputs, uncounted, turn.base.is_sound)
         self._turn = None
         if self.driver.core.is_member():
             self._begin(manifest, carried)
@@ -204,8 +204,8 @@ class PretendPeer:
             self._gone.set()
 
     def _masters(self, manifest: Manifest) -> Masters:
-        committed, sole = self.store.version(manifest.round), sole_columns(manifest.ownership, self.name)
-        return Masters(self.swarm.layout, committed, self.residuals, sole)
+        committed, ahead = self.store.version(manifest.round), self.residuals.ahead(manifest_hash(manifest))
+        return Masters(self.swarm.layout, committed, ahead)
 
     def _keeps_its_place(self, event: Applied) -> bool:
         """Whether what was trained and not counted still has its place in the data; else it is lost."""
@@ -227,7 +227,8 @@ class PretendPeer:
 
     def _begin(self, manifest: Manifest, carried: BlockSource | None) -> None:
         base = self.store.version(manifest.round)
-        source = carried or self._masters(manifest)
+        masters = self._masters(manifest)
+        source = carried or masters
         owned = columns_of(manifest.ownership, self.name)
         if self.work.learner is not None:
             self.work.learner.begin(owned, source, manifest.step)
@@ -237,7 +238,7 @@ class PretendPeer:
         if self.work.saves:
             save_checkpoint(self.folder / "checkpoints", base, manifest.step, {"round": manifest.round}, {}, 2)
         self._started = self._told = self.swarm.clock.now()
-        self._turn = _Turn(manifest, base, {block: np.array(source.block(block)) for block in blocks})
+        self._turn = _Turn(manifest, base, masters, {block: np.array(source.block(block)) for block in blocks})
         self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
 
     async def _train(self, turn: _Turn) -> None:
@@ -250,15 +251,19 @@ class PretendPeer:
             if self.swarm.rules.leased and count(data) < batch:
                 break
             await asyncio.sleep(self.work.step_seconds)
-            turn.steps += 1
-            if self.work.learner is not None:
-                self.work.learner.train(data)
-            self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
-            self._steps += 1
-            self._tokens += batch * config.data.sequence_length
+            self._step(turn, data)
             self._tell(turn)
         self._training = None
         self._hand_in()
+
+    def _step(self, turn: _Turn, data: Ranges) -> None:
+        turn.steps += 1
+        if self.work.learner is not None:
+            self.work.learner.train(data)
+        config = self.swarm.config
+        self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
+        self._steps += 1
+        self._tokens += config.optimizer.batch_sequences * config.data.sequence_length
 
     def _tell(self, turn: _Turn) -> None:
         now = self.swarm.clock.now()
@@ -303,7 +308,15 @@ class PretendPeer:
     # ---- the end ----
 
     async def leave(self) -> None:
-        """Hands in what was trained, says goodbye, and goes when a manifest without this peer is committed."""
+        """Hands in what was trained, says goodbye, and goes when a manifest without this peer is committed.
+
+        With turns that is a step at least: columns are handed out with work that a round counts.
+        """
+        turn = self._turn
+        if turn is not None and not turn.handed_in and not self._tokens and self.swarm.rules.expert_rounds > 1:
+            leased = turn.manifest.leases.of(self.name)
+            data, _ = take(take(leased, count(self._used))[1], self.swarm.config.optimizer.batch_sequences)
+            self._step(turn, data)
         self._hand_in()
         self.intent = replace(self.intent, leaving=True)
         self.driver.wish(self.intent)

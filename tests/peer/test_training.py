@@ -39,8 +39,8 @@ MERGED = 0.25
 class Story:
     """A peer in a run that the test decides. `at_step[n]` is called after the n-th inner step."""
 
-    def __init__(self, folder: Path) -> None:
-        config = config_with_data(folder, f"sync.steps_per_round={STEPS}", "eval.every_rounds=0")
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        config = config_with_data(folder, f"sync.steps_per_round={STEPS}", "eval.every_rounds=0", *overrides)
         self.run = MadeRun(config)
         self.commits = self.run.chain(5)
         self.store = self.run.store(folder / "state")
@@ -112,13 +112,16 @@ class Story:
         kept = Uncounted(uncounted.tokens, uncounted.steps)
         self.saved.append((manifest, version, kept, final, self.trainer.round_steps))
 
-    def commit(self, counted: bool) -> None:
-        """The round is decided: everything moves by MERGED, from what was handed in or from the old state."""
+    def commit(self, counted: bool, columns: bool = True) -> None:
+        """The round is decided: everything moves by MERGED, from what was handed in or from the old state.
+
+        `columns`: whether it is their turn to be handed out.
+        """
         handed_in = self.inputs.parent == self.head
         base, layout = self.store.version(self.round), self.run.layout
         staging = self.store.stage(self.round + 1, self.round)
         for tile in layout.tiles:
-            took = counted and tile.block in self.inputs.blocks
+            took = counted and tile.block in self.inputs.blocks and (columns or tile.block == 0)
             source = self.inputs if took else base
             staging.write_state(tile.id, source.block(tile.block)[tile.start : tile.stop] + np.float32(MERGED))
         staging.finish()
@@ -132,7 +135,8 @@ class Story:
         self.round += 1
         self.driver.core.head, self.driver.core.tip = self.head, self.manifest
         entry = self.manifest.roster[0] if counted else None
-        lost = frozenset(tile.id for tile in layout.tiles) if handed_in and not counted else frozenset[int]()
+        missed = (tile.id for tile in layout.tiles if not counted or (tile.block and not columns))
+        lost = frozenset(missed) if handed_in else frozenset[int]()
         self.gate.applied(
             Applied(self.commits[self.round], previous, entry, handed_in, lost, False, {}, 0, 0, 1.0, frozenset())
         )
@@ -214,6 +218,61 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert [work.steps for work in story.ready] == [2]
     manifest, version, uncounted, final, round_steps = story.saved[-1]
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
+
+
+def test_the_last_to_leave_keeps_what_its_columns_are_ahead(tmp_path: Path) -> None:
+    """Nobody takes them over: a later life goes on from there."""
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=True))]
+    story.on_ready = lambda work: story.commit(counted=True, columns=False)
+    story.at_step[2] = story.gate.stop
+    story.play()
+    old, new = story.store.version(0), story.store.version(1)
+    trained = story.inputs.block(1)
+    assert np.abs(trained - old.block(1)).max() > 0
+    np.testing.assert_array_equal(story.trainer.contribution(1), new.block(1) + (trained - old.block(1)))
+    np.testing.assert_array_equal(story.values(), new.block(0))
+
+
+def test_with_turns_a_leaver_trains_a_step_so_that_its_columns_are_handed_out(tmp_path: Path) -> None:
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+
+    def stop_after_the_first(work: Work) -> None:
+        story.commit(counted=True, columns=False)
+        if len(story.ready) == 1:
+            story.gate.stop()
+
+    story.on_ready = stop_after_the_first
+    story.play()
+    assert [work.steps for work in story.ready] == [STEPS, 1]
+
+
+def test_with_turns_it_is_the_committed_model_that_is_evaluated(tmp_path: Path) -> None:
+    """What its own columns are ahead nobody else has; training goes on from there."""
+    story = Story(tmp_path, "sync.expert_rounds=3", "eval.every_rounds=1")
+    seen: list[Values] = []
+    started: list[Values] = []
+
+    def evaluate(batches: object) -> float:
+        seen.append(story.trainer.contribution(1))
+        return 1.0
+
+    story.trainer.evaluate = evaluate  # type: ignore[method-assign]
+    story.on_ready = lambda work: story.commit(counted=True, columns=False)
+
+    def stop() -> None:
+        started.append(story.inputs.block(1))
+        story.gate.stop()
+
+    story.at_step[STEPS + 1] = stop
+    story.play()
+    old, new = story.store.version(0), story.store.version(1)
+    np.testing.assert_array_equal(seen[0], old.block(1))
+    np.testing.assert_array_equal(seen[1], new.block(1))
+    ahead = started[0] - old.block(1)
+    assert np.abs(ahead).max() > 0
+    assert np.abs(story.trainer.contribution(1) - (new.block(1) + ahead)).max() < 0.05
 
 
 def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(story: Story) -> None:

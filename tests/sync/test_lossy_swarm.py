@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +10,10 @@ import pytest
 from spes_p2p.config.schema import Config
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
-from spes_p2p.state.layout import Values
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.pretend_peer import HandedIn, PretendPeer
-from tests import lossy_oracle, oracle
-from tests.sync.swarm_cases import Blocks, Recorder, check_agreement, commits, counts, in_swarm, small_config, until
+from spes_p2p.testing.pretend_peer import PretendPeer
+from tests.sync.books import Books
+from tests.sync.swarm_cases import Recorder, check_agreement, commits, counts, in_swarm, small_config, until
 
 CODECS = (
     ("sync.codec=bf16",),
@@ -27,74 +23,6 @@ CODECS = (
     ("sync.codec=int8", "sync.expert_codec=int4"),
     ("sync.codec=fp32", "sync.expert_codec=int8"),
 )
-
-
-class Books:
-    """Holds every round of a swarm against the ledger."""
-
-    def __init__(self, swarm: MemorySwarm) -> None:
-        self.swarm, self.recorder = swarm, Recorder(swarm)
-        layout = swarm.layout
-        tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles]
-        self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.blocks])
-        self.merges = 0
-        self.ahead: dict[tuple[PeerId, int], Values] = {}
-        """By how much an owner's master is ahead of a column that was not handed out."""
-
-    def check(self) -> int:
-        """All rounds of the chain; how many tiles have something kept in the end."""
-        layout, config = self.swarm.layout, self.swarm.config
-        initial = InitialState(layout, config.run.seed, config.model.init_std)
-        self.recorder.blocks[0] = [np.array(initial.block(block.index)) for block in layout.blocks]
-        for parent, child in pairwise(commit.manifest for commit in commits(self.swarm)):
-            self._check_round(parent, child)
-        return len(self.ledger.sent) + len(self.ledger.handed)
-
-    def _check_round(self, parent: Manifest, child: Manifest) -> None:
-        before, after = (dict(enumerate(self.recorder.blocks[manifest.round])) for manifest in (parent, child))
-        brought = {entry.peer: self._handed_in(entry.peer, parent) for entry in child.roster}
-        self._check_starts(parent, before, brought)
-        values = {peer: handed.values for peer, handed in brought.items()}
-        expected = self.ledger.round(parent, child, before, values)
-        self._note_turns(child, before, values)
-        if child.merge is None:
-            for block, value in enumerate(expected):
-                assert np.array_equal(after[block], value), f"block {block} of round {child.round}"
-            return
-        self.merges += 1
-        sources = Blocks(dict(enumerate(expected))), Blocks(after)
-        made, found = (self.recorder.tensors(source, range(len(expected))) for source in sources)
-        oracle.check_equal(found, oracle.merged(made, child.merge.alpha, self.swarm.config.sync.merge_top_k))
-
-    def _check_starts(self, parent: Manifest, before: dict[int, Values], brought: dict[PeerId, HandedIn]) -> None:
-        """Who owns a column alone goes on from its own values, everybody else from the committed ones."""
-        counted = {entry.peer for entry in parent.roster}
-        for peer, handed in brought.items():
-            if peer not in counted:  # it may have had work that was not counted yet
-                continue
-            for block, start in handed.started.items():
-                if (peer, block) in self.ahead:
-                    assert np.array_equal(start, before[block] + self.ahead[peer, block]), (peer, block, parent.round)
-                    continue
-                sole = block > 0 and parent.ownership[block - 1] == (peer,)
-                expected = self.ledger.ahead(peer, block, before[block]) if sole else before[block]
-                assert np.array_equal(start, expected), f"block {block} at {peer} after round {parent.round}"
-
-    def _note_turns(
-        self, child: Manifest, before: dict[int, Values], values: Mapping[PeerId, dict[int, Values]]
-    ) -> None:
-        done = {piece.block for piece in child.slices}
-        self.ahead = {
-            (peer, block): value - before[block]
-            for peer, blocks in values.items()
-            for block, value in blocks.items()
-            if block not in done
-        }
-
-    def _handed_in(self, name: PeerId, parent: Manifest) -> HandedIn:
-        found = [life.handed_in.get(parent.round) for life in self.swarm.lives if life.name == name]
-        (handed,) = [handed for handed in found if handed is not None and handed.manifest == parent]
-        return handed
 
 
 def config_of(codec: tuple[str, ...], *more: str, peers: int = 3) -> Config:

@@ -8,7 +8,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import assign
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.knowledge import Key
-from spes_p2p.sync.core.messages import Contribution, Plan, Report, Slice, Status
+from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status, manifest_hash
 from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
@@ -19,6 +19,20 @@ LOST = "lost"
 
 class Reducing(CoreState):
     """From training to a new state on the leader's disk."""
+
+    def handed_out(self, child: Manifest) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
+        """Slices of a committed child of our tip with the hashes of their tiles, as far as we know: ours at least."""
+        proposal = self._proposal_of(manifest_hash(child))
+        if proposal is not None:
+            return child.slices, proposal.value.wire_hashes
+        plan, pairs = self.round.plan, []
+        for index, report in self.round.reports.items():
+            if plan is None or report.author != self.me or not set(child.roster) <= set(plan.value.roster):
+                continue
+            piece = replace(plan.value.slices[index], reducer=self.me, contributors=report.value.contributors)
+            if piece in child.slices:
+                pairs.append((piece, b"".join(report.value.wire_hashes)))
+        return tuple(piece for piece, _ in pairs), tuple(hashes for _, hashes in pairs)
 
     def _rule_close(self, now: float) -> bool:
         """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""
@@ -182,11 +196,12 @@ class Reducing(CoreState):
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
     def _due_columns(self, now: float) -> frozenset[int]:
-        """Those whose turn it is, and those that an owner is about to lose, whose master may be rounds ahead."""
-        ownership, every = self.tip.ownership, self.rules.expert_rounds
-        due = due_columns(len(ownership), self.tip.round + 1, every)
+        """Those whose turn it is or was, and those that an owner is about to lose, whose master may be rounds ahead."""
+        ownership, every, round = self.tip.ownership, self.rules.expert_rounds, self.tip.round + 1
+        due = due_columns(len(ownership), round, every)
         if every == 1:
             return due
+        due |= {column for column, last in enumerate(self.tip.column_rounds) if round - last >= every}
         _, wishes = self._next_members(now)
         then = assign(ownership, wishes, self.rules.target_replicas)
         return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}

@@ -6,8 +6,9 @@ is the leader's to say (who was heard, which slices came about, which neighbours
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError
@@ -129,7 +130,10 @@ def child_manifest(
     rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], wishes: Mapping[PeerId, Wish]
 ) -> Manifest:
     """The manifest that commits `outcome` on top of `parent`, with `members` for the next round."""
-    ownership = assign(parent.ownership, wishes, rules.target_replicas)
+    kept: frozenset[int] = frozenset()
+    if rules.expert_rounds > 1:  # an owner may be rounds ahead: nobody takes over what was not handed out
+        kept = frozenset(range(rules.num_columns)) - {piece.block - 1 for piece in outcome.slices}
+    ownership = assign(parent.ownership, wishes, rules.target_replicas, kept)
     return _derived(rules, parent, outcome, members, ownership)
 
 
@@ -282,18 +286,27 @@ def stale_columns(expert_rounds: int, manifest: Manifest) -> tuple[int, ...]:
     return tuple(column for column, age in ages if age >= expert_rounds)
 
 
-def tokens_gone(before: Sequence[Manifest], child: Manifest) -> dict[int, int]:
-    """Tokens that went into a column after its last hand-out and are lost with its owners, by column.
+def lost_columns(parent: Manifest, child: Manifest) -> tuple[int, ...]:
+    """Columns that were not handed out in `child` and that not all owners still have."""
+    pairs = enumerate(zip(parent.ownership, child.ownership, strict=True))
+    lost = [column for column, (before, after) in pairs if not set(before) <= set(after)]
+    return tuple(column for column in lost if child.column_rounds[column] < child.round)
 
-    `before` are the manifests up to the parent of `child`, oldest first, as far back as a column's last hand-out.
+
+def tokens_gone(before: Sequence[Manifest], child: Manifest, columns: Collection[int]) -> dict[int, int]:
+    """By column, tokens that went into it after its last hand-out and are lost with the owners that do not keep it.
+
+    `before` are the manifests up to the parent of `child`, oldest first, from the earliest of these hand-outs on.
     """
-    parent, members = before[-1], {member.peer for member in child.members}
     gone: dict[int, int] = {}
-    for column, last in enumerate(child.column_rounds):
-        owners = set(parent.ownership[column])
-        if owners and not owners & members:
-            trained = [entry for manifest in before if manifest.round > last for entry in manifest.roster]
-            gone[column] = sum(entry.tokens for entry in trained if entry.peer in owners)
+    for column in columns:
+        owners = set(before[-1].ownership[column]) - set(child.ownership[column])
+        gone[column] = sum(
+            entry.tokens
+            for earlier, later in pairwise([*before, child])
+            for entry in later.roster
+            if later.round > child.column_rounds[column] and entry.peer in owners & set(earlier.ownership[column])
+        )
     return {column: tokens for column, tokens in gone.items() if tokens}
 
 
