@@ -114,10 +114,13 @@ def _train(
     saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
     dump = None
     if options.dump_rounds is not None:
-        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.codec, config.sync.merge_top_k)
+        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k)
     loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds)
     exactly = _restore(resumed, tip, loop, trainer, loader)
-    loop.run(tip.manifest, resumed=exactly)
+    carried = None
+    if resumed is not None and not exactly and config.sync.expert_rounds > 1:
+        carried = resumed.columns_ahead(tip.manifest, me, connection.layout, connection.disk, trainer)
+    loop.run(tip.manifest, exactly, carried)
 
 
 def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:
