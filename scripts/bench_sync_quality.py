@@ -14,6 +14,7 @@ peer sends in a whole run.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import tempfile
 import time
@@ -97,9 +98,8 @@ def _run(config: Config, arguments: argparse.Namespace, folder: Path, device: to
         swarm = MemorySwarm(config, folder)
         await swarm.start_organiser()
         names = [f"p{index}" for index in range(arguments.peers)]
-        for name in names:
-            learner = TrainerOf(config, dataset, device)
-            await swarm.add(name, PretendWork(learner=learner, finishes_steps=True))
+        works = [PretendWork(learner=TrainerOf(config, dataset, device), finishes_steps=True) for _ in names]
+        await asyncio.gather(*map(swarm.add, names, works))  # the run begins when all have come
         while swarm.up[0].driver.core.tip.step < arguments.steps:
             await swarm.until_round(swarm.up[0].round + 1)
         tip = swarm.up[0].driver.core.tip
