@@ -173,10 +173,12 @@ class TrainingLoop:
         uncounted: frozenset[int] | None = None
         while time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
-            if news.applied:
+            newest = news.applied[-1].commit.manifest if news.applied else turn.manifest
+            if news.applied and self._takes_turns and not self._nobody_counts_on_us(newest):
+                turn, uncounted = self._hand_in_again(turn, news.applied), None
+            elif news.applied:
                 self._dump_round(news.applied[0])
                 self._note_counted(news.applied[0])
-                newest = news.applied[-1].commit.manifest
                 if uncounted is None:  # the first child is the only one that can have counted our snapshot
                     uncounted = news.applied[0].uncounted
                 self._moments.still_stand(news.applied)
@@ -185,6 +187,16 @@ class TrainingLoop:
                     self._moments.wait_until_taken(newest, until)
                     self._wait_for_archive(newest, until)
                     return
+
+    def _hand_in_again(self, turn: _Turn, events: tuple[Applied, ...]) -> _Turn:
+        """Who is still named when it leaves had columns to hand out that the round did not take."""
+        self._take(events)
+        if self._turn is None:
+            return turn
+        self._train_one_step()
+        self._hand_in(self._turn)
+        self._moments.offer_all(self._turn.manifest)
+        return self._turn
 
     def _nobody_counts_on_us(self, newest: Manifest) -> bool:
         """The manifest does not name us, or names nobody who stays: the last to leave stay named."""

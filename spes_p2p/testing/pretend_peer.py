@@ -239,7 +239,10 @@ class PretendPeer:
             save_checkpoint(self.folder / "checkpoints", base, manifest.step, {"round": manifest.round}, {}, 2)
         self._started = self._told = self.swarm.clock.now()
         self._turn = _Turn(manifest, base, masters, {block: np.array(source.block(block)) for block in blocks})
-        self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
+        if self.intent.leaving and self.swarm.rules.expert_rounds > 1:  # named again: there is something to hand out
+            self._hand_in_a_step()
+        else:
+            self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
 
     async def _train(self, turn: _Turn) -> None:
         """H steps, or as far as the lease goes. Ended from outside when the round closes."""
@@ -305,6 +308,14 @@ class PretendPeer:
         seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{block}".encode())
         return np.random.default_rng(seed).standard_normal(turn.started[block].shape, dtype=np.float32)
 
+    def _hand_in_a_step(self) -> None:
+        turn = self._turn
+        if turn is not None and not turn.handed_in and not self._tokens and self.swarm.rules.expert_rounds > 1:
+            leased = turn.manifest.leases.of(self.name)
+            data, _ = take(take(leased, count(self._used))[1], self.swarm.config.optimizer.batch_sequences)
+            self._step(turn, data)
+        self._hand_in()
+
     # ---- the end ----
 
     async def leave(self) -> None:
@@ -312,12 +323,7 @@ class PretendPeer:
 
         With turns that is a step at least: columns are handed out with work that a round counts.
         """
-        turn = self._turn
-        if turn is not None and not turn.handed_in and not self._tokens and self.swarm.rules.expert_rounds > 1:
-            leased = turn.manifest.leases.of(self.name)
-            data, _ = take(take(leased, count(self._used))[1], self.swarm.config.optimizer.batch_sequences)
-            self._step(turn, data)
-        self._hand_in()
+        self._hand_in_a_step()
         self.intent = replace(self.intent, leaving=True)
         self.driver.wish(self.intent)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from spes_p2p import steps
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.core.messages import Intent
@@ -258,3 +260,34 @@ def test_columns_that_move_are_handed_out_first(folder: Path) -> None:
         books.check()
 
     in_swarm(folder, play, lossy("sync.expert_rounds=4", peers=2))
+
+
+def test_who_leaves_when_the_round_is_planned_hands_its_columns_out_with_the_next(folder: Path) -> None:
+    """The leader says so after it has planned, and names itself once more."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        books = Books(swarm)
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        leaving: list[tuple[PretendPeer, asyncio.Task[None]]] = []
+
+        def listener(step: str, facts: Mapping[str, Any]) -> None:
+            if step == "build" and not leaving:
+                leader = peer(swarm, facts["peer"])
+                leaving.append((leader, asyncio.get_running_loop().create_task(leader.leave())))
+
+        before = steps.listen(listener)
+        await until(lambda: bool(leaving))
+        steps.listen(before)
+        leader, task = leaving[0]
+        await task
+        await swarm.until_round(leader.round + 1)
+        parent, last = (commits(swarm)[round].manifest for round in (leader.round - 1, leader.round))
+        owned = columns_of(parent.ownership, leader.name)
+        assert owned
+        assert leader.name not in {member.peer for member in last.members}
+        assert {1 + column for column in owned} <= {piece.block for piece in last.slices}
+        assert not [notice for life in swarm.up for notice in life.notices if notice.kind == "column"]
+        books.check()
+
+    in_swarm(folder, play, small_config("sync.expert_rounds=4"))

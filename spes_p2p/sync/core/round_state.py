@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.ownership.assign import Wish
@@ -398,8 +398,13 @@ class CoreState:
         self.round.failed.clear()
         self._progress(now)
 
-    def _next_members(self, now: float) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
-        """Who would be a member after this round, and what they want: everyone heard, newcomers, but no leavers."""
+    def _next_members(
+        self, now: float, needed: Collection[PeerId] = ()
+    ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
+        """Who would be a member after this round, and what they want: everyone heard, newcomers, but no leavers.
+
+        Leavers that are `needed` count as heard.
+        """
         heard: list[Member] = []
         newcomers: list[Member] = []
         leavers: set[PeerId] = set()
@@ -408,7 +413,7 @@ class CoreState:
         statuses = [self._own_status()] + [c.status for p, c in self.contacts.items() if self.alive(p, now)]
         for status in statuses:
             member = Member(status.peer, status.incarnation, False, status.intent.link_class)
-            if status.intent.leaving:
+            if status.intent.leaving and status.peer not in needed:
                 leavers.add(status.peer)
             elif known.get(status.peer) == status.incarnation:
                 heard.append(member)

@@ -223,8 +223,16 @@ class Voting(CoreState):
         return found
 
     def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:
-        members, wishes = self._next_members(now)
+        members, wishes = self._next_members(now, self._ahead(outcome))
         return child_manifest(self.rules, self.tip, outcome, members, wishes)
+
+    def _ahead(self, outcome: Outcome) -> frozenset[PeerId]:
+        """Who has trained columns that the round does not hand out: if it leaves, then with the next, which does."""
+        if self.rules.expert_rounds == 1:
+            return frozenset()
+        done = {piece.block - 1 for piece in outcome.slices}
+        owners = {owner for column, some in enumerate(self.tip.ownership) if column not in done for owner in some}
+        return frozenset(owners & {entry.peer for entry in outcome.roster})
 
     def _decide(
         self,
