@@ -57,7 +57,7 @@ def _round_line(event: Round) -> str:
     if event.stale_columns:
         parts.append(f"stale columns {span_text(event.stale_columns).replace(',', ', ')}")
     if event.refused:
-        parts.append(f"{len(event.refused)} with values that were refused")
+        parts.append(f"values refused of {', '.join(short(peer) for peer in event.refused)}")
     if event.lost_tokens:
         parts.append(f"{count_text(event.lost_tokens)} tokens of another history lost")
     return ", ".join(parts)

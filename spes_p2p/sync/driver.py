@@ -37,6 +37,7 @@ from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outgoing import Outgoing, check_asker
+from spes_p2p.sync.patience import Patience
 from spes_p2p.sync.requests import VALUES, Request, Serving
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.scrub import Mender, Scrubber
@@ -170,7 +171,10 @@ class Driver:
             hooks.notice(do.Notice("disk", problem))
         outgoing = Outgoing(self._layout, disk.inputs, disk.residuals, self._committed)
         self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments)
-        self._transfers = Transfers(transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused)
+        self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)
+        self._transfers = Transfers(
+            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience
+        )
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
         )
@@ -525,7 +529,9 @@ class Driver:
             self._recover()
 
     def _scrubber(self) -> Scrubber:
-        transfers = Transfers(self._transport, self._layout, self._stall_seconds)  # its bytes are no part of a round
+        transfers = Transfers(  # its bytes are no part of a round
+            self._transport, self._layout, self._stall_seconds, patience=self._patience
+        )
         return Scrubber(
             self._disk.store, Mender(self._disk.store, transfers, self._tasks.in_thread), self._tasks.in_thread,
             lambda: self.core.tip.round, self._holders, self._hooks.notice, self._hooks.failed,
@@ -540,6 +546,12 @@ class Driver:
 
     def _stall_seconds(self) -> float:
         return max(self.core.pace.suspect_seconds, 2.0)
+
+    def _trained_seconds(self) -> float:
+        """How long a round trains, or the running one did."""
+        current = self.core.round
+        this = current.closed_at - current.started_at if current.closed_at is not None else 0.0
+        return max(self.core.pace.round_seconds, this)
 
     def _on_bytes(self) -> None:
         self._run(self.core.moved(self._clock.now()))

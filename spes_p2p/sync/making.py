@@ -167,7 +167,7 @@ class Making:
         if peer in slow or not self._core.alive(peer, self._now()):
             return LOST
         try:
-            data = await self._transfers.contribution(peer, parent, piece)
+            data = await self._transfers.contribution(peer, parent, piece, lambda: peer not in slow)
         except WrongSize:
             return WRONG_SIZE
         except (PeerClosed, RemoteProtocolError):

@@ -34,6 +34,7 @@ from spes_p2p.sync.core.rules import NOBODY, check_certificate
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import GENESIS
 from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
@@ -173,7 +174,14 @@ async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round
     for holder in holders:
         try:
             request = Request(requests.CHAIN, first=round, count=1)
-            _, data = await transport.fetch(holder, pack(request), ANSWER_SECONDS, MAX_MESSAGE_BYTES)
+            _, data = await fetch_within(
+                transport,
+                holder,
+                pack(request),
+                ANSWER_SECONDS,
+                MAX_MESSAGE_BYTES,
+                lambda: LONGEST_STALLS * ANSWER_SECONDS,
+            )
             commits = unpack(ChainPart, data).commits
             if commits:
                 return unpack(Commit, commits[0])

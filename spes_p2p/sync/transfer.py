@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.errors import NetworkError, PeerRefused, RemoteProtocolError
+from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
@@ -23,6 +23,7 @@ from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
 from spes_p2p.sync.core.messages import Commit, Slice
 from spes_p2p.sync.moments import MomentsHead
+from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
@@ -39,10 +40,13 @@ class WrongSize(RemoteProtocolError):
 class Transfers:
     """All fetches of one peer. `stall_seconds()` is how long a stream may pause before it is given up.
 
-    `on_bytes` is told that bytes of the round moved; `on_refused(peer)` that a peer's process is gone.
+    `patience` says how long a whole fetch may take. `on_bytes` is told that bytes of the round moved;
+    `on_refused(peer)` that a peer's process is gone.
     """
 
     PARALLEL = 4
+    LEAST_SECONDS = 60.0
+    """What a fetch may take where nothing else is said."""
 
     def __init__(
         self,
@@ -51,7 +55,9 @@ class Transfers:
         stall_seconds: Callable[[], float],
         on_bytes: Callable[[], None] = lambda: None,
         on_refused: Callable[[PeerId], None] = lambda peer: None,
+        patience: Patience | None = None,
     ) -> None:
+        self._patience = patience or Patience(lambda: self.LEAST_SECONDS, lambda: 0.0)
         self._transport = transport
         self._layout = layout
         self._stall_seconds = stall_seconds
@@ -59,15 +65,18 @@ class Transfers:
         self._on_refused = on_refused
         self._slots = asyncio.Semaphore(self.PARALLEL)
 
-    async def contribution(self, peer: PeerId, parent: Hash, piece: Slice) -> bytes:
+    async def contribution(
+        self, peer: PeerId, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
+    ) -> bytes:
         """What `peer` has for a slice, its tiles one after the other as they travel.
 
-        Raises NetworkError, RemoteProtocolError or WrongSize.
+        Raises NetworkError, RemoteProtocolError or WrongSize. `is_wanted` is asked when its turn has come; PeerSilent
+        is raised where it is not any more.
         """
         size = sum(self._layout.wire_bytes(self._layout.tiles[tile_id]) for tile_id in piece.tile_ids)
         request = Request(requests.VALUES, name=parent, first=piece.first_tile, count=piece.tiles)
         try:
-            data = await self._ask(peer, request, size)
+            data = await self._ask(peer, request, size, is_wanted)
         except BlobTooLarge as error:
             raise WrongSize(str(error)) from error
         if len(data) != size:
@@ -152,7 +161,7 @@ class Transfers:
         request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
         async with self._slots:  # whom to ask is decided when our turn comes
-            for holder in sorted(holders, key=poor.__contains__):
+            for holder in sorted(holders, key=lambda peer: (peer in poor, self._patience.doubts(peer))):
                 try:
                     return self._checked(holder, await self._fetch(holder, request, sum(sizes)), sizes, hashes)
                 except (NetworkError, RemoteProtocolError) as error:
@@ -189,19 +198,32 @@ class Transfers:
                 reasons.append(f"{short(holder)}: {error}")
         raise NetworkError(f"nobody gave the hashes of state {short(root)} ({'; '.join(reasons) or 'no holder'})")
 
-    async def _ask(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
+    async def _ask(
+        self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> bytes:
         async with self._slots:
+            if not is_wanted():
+                raise PeerSilent(f"{short(peer)} is not waited for any more")
             return await self._fetch(peer, request, max_bytes)
 
     async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
         return (await self._fetch_blob(peer, request, max_bytes))[1]
 
     async def _fetch_blob(self, peer: PeerId, request: Request, max_bytes: int) -> tuple[bytes, bytes]:
+        def limit_seconds() -> float:
+            return self._patience.seconds(peer, max_bytes)
+
         try:
-            header, data = await self._transport.fetch(peer, pack(request), self._stall_seconds(), max_bytes)
+            header, data = await fetch_within(
+                self._transport, peer, pack(request), self._stall_seconds(), max_bytes, limit_seconds
+            )
         except PeerRefused:
             self._on_refused(peer)
             raise
+        except NeverEnding:
+            self._patience.lost(peer)
+            raise
+        self._patience.kept(peer)
         self._on_bytes()
         return header, data
 
@@ -220,7 +242,10 @@ class Transfers:
 
 async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:
     """The packed RunInfo that a peer serves; unchecked."""
-    _, data = await transport.fetch(peer, pack(Request(requests.RUN)), timeout_seconds, 2**20)
+    request = pack(Request(requests.RUN))
+    _, data = await fetch_within(
+        transport, peer, request, timeout_seconds, 2**20, lambda: LONGEST_STALLS * timeout_seconds
+    )
     return data
 
 

@@ -54,7 +54,7 @@ class Summary:
         self.runs += 1
         self.kinds[kind] += 1
         self.fired.update(result.fired)
-        for name in ("rounds", "commits", "degraded", "forks", "switches", "restarts", "messages"):
+        for name in ("rounds", "commits", "degraded", "forks", "switches", "restarts", "handovers", "messages"):
             self.totals[name] += getattr(result, name)
         self.totals["extinct"] += result.extinct
         self.longest_stall = max(self.longest_stall, result.longest_stall)
@@ -113,6 +113,8 @@ def _conclude(world: World) -> Result:
     for known in world.judge.known.values():
         result.commits += bool(known.certificates)
         result.degraded += any(c.kind == "degraded" for c in known.certificates)
+        before = world.judge.known.get(known.manifest.parent)
+        result.handovers += before is not None and before.manifest.ownership != known.manifest.ownership
     return result
 
 
@@ -155,6 +157,7 @@ def report(summary: Summary) -> str:
     never = [name for name in RULE_NAMES if not summary.fired[name]]
     lines = [
         f"{summary.runs} schedules: {dict(summary.totals)}",
+        f"kinds: {dict(summary.kinds)}",
         f"longest stall {summary.longest_stall:.1f} s, at most {summary.tightest_bound:.0%} of what is allowed",
         f"rules fired: {dict(summary.fired)}" + (f"; never: {never}" if never else ""),
         *(str(finding) for finding in summary.findings),

@@ -41,7 +41,9 @@ FULL = "full"
 """StorageFull: the disk has no room."""
 JUMP = "jump"
 """The wall clock jumps by `seconds` (real processes only; monotonic clocks go on)."""
-ACTIONS = (KILL, FREEZE, SLOW, FAIL, FULL, JUMP)
+MUTE = "mute"
+"""For `seconds` it speaks to nobody but the leader of its round (real processes only)."""
+ACTIONS = (KILL, FREEZE, SLOW, FAIL, FULL, JUMP, MUTE)
 
 LEADER_STEPS = ("close", "plan", "build", "propose")
 MEMBER_STEPS = (
@@ -56,7 +58,9 @@ MEMBER_STEPS = (
 class Fault:
     """`action` happens to `peer` (to whoever comes first, if empty) when it reaches `step` in `round` or later.
 
-    The first `skip` times that the step is reached go well; `times` faults follow (0: always from then on).
+    With `to`, only at steps that serve this peer (`steps.SERVE`, `steps.STREAM`). The first `skip` times that the step
+    is reached go well; `times` faults follow (0: always from then on). With `after`, only in rounds in which the same
+    peer has passed that step: `Fault(COLLECTED, after="plan")` is the leader's, right after its plan.
     """
 
     step: str
@@ -67,6 +71,8 @@ class Fault:
     times: int = 1
     seconds: float = 0.0
     factor: float = 1.0
+    to: str = ""
+    after: str = ""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -127,6 +133,8 @@ class Faults:
         self._fits = fits
         self._claim = claim
         self._rounds: dict[str, int] = {}
+        self._passed: dict[str, set[str]] = {}
+        """Steps by peer, of the present round."""
         self._lock = threading.Lock()
         self.done: list[tuple[Fault, str]] = []
         """(fault, its victim), in the order in which they happened."""
@@ -140,10 +148,13 @@ class Faults:
 
     def _due(self, step: str, peer: str, facts: Mapping[str, Any]) -> list[Fault]:
         with self._lock:
-            round = self._rounds[peer] = facts.get("round", self._rounds.get(peer, 0))
+            round, passed = self._enter(peer, facts)
+            passed.add(step)
             due = []
             for fault in [fault for fault, left in self._left.items() if left and fault.step == step]:
                 if (fault.peer and fault.peer != peer) or round < fault.round or not self._fits(fault, peer):
+                    continue
+                if (fault.to and fault.to not in (facts.get("to"), facts.get("caller"))) or not {fault.after} <= passed:
                     continue
                 if self._skip[fault]:
                     self._skip[fault] -= 1
@@ -154,6 +165,14 @@ class Faults:
                 self.done.append((fault, peer))
                 due.append(fault)
             return due
+
+    def _enter(self, peer: str, facts: Mapping[str, Any]) -> tuple[int, set[str]]:
+        """(round that it is in, steps that it has passed there)."""
+        before = self._rounds.get(peer, 0)
+        round = self._rounds[peer] = facts.get("round", before)
+        if round != before or peer not in self._passed:
+            self._passed[peer] = {""}
+        return round, self._passed[peer]
 
     def __enter__(self) -> Self:
         self._before = steps.listen(self)
@@ -204,16 +223,25 @@ class Armoury:
         hit = sorted(self.folder.glob(self._path(fault, "hit-*").name))
         return hit[0].suffix.removeprefix(".hit-") if hit else None
 
+    def struck_at(self, fault: Fault) -> float:
+        """When it happened: Unix seconds. Raises FileNotFoundError before that."""
+        return self._path(fault, f"hit-{self.victim(fault)}").stat().st_ctime
+
     def _path(self, fault: Fault, state: str) -> Path:
-        return self.folder / f"{fault.action} at {fault.step} {fault.peer or 'anybody'} {fault.round}.{state}"
+        who, when = fault.peer or "anybody", f"{fault.after} {fault.round}".strip()
+        return self.folder / f"{fault.action} at {fault.step} {who} {when}.{state}"
 
 
 class ProcessFaults:
-    """What faults do to the process that they happen in, once they are armed. `jump(seconds)` moves its wall clock."""
+    """What faults do to the process that they happen in, once they are armed.
 
-    def __init__(self, armoury: Armoury, jump: Callable[[float], None]) -> None:
+    `jump(seconds)` moves its wall clock, `mute(seconds)` keeps it from speaking.
+    """
+
+    def __init__(self, armoury: Armoury, jump: Callable[[float], None], mute: Callable[[float], None]) -> None:
         self._armoury = armoury
         self._jump = jump
+        self._mute = mute
 
     def claim(self, fault: Fault, peer: str) -> bool:
         return fault.times != 1 or self._armoury.claim(fault, peer)
@@ -228,6 +256,8 @@ class ProcessFaults:
                 time.sleep(fault.seconds + (fault.factor - 1) * facts.get("seconds", 0.0))
             case "jump":
                 self._jump(fault.seconds)
+            case "mute":
+                self._mute(fault.seconds)
             case _:
                 raise_planted(fault)
 

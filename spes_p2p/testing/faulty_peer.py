@@ -9,6 +9,11 @@ import os
 import runpy
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spes_p2p.ids import PeerId
+    from spes_p2p.sync.core.round import Core
 
 
 class ShiftedClock:
@@ -25,6 +30,36 @@ class ShiftedClock:
         self._ahead_seconds += seconds
 
 
+class Mute:
+    """While it lasts, what a driver sends is lost, unless it goes to or comes from the leader of when it began."""
+
+    def __init__(self) -> None:
+        self._until = float("-inf")
+        self._leader: PeerId | None = None
+
+    def last(self, seconds: float) -> None:
+        self._until, self._leader = time.monotonic() + seconds, None
+
+    def put_on(self) -> None:
+        from spes_p2p.sync.core.actions import Action, Send
+        from spes_p2p.sync.driver import Driver
+
+        begin = Driver._begin
+
+        def begin_unless_mute(driver: Driver, action: Action) -> None:
+            if not isinstance(action, Send) or self._may_speak_to(action.to, driver.core):
+                begin(driver, action)
+
+        Driver._begin = begin_unless_mute  # type: ignore[assignment, method-assign]
+
+    def _may_speak_to(self, peer: PeerId, core: Core) -> bool:
+        if time.monotonic() >= self._until:
+            return True
+        order = core.round.order
+        self._leader = self._leader or order[core.round.view % len(order)]
+        return self._leader in (peer, core.me)
+
+
 def main() -> None:
     clock = ShiftedClock()
     time.time = clock
@@ -32,7 +67,9 @@ def main() -> None:
 
     armoury = faults.Armoury(Path(os.environ[faults.FOLDER_VARIABLE]))
     planned = faults.from_text(os.environ[faults.PLANNED_VARIABLE])
-    acts = faults.ProcessFaults(armoury, clock.jump)
+    mute = Mute()
+    mute.put_on()
+    acts = faults.ProcessFaults(armoury, clock.jump, mute.last)
     with faults.Faults(planned, acts, os.environ[faults.NAME_VARIABLE], claim=acts.claim):
         runpy.run_module("spes_p2p.cli.main", run_name="__main__", alter_sys=True)
 

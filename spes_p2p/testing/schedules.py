@@ -262,6 +262,13 @@ def hidden_commit(world: World, chance: random.Random) -> None:
         peer.at_next_proposal = partial(spring, peer)
 
 
+def slow_leader(world: World, chance: random.Random) -> None:
+    """A leader that lives and works, but is heard late: others take over from it, and then its old words come."""
+    peer = _leader(world, chance) if chance.random() < 0.8 else _victim(world, chance)
+    if peer is not None:
+        world.delay_words_of(peer.name, chance.choice((2.0, 6.0, 12.0)), chance.choice((8.0, 20.0, 60.0)))
+
+
 def sleep(world: World, chance: random.Random) -> None:
     peer = _leader(world, chance) if chance.random() < 0.5 else _victim(world, chance)
     if peer is not None:
@@ -286,6 +293,7 @@ def join(world: World, chance: random.Random) -> None:
 
 
 ALL = (crash, crash_with_amnesia, quick_restart, cut, isolate, sleep, full_disk, leave, join)
+SLOW_BESIDE = (quick_restart, broken_vote, crash, full_disk, join, leave)
 KINDS = (
     Kind("calm", (join,), 0, 1),
     Kind("crash", (crash,), 1, 3, weight=4),
@@ -299,6 +307,7 @@ KINDS = (
     Kind("long cut", (long_cut,), 1, 1, mended_seconds=95.0, slowness=8.0, most_founders=5),
     Kind("meeting", (split_and_meet,), 1, 1, mended_seconds=125.0, slowness=8.0, most_founders=5),
     Kind("sleep", (sleep,), 1, 3, slowness=6.0),
+    Kind("slow leader", (*4 * (slow_leader,), *SLOW_BESIDE), 1, 4, mended_seconds=68.0, slowness=4.0),
     Kind("disk", (full_disk, quick_restart), 1, 3, slowness=2.0),
     Kind("members", (join, leave, leave), 1, 4, weight=2),
     Kind("mixed", ALL, 3, 7, weight=2),

@@ -51,6 +51,8 @@ class Result:
     forks: int = 0
     switches: int = 0
     restarts: int = 0
+    handovers: int = 0
+    """Commits that give columns to other owners."""
     seconds: float = 0.0
     messages: int = 0
     longest_stall: float = 0.0
@@ -87,6 +89,7 @@ class World:
         self.say: Callable[[str], None] | None = None
         self._groups: dict[PeerId, int] = {}
         self._cut_until: dict[tuple[PeerId, PeerId], float] = {}
+        self._late: dict[PeerId, tuple[float, float]] = {}
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._tie = itertools.count()
         self._incarnations = itertools.count(1)
@@ -140,6 +143,7 @@ class World:
 
     def heal(self) -> None:
         self._cut_until.clear()
+        self._late.clear()
         self.partition({})
 
     def cut_links(self, links: Iterable[tuple[PeerId, PeerId]], seconds: float) -> None:
@@ -148,6 +152,12 @@ class World:
         self.changed(f"no message gets through: {links}")
         self._cut_until.update((link, self.now + seconds) for link in links)
         self.after(seconds, self.changed, "links are mended")
+
+    def delay_words_of(self, name: PeerId, late_seconds: float, seconds: float) -> None:
+        """For a while all that this peer says comes late, by half of `late_seconds` to all of it."""
+        self.changed(f"what {name} says comes up to {late_seconds} s late")
+        self._late[name] = (self.now + seconds, late_seconds)
+        self.after(seconds, self.changed, f"what {name} says comes in time again")
 
     def changed(self, what: str = "") -> None:
         """A fault or its end: the time allowed for the next commit starts again."""
@@ -186,9 +196,13 @@ class World:
         if self._cut_until and self._cut_until.get((sender, to), 0.0) > self.now:
             return
         if self.random.random() >= weather.loss:
-            self.after(self.delay(), self._deliver, sender, to, envelope)
+            self.after(self.delay() + self._lateness(sender), self._deliver, sender, to, envelope)
         if weather.doubling and self.random.random() < weather.doubling:
             self.after(20 * self.delay(), self._deliver, sender, to, envelope)
+
+    def _lateness(self, sender: PeerId) -> float:
+        until, late_seconds = self._late.get(sender, (0.0, 0.0))
+        return late_seconds * (0.5 + 0.5 * self.random.random()) if until > self.now else 0.0
 
     def _deliver(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
         peer = self.peers.get(to)

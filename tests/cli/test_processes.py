@@ -87,6 +87,39 @@ def test_a_bootstrap_node_ends_with_its_daemon(tmp_path: Path, tokens: Path) -> 
     assert (len(family), alive) == (1, [])
 
 
+def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organiser) -> None:
+    process = start("status", "--initial-peers", begun.address, "--watch", "--json")
+    before = json.loads(until_lines(process, '"run_id"')[-1])
+    assert (before["certificate"], before["round"]) == ("", 0)
+    joined = begun.join(tmp_path / "peer", "--data", str(begun.data), "--rounds", "1")
+    assert joined.exit_code == 0, joined
+    after = json.loads(until_lines(process, '"certificate": "majority"')[-1])
+    assert (after["run_id"], after["checked"], after["round"] > 0) == (before["run_id"], True, True)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert (len(family), alive) == (1, [])
+
+
+def test_status_watch_outlives_the_node_that_it_asks(tmp_path: Path, tokens: Path) -> None:
+    """It says so in one line each time, and goes on looking."""
+    node = start("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
+    line = until_lines(node, "spes-p2p join --initial-peers ")[-1]
+    process = start("status", "--initial-peers", line.split("--initial-peers ")[1].split()[0], "--watch")
+    until_lines(process, "the run has not begun: 0 peers waiting")
+    node.send_signal(signal.SIGKILL)
+    node.wait()
+    told = until_lines(process, "; trying again")
+    told += until_lines(process, "; trying again")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    assert "Traceback" not in "".join(told) + output
+
+
 def test_under_torchrun_rank_0_talks_to_the_network(tmp_path: Path, begun: Organiser) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = start(*join(begun, tmp_path / "peer", "--rounds", "1"), launcher=launcher)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 
-from spes_p2p.cli.status import text_of
+import pytest
+
+from spes_p2p.cli.status import CLEAR_SCREEN, _show_again, text_of
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 
@@ -84,6 +88,22 @@ def test_a_certificate_that_is_degraded_or_unproven_is_said_aloud() -> None:
     assert "NOT CHECKED" in lines(replace(REPORT, checked=False))[2]
     genesis = replace(REPORT, certificate="genesis", checked=False, seals=1, head_age_seconds=None)
     assert lines(genesis)[2] == "newest certificate: signed by the organiser; 3 electors for the next round"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_watching_shows_one_table_after_the_other(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal each in the place of the one before; elsewhere each with its time; by JSON a line each."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    for _ in range(2):
+        _show_again(REPORT, as_json=False)
+    shown = capsys.readouterr().out
+    assert shown.count("run tiny, fingerprint") == 2
+    assert shown.count(CLEAR_SCREEN) == shown.count("Ctrl-C ends") == (2 if terminal else 0)
+    _show_again(REPORT, as_json=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["round"] == REPORT.round
 
 
 def test_before_the_run_has_begun_it_says_who_waits() -> None:

@@ -124,6 +124,13 @@ def test_every_field_is_explained() -> None:
     assert [key for key, field in fields_of_tree() if not field.description] == []
 
 
+def test_no_time_out_has_to_be_guessed() -> None:
+    """Deadlines are learnt (`sync/core/timing.py`); nobody sets one."""
+    words = ("timeout", "deadline", "grace", "patience", "wait", "seconds")
+    asked = [path for path, _ in fields_of_tree() if any(word in path for word in words)]
+    assert asked == ["swarm.heartbeat_seconds"]
+
+
 def test_unknown_bundled_config_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as error:
         bundled_config("huge")

@@ -17,7 +17,7 @@ from spes_p2p.observe.events import Warning
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Manifest
-from spes_p2p.testing.processes import LocalSwarm, Process
+from spes_p2p.testing.processes import LocalSwarm, Process, children
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
@@ -38,6 +38,8 @@ class Story:
     damaged: str = ""
     rank_code: int = 0
     codes: dict[str, int] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+    """Shared memory that the peers had while they ran."""
     left: list[str] = field(default_factory=list)
 
     def warnings(self, name: str) -> list[str]:
@@ -73,6 +75,8 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path, temporary: Pat
         swarm.wait_until(lambda: lives(swarm.processes["p1"]) == 2, "p1 again", NAMES, 120.0)
         swarm.wait_for_round(last_round(swarm.processes["p0"]) + 2, NAMES, 120.0)
 
+        for process in swarm.processes.values():
+            told.shared |= shared_memory_of(process.pid)
         kill_a_rank(swarm.processes["p0"])
         told.rank_code = swarm.processes["p0"].wait(60.0)
         swarm.wait_for_round(last_round(swarm.processes["p1"]) + 2, ["p1"], 120.0)
@@ -109,6 +113,17 @@ def crash_daemon(swarm: LocalSwarm, told: Story, name: str) -> None:
 def kill_a_rank(process: Process) -> None:
     (rank,) = [child for child in psutil.Process(process.pid).children() if "spes_p2p.train.worker" in child.cmdline()]
     rank.kill()
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """Files in memory, and semaphores, that a process and all below it have mapped or open."""
+    found: set[str] = set()
+    for process in (pid, *children(pid)):
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        paths = [line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line]
+        paths += [file.path for file in psutil.Process(process).open_files()]
+        found.update(path for path in paths if path.startswith("/dev/shm/") and Path(path).exists())
+    return found
 
 
 def damage(folder: Path) -> str:
@@ -163,5 +178,6 @@ def test_everybody_else_ends_well(story: Story) -> None:
 
 
 def test_nothing_is_left(story: Story) -> None:
-    """No process, of which the fixture has made sure, and no temporary folder."""
+    """No process, of which the fixture has made sure, no temporary folder, and no shared memory."""
     assert story.left == []
+    assert [path for path in story.shared if Path(path).exists()] == []

@@ -6,32 +6,65 @@ virtual clock: tests/sync/test_kill_in_memory.py.
 
 from __future__ import annotations
 
+import shutil
 import signal
-from collections import Counter
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from spes_p2p import steps
+from spes_p2p.config.load import config_from_text
 from spes_p2p.config.schema import Config
-from spes_p2p.ids import short
-from spes_p2p.observe.events import Peer, Round, Warning
-from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.faults import Fault
+from spes_p2p.ids import NO_HASH, Hash, PeerId, short
+from spes_p2p.observe.events import Round
+from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.core.messages import MAJORITY
+from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.recorder import BEFORE, NEWEST, Played, load_recording, replay
+from spes_p2p.testing.faults import MUTE, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process
-from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, patience_seconds, peer_id_of, recomputed_state
+from tests.swarm.micro import (
+    LOCAL,
+    MICRO,
+    config_of,
+    layout_of,
+    local_swarm,
+    patience_seconds,
+    peer_id_of,
+    recomputed_state,
+)
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 NAMES = ("p0", "p1", "p2", "p3", "p4")
 OVERRIDES = ("swarm.min_peers=5", "swarm.experts_per_peer=4", "sync.steps_per_round=10")
 BEFORE_PLAN = Fault("plan", round=3)
 HALF_A_STREAM = Fault(steps.STREAM + " values", round=3)
 HANDING_OUT = Fault(steps.STREAM + " tiles", round=3)
-KNOWS_ALONE = Fault(steps.APPENDED, round=3)
+RIGHT_AFTER_PLAN = Fault("fetch", after="plan", round=3)
+"""The leader, as soon as somebody has reduced a slice of its plan."""
+WITH_CERTIFICATE = Fault(steps.APPENDED, round=3)
 WHILE_SAVING = Fault(steps.CHECKPOINT_WRITTEN, round=3)
-FAULTS = (BEFORE_PLAN, HALF_A_STREAM, HANDING_OUT, KNOWS_ALONE, WHILE_SAVING)
+LONELY = 8
+"""The round that ends with a leader who alone knows of the certificate: whoever verifies its proposal speaks to nobody
+but the leader from then on, so nobody else can count the votes."""
+KNOWS_ALONE = Fault("certify", after="propose", round=LONELY)
+MUTED = {name: Fault("verify", MUTE, peer=name, round=LONELY, seconds=4.0) for name in NAMES}
+KILLS = (KNOWS_ALONE, BEFORE_PLAN, HALF_A_STREAM, HANDING_OUT, WITH_CERTIFICATE, WHILE_SAVING, RIGHT_AFTER_PLAN)
+FAULTS = (*KILLS, *MUTED.values())
 """Every column has one owner here, so each victim is also the only owner of some."""
+
+
+@dataclass
+class Death:
+    """Who died of what, its exit code, and what each of the others said about it in the next two rounds."""
+
+    victim: str
+    code: int | None
+    said: dict[str, list[str]]
+    traced: list[str]
+    """Who of them printed a traceback."""
 
 
 @dataclass
@@ -40,12 +73,21 @@ class Story:
     config: Config
     ids: dict[str, str] = field(default_factory=dict)
     processes: dict[str, Process] = field(default_factory=dict)
-    victims: list[str] = field(default_factory=list)
-    codes: list[int | None] = field(default_factory=list)
+    deaths: list[Death] = field(default_factory=list)
+    accepted: Hash = NO_HASH
+    """What the leader had accepted that alone knew of the certificate."""
+    knew_at: dict[str, float] = field(default_factory=dict)
+    """When each of the others came to know how that round ended, and (`died_at`) when the leader died."""
+    died_at: float = 0.0
+    planned: list[tuple[int, tuple[PeerId, ...]]] = field(default_factory=list)
+    """(round, roster) of the plans that the others had from the leader that died right after one."""
     alone: str = ""
     end_code: int | None = None
+    saver: str = ""
     cut_short: set[str] = field(default_factory=set)
-    """Checkpoints that the last victim was writing when it died."""
+    """Checkpoints that `saver` was writing when it died."""
+    lines_said: dict[str, int] = field(default_factory=dict)
+    """Lines of output by peer that were looked at already."""
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +101,17 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
             swarm.peer(name, tokens, LOCAL, faults=FAULTS)
         swarm.wait_for_round(2, NAMES, 120.0)
         told.ids = {name: peer_id_of(swarm.processes[name]) for name in NAMES}
-        for fault in (BEFORE_PLAN, HALF_A_STREAM, HANDING_OUT):
+        kill_who_knows_alone(swarm, told)
+        for fault in (BEFORE_PLAN, HALF_A_STREAM):
             kill_one(swarm, fault, told)
         come_back(swarm, told, tokens)
-        for fault in (KNOWS_ALONE, WHILE_SAVING):
+        for fault in (HANDING_OUT, WITH_CERTIFICATE, WHILE_SAVING):
             kill_one(swarm, fault, told)
-        told.cut_short = partial_checkpoints(told.folder / told.victims[-1])
+        told.saver = told.deaths[-1].victim
+        told.cut_short = partial_checkpoints(told.folder / told.saver)
         come_back(swarm, told, tokens)
+        kill_two_at_once(swarm, told)
+        kill_the_planner(swarm, told)
         kill_all_but_one(swarm, told)
         told.end_code = end(swarm.processes[told.alone])
         for process in swarm.processes.values():
@@ -84,14 +130,98 @@ def up(swarm: LocalSwarm) -> list[str]:
 def kill_one(swarm: LocalSwarm, fault: Fault, told: Story) -> None:
     """The next to reach the step dies of it; the others have two more rounds in time."""
     before = up(swarm)
+    go_on(swarm, told, before, [strike(swarm, fault)])
+
+
+def strike(swarm: LocalSwarm, fault: Fault) -> str:
+    """Who died of it."""
     swarm.armoury.arm(fault)
-    swarm.wait_until(lambda: swarm.armoury.victim(fault) is not None, f"{fault}", before, fine=(None, -signal.SIGKILL))
+    watched = up(swarm)
+    swarm.wait_until(lambda: swarm.armoury.victim(fault) is not None, f"{fault}", watched, fine=(None, -signal.SIGKILL))
     victim = swarm.armoury.victim(fault)
     assert victim is not None
-    told.victims.append(victim)
-    told.codes.append(swarm.processes[victim].wait(10.0))
-    left = [name for name in before if name != victim]
+    return victim
+
+
+def go_on(swarm: LocalSwarm, told: Story, before: list[str], victims: list[str]) -> None:
+    """The others have two more rounds in time, and what they say meanwhile is noted."""
+    codes = {victim: swarm.processes[victim].wait(10.0) for victim in victims}
+    left = [name for name in before if name not in victims]
+    told_before = {name: told.lines_said.get(name, 0) for name in left}
     swarm.wait_for_round(newest(swarm, left) + 2, left, patience_seconds(swarm.processes[left[0]]))
+    news = {name: swarm.processes[name].output().splitlines()[told_before[name] :] for name in left}
+    told.lines_said |= {name: told_before[name] + len(news[name]) for name in left}
+    traced = [name for name in left if any("Traceback" in line for line in news[name])]
+    for victim in victims:
+        who = short(told.ids[victim])
+        said = {name: [line for line in news[name] if who in line] for name in left}
+        told.deaths.append(Death(victim, codes[victim], said, traced))
+
+
+def kill_who_knows_alone(swarm: LocalSwarm, told: Story) -> None:
+    """Armed long before its round, in which then nobody but the leader hears of a vote."""
+    for fault in MUTED.values():
+        swarm.armoury.arm(fault)
+    assert newest(swarm, up(swarm)) < LONELY - 1
+    before = up(swarm)
+    victim = strike(swarm, KNOWS_ALONE)
+    told.died_at = time.monotonic() - (time.time() - swarm.armoury.struck_at(KNOWS_ALONE))
+    swarm.armoury.disarm()
+    others = [name for name in before if name != victim]
+    swarm.wait_for_round(LONELY, others, patience_seconds(swarm.processes[others[0]]))
+    kept = told.folder / "recordings"
+    for name in others:  # at once: a recording keeps a few rounds, and the swarm goes on
+        shutil.copytree(told.folder / name / "flight", kept / name / "flight")
+    told.accepted = VoteBook(told.folder / victim / "run" / "votes").record.accepted_hash
+    for name in others:
+        steps = [step for step in replayed(kept / name) if step.round == LONELY - 1]
+        told.knew_at[name] = next(now_of(step) for step in steps if tells_the_end(step))
+    go_on(swarm, told, before, [victim])
+
+
+def kill_two_at_once(swarm: LocalSwarm, told: Story) -> None:
+    before = up(swarm)
+    victims = [before[-1], before[1]]
+    for name in victims:
+        swarm.processes[name].send(signal.SIGKILL)
+    go_on(swarm, told, before, victims)
+
+
+def kill_the_planner(swarm: LocalSwarm, told: Story) -> None:
+    """And what the others had of its plan by then."""
+    before = up(swarm)
+    victim = strike(swarm, RIGHT_AFTER_PLAN)
+    others = [name for name in before if name != victim]
+    round = newest(swarm, others) + 1
+    swarm.wait_for_round(round, others, patience_seconds(swarm.processes[others[0]]))
+    for step in (step for name in others for step in replayed(told.folder / name) if step.frame.event == "receive"):
+        plan = step.frame.arguments[0].plan
+        if plan is not None and plan.author == told.ids[victim]:
+            told.planned.append((step.round + 1, tuple(entry.peer for entry in plan.value.roster)))
+    go_on(swarm, told, before, [victim])
+
+
+def replayed(folder: Path) -> list[Played]:
+    """All that the flight recorder of a peer still has, decided again by the state machine."""
+    played: list[Played] = []
+    for path in (folder / "flight" / BEFORE, folder / "flight" / NEWEST):
+        if path.exists():
+            recording = load_recording(path)
+            config = config_from_text(recording.info.config)
+            played += replay(recording, rules_of(config, recording.info, layout_of(config)))
+    return played
+
+
+def now_of(step: Played) -> float:
+    """The last argument of every event."""
+    now: float = step.frame.arguments[-1]
+    return now
+
+
+def tells_the_end(step: Played) -> bool:
+    """Whether a peer came to know how its round ends: it counted the votes itself, was told, or asked who is ahead."""
+    commit = step.frame.arguments[0].commit if step.frame.event == "receive" else None
+    return bool({"certify", "follow"} & set(step.rules)) or (commit is not None and commit.manifest.round > step.round)
 
 
 def newest(swarm: LocalSwarm, names: list[str]) -> int:
@@ -115,12 +245,12 @@ def come_back(swarm: LocalSwarm, told: Story, tokens: Path) -> None:
 
 def kill_all_but_one(swarm: LocalSwarm, told: Story) -> None:
     """And the bootstrap node with them."""
-    told.alone = NAMES[0]
-    before = newest(swarm, [told.alone])
-    patience = patience_seconds(swarm.processes[told.alone])
-    for name in ("bootstrap", *NAMES[1:]):
+    before = up(swarm)
+    told.alone = before[0]
+    for name in ("bootstrap", *before[1:]):
         swarm.processes[name].send(signal.SIGKILL)
-    swarm.wait_for_round(before + 3, [told.alone], patience)
+    go_on(swarm, told, before, before[1:])
+    swarm.wait_for_round(newest(swarm, [told.alone]) + 1, [told.alone], patience_seconds(swarm.processes[told.alone]))
 
 
 def end(process: Process) -> int:
@@ -129,8 +259,25 @@ def end(process: Process) -> int:
 
 
 def test_each_died_at_its_step(story: Story) -> None:
-    assert len(story.victims) == len(FAULTS)
-    assert set(story.codes) == {-signal.SIGKILL}
+    assert len(story.deaths) > len(KILLS) + 2
+    assert {death.code for death in story.deaths} == {-signal.SIGKILL}
+
+
+def test_what_the_leader_alone_knew_to_be_certified_is_what_the_others_commit(story: Story) -> None:
+    """Nobody else knew: each of them counted the votes, or was told, when the leader was dead."""
+    assert len(story.knew_at) == len(NAMES) - 1
+    assert min(story.knew_at.values()) > story.died_at
+    chain = Chain(story.folder / story.alone / "run" / "chain")
+    assert chain.commit(LONELY).certificate.manifest == story.accepted != NO_HASH
+    assert chain.commit(LONELY).certificate.kind == MAJORITY
+
+
+def test_a_plan_outlives_its_leader(story: Story) -> None:
+    """The round that the others commit without it is of its plan, save for what died with it."""
+    round, planned = max(story.planned)
+    roster = {entry.peer for entry in Chain(story.folder / story.alone / "run" / "chain").commit(round).manifest.roster}
+    assert roster
+    assert roster <= set(planned)
 
 
 def test_everybody_agrees_on_every_round(story: Story) -> None:
@@ -150,21 +297,28 @@ def test_the_last_one_goes_on_alone_and_leaves(story: Story) -> None:
 
 
 def test_one_line_says_what_happened_and_no_exception(story: Story) -> None:
-    """The loss of a peer is told once by each survivor, however many slices it was part of."""
+    """Somebody tells of each loss, each of the survivors at most once, however many slices the lost was part of."""
     for process in story.processes.values():
         assert "Traceback" not in process.output(), process.name
-        events = [event for _, event in process.seen]
-        gone = Counter(event.who for event in events if isinstance(event, Peer) and event.change == "lost")
-        for name, who in story.ids.items():
-            deaths = story.victims.count(name) + (name != story.alone)
-            words = [event.message for event in events if isinstance(event, Warning) and short(who) in event.message]
-            assert gone[who] <= deaths
-            assert sum("lost" in message for message in words) <= deaths, words
+    for death in story.deaths:
+        assert not death.traced
+        assert any(death.said.values()), f"nobody said a word about the end of {death.victim}"
+        for lines in death.said.values():
+            assert sum(" lost (round " in line for line in lines) <= 1, lines
+            assert sum("left out of slice" in line for line in lines) <= 1, lines
+
+
+def test_what_each_recorded_is_decided_again(story: Story) -> None:
+    """The flight recordings of real processes, those that were killed and those that came back."""
+    for name in NAMES:
+        played = replayed(story.folder / name)
+        assert len(played) > 100
+        assert [step.frame.event for step in played if not step.same] == [], name
 
 
 def test_a_checkpoint_cut_short_costs_nothing(story: Story) -> None:
     """Who died while it saved has resumed from the checkpoint before."""
-    saver = story.processes[story.victims[-1]]
+    saver = story.processes[story.saver]
     assert "damaged" not in saver.output()
     assert story.cut_short
     assert not story.cut_short & partial_checkpoints(story.folder / saver.name)  # its second death may have cut another

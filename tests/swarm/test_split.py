@@ -6,10 +6,7 @@ in-memory network by tests/sync/test_splits.py.
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,8 +17,9 @@ from spes_p2p import steps
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import SLOW, Fault
-from spes_p2p.testing.processes import Host, LocalSwarm
+from spes_p2p.testing.processes import LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm
+from tests.swarm.namespaces import TwoHalves, may_make_namespaces
 
 NAMES = ("p0", "p1", "p2", "p3")
 STAY, CUT_OFF = NAMES[:3], NAMES[3]
@@ -31,58 +29,11 @@ SLOW_STEPS = Fault(steps.INNER_STEP, SLOW, times=0, factor=8.0)
 COMPLETE_SECONDS = 120.0
 
 
-def may_make_namespaces() -> bool:
-    return os.geteuid() == 0 and shutil.which("ip") is not None and not _ip("netns", "list", check=False)
-
-
-def _ip(*arguments: str, check: bool = True) -> int:
-    return subprocess.run(["ip", *arguments], check=check, capture_output=True).returncode
-
-
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not may_make_namespaces(), reason="needs root and iproute2 to make network namespaces"),
 ]
-
-
-class TwoHalves:
-    """Two switches in a namespace of their own, joined by one cable; every host in a namespace on one of them.
-
-    11.0.0.0/24 exists inside the namespaces only.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._tag = f"s{os.getpid() % 100000}"
-        self._hub = self._namespace("hub")
-        for switch in ("left", "right"):
-            _ip("-n", self._hub, "link", "add", switch, "type", "bridge")
-            _ip("-n", self._hub, "link", "set", switch, "up")
-        _ip("-n", self._hub, "link", "add", "cable", "type", "veth", "peer", "name", "socket")
-        for end, switch in (("cable", "left"), ("socket", "right")):
-            _ip("-n", self._hub, "link", "set", end, "master", switch, "up")
-
-    def host(self, name: str, switch: str, address: str) -> Host:
-        space = self._namespace(name)
-        _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", name, "netns", self._hub)
-        _ip("-n", self._hub, "link", "set", name, "master", switch, "up")
-        _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-        _ip("-n", space, "link", "set", "eth0", "up")
-        return Host(address, ("ip", "netns", "exec", space))
-
-    def pull(self) -> None:
-        _ip("-n", self._hub, "link", "set", "cable", "down")
-
-    def plug(self) -> None:
-        _ip("-n", self._hub, "link", "set", "cable", "up")
-
-    def _namespace(self, name: str) -> str:
-        space = f"{self._tag}-{name}"
-        _ip("netns", "add", space)
-        self._stack.callback(_ip, "netns", "del", space)
-        _ip("-n", space, "link", "set", "lo", "up")
-        return space
 
 
 @contextmanager

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.streams import FetchRequest
 from spes_p2p.sync.core.messages import Merge
 from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE, WRONG_SIZE
@@ -68,28 +71,73 @@ def test_poison_is_left_out_of_its_slice_and_named(folder: Path, value: float, r
     in_swarm(folder, play, small_config(peers=4))
 
 
+def sends_anything(liar: PretendPeer) -> None:
+    """Its server does not check what it sends, as that of who wants to harm would not."""
+    server = liar.net.transport._server
+    assert server is not None
+
+    async def find(caller: PeerId, request: FetchRequest) -> Blob:
+        return await liar.driver.on_fetch(caller, request.body)
+
+    server._find = find  # type: ignore[method-assign]
+
+
+def answers_otherwise(liar: PretendPeer, alter: Callable[[Blob], Blob]) -> None:
+    """In one round its values are `alter` of what they should be."""
+    honest = liar.driver._serving.answer
+
+    def answer(request: Request) -> Blob:
+        spoils = request.kind == VALUES and liar.driver.core.tip.round == SPOILT - 1
+        return alter(honest(request)) if spoils else honest(request)
+
+    liar.driver._serving.answer = answer  # type: ignore[method-assign]
+
+
+def check_left_out(swarm: MemorySwarm, reason: str) -> None:
+    """c is in no shared slice of the spoilt round, save those that it reduced itself, and each reducer names it."""
+    manifest = commits(swarm)[SPOILT].manifest
+    shared = [piece for piece in manifest.slices if piece.block == 0]
+    assert {"c" in piece.contributors for piece in shared if piece.reducer != "c"} == {False}
+    named = {(n.peer, n.text.rsplit(": ")[-1]) for life in swarm.up for n in life.notices if n.kind == "left out"}
+    assert named == {("c", reason)}
+    for reducer in {piece.reducer for piece in shared} - {"c"}:
+        assert [n.peer for n in peer(swarm, reducer).notices if n.kind == "left out"] == [
+            "c"
+        ]  # once, not for each slice
+
+
 @pytest.mark.parametrize("change", [-4, 4, 4096], ids=["too short", "too long", "far too long"])
-def test_values_of_the_wrong_size_are_left_out_and_named(folder: Path, change: int) -> None:
+def test_values_of_the_wrong_size_are_left_out_counted_and_named(folder: Path, change: int) -> None:
+    def other_size(blob: Blob) -> Blob:
+        data = bytes(blob.data)
+        return Blob(data[:change] if change < 0 else data + bytes(change))
+
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm, PretendWork())
-        liar = peer(swarm, "c").driver
-        honest = liar._serving.answer
-
-        def answer(request: Request) -> Blob:
-            blob = honest(request)
-            if request.kind == VALUES and liar.core.tip.round == SPOILT - 1:
-                data = bytes(blob.data)
-                return Blob(data[:change] if change < 0 else data + bytes(change))
-            return blob
-
-        liar._serving.answer = answer  # type: ignore[method-assign]
+        sends_anything(peer(swarm, "c"))
+        answers_otherwise(peer(swarm, "c"), other_size)
         await swarm.until_round(SPOILT + 2)
-        manifest = commits(swarm)[SPOILT].manifest
-        lacking = [piece for piece in manifest.slices if "c" not in piece.contributors and piece.block == 0]
-        assert lacking  # all but those that it reduced itself
-        named = {(n.peer, n.text.rsplit(": ")[-1]) for life in swarm.up for n in life.notices if n.kind == "left out"}
-        assert ("c", WRONG_SIZE) in named if change < 0 else named <= {("c", WRONG_SIZE), ("c", LOST)}
+        check_left_out(swarm, WRONG_SIZE)
+        for life in swarm.up:
+            assert [e.refused for e in life.applied_events if e.commit.manifest.round == SPOILT] == [("c",)]
         check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+def test_who_has_no_values_for_this_round_is_left_out_and_named(folder: Path) -> None:
+    """What it has is for another manifest: the request names which, so there is nothing to send."""
+
+    def of_another_round(blob: Blob) -> Blob:
+        raise RemoteProtocolError("no values of our own on top of that")
+
+    async def play(swarm: MemorySwarm) -> None:
+        await start(swarm, PretendWork())
+        answers_otherwise(peer(swarm, "c"), of_another_round)
+        await swarm.until_round(SPOILT + 2)
+        check_left_out(swarm, LOST)
+        check_agreement(swarm)
+        check_leases(swarm)
 
     in_swarm(folder, play, small_config(peers=4))
 

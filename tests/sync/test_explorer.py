@@ -7,6 +7,7 @@ that runs it again.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -14,6 +15,7 @@ from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.table import RULE_NAMES
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
 from spes_p2p.testing.judge import Violation
+from spes_p2p.testing.schedules import KINDS
 from tests.sync import planted
 
 SCHEDULES = int(os.environ.get("SPES_SCHEDULES", "5000"))
@@ -22,14 +24,18 @@ HUNT_LIMIT_SECONDS = 60 + SCHEDULES // 10
 
 
 @pytest.mark.timeout(HUNT_LIMIT_SECONDS)
-def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised() -> None:
+def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
+    record_property: Callable[[str, object], None],
+) -> None:
     summary = explore_in_parallel(FIRST_SEED, SCHEDULES, processes=2)
+    record_property("told", report(summary))
     assert not summary.findings, report(summary)
     assert summary.runs == SCHEDULES
     never = [name for name in RULE_NAMES if not summary.fired[name]]
     assert not never, report(summary)
     assert summary.totals["degraded"] > summary.runs // 100
-    assert summary.totals["forks"] > 0
+    assert set(summary.kinds) == {kind.name for kind in KINDS}
+    assert min(summary.totals[name] for name in ("forks", "switches", "restarts", "handovers")) > 0
     assert summary.totals["extinct"] < summary.runs // 50
 
 

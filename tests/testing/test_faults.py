@@ -68,6 +68,28 @@ def test_streams_are_told_apart_by_what_they_carry() -> None:
     assert hit == ["b"]
 
 
+def test_who_serves_somebody_else_is_not_hit() -> None:
+    hit: list[str] = []
+    planned = [Fault(steps.STREAM + " tiles", to="d"), Fault(steps.SERVE + "chain", to="d")]
+    with Faults(planned, lambda fault, peer, facts: hit.append(f"{peer} at {fault.step}")):
+        for peer, other in (("a", "b"), ("b", "d"), ("c", "d")):
+            reached(steps.STREAM, peer=peer, to=other, request=pack(Request(TILES)))
+        for peer, other in (("a", "c"), ("c", "d")):
+            reached(steps.SERVE + "chain", peer=peer, caller=other)
+    assert hit == ["b at stream tiles", "c at serve chain"]
+
+
+def test_a_fault_after_another_step_is_for_who_has_passed_it_in_that_round() -> None:
+    hit: list[tuple[str, int]] = []
+    planned = [Fault(steps.COLLECTED, after="plan", round=2, times=0)]
+    with Faults(planned, lambda fault, peer, facts: hit.append((peer, facts["round"]))):
+        for round, leader in ((1, "a"), (2, "b"), (3, "a"), (4, "c")):
+            reached("plan", peer=leader, round=round)
+            for peer in "ab":
+                reached(steps.COLLECTED, peer=peer, round=round)
+    assert hit == [("b", 2), ("a", 3)]
+
+
 def test_a_schedule_is_the_same_again_and_survives_the_environment() -> None:
     planned = schedule(7, "abc", range(3, 9), (KILL, FREEZE))
     assert planned == schedule(7, "abc", range(3, 9), (KILL, FREEZE))
@@ -100,6 +122,7 @@ def test_an_armed_fault_hits_one_process(tmp_path: Path) -> None:
     assert armoury.claim(fault, "p2")
     assert not armoury.claim(fault, "p1")
     assert armoury.victim(fault) == "p2"
+    assert armoury.struck_at(fault) > 0
 
 
 def play_schedule(folder: Path, seed: int) -> list[tuple[str, str, int]]:

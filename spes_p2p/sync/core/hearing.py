@@ -158,7 +158,7 @@ class Hearing(CoreState):
             return False
         if len(report.left_out) > len(piece.contributors) or any(len(why) > MAX_REASON for _, why in report.left_out):
             return False
-        if report.index in current.reports:
+        if report.index in current.reports or report.reducer in current.voids.get(report.index, {}):
             return False
         if not report.contributors:
             return self._take_void(signed)

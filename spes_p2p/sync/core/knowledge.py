@@ -31,6 +31,8 @@ MOST_PLANS = 16
 MAX_SEEDS = 16
 HOPELESS = 8
 """A proposal that could not be staged in so many tries gives way to another."""
+EMPTY_WORDS = 2
+"""So often the tiles of a report may be asked for in vain; once is enough of a peer that this has happened with."""
 MOST_REMEMBERED = 256
 """Heads of others of which we remember whether they belong to our history."""
 Key = tuple[int, int]
@@ -66,7 +68,8 @@ class RoundState:
     """Everything about the child of one manifest; forgotten when it is committed.
 
     `reports` are those that brought values; `voids` the words of reducers that had none. `seen` is when a reducer of
-    the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal.
+    the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
+    `empty_words` those to fetch what a reducer reported of a slice.
     """
 
     tip: Manifest
@@ -101,6 +104,7 @@ class RoundState:
     verified: set[Hash] = field(default_factory=set)
     unfit: dict[Hash, int] = field(default_factory=dict)
     in_vain: Counter[Hash] = field(default_factory=Counter)
+    empty_words: Counter[tuple[int, PeerId]] = field(default_factory=Counter)
     verify_after: float = 0.0
     own_vote: Signed[Acceptance] | None = None
     own_degraded: Signed[DegradedVote] | None = None

@@ -24,7 +24,7 @@ from spes_p2p.sync.core.actions import (
     CatchUp,
 )
 from spes_p2p.sync.core.hearing import Hearing
-from spes_p2p.sync.core.knowledge import MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
+from spes_p2p.sync.core.knowledge import EMPTY_WORDS, MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
 from spes_p2p.sync.core.messages import (
     DEGRADED,
     Acceptance,
@@ -35,6 +35,7 @@ from spes_p2p.sync.core.messages import (
     Merge,
     Report,
     Sealer,
+    Signed,
     Work,
     plan_hash,
 )
@@ -173,6 +174,9 @@ class Core(Hearing, Reducing, Voting, Speaking):
     def staged(self, key: Key, hashes: bytes, now: float) -> list[Action]:
         """The tiles of a slice are on disk."""
         self.round.fetching.pop(key, None)
+        wanted = self._missing().get(key)
+        if wanted is not None and wanted.hashes == hashes:
+            self._hollow.discard(wanted.first)
         self._stage(key, hashes)
         self._progress(now)
         return self._advance(now)
@@ -181,7 +185,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """No holder could give the tiles: what was reported of them is forgotten, until somebody says it again.
 
         Only who has the tiles repeats a report, so one of a lost reducer is gone for good and its slice is done again.
-        A report of other tiles than those that a proposal wants stays: heard again, it would pass for progress.
+        So it is with one that repeats what it never hands out. A report of other tiles than those that a proposal wants
+        stays: heard again, it would pass for progress.
         """
         current = self.round
         tried = current.fetching.pop(key, None)
@@ -191,7 +196,24 @@ class Core(Hearing, Reducing, Voting, Speaking):
         if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
             del current.reports[index]
             current.missing = None
+            self._note_empty_word(index, report)
         return self._advance(now)
+
+    def _note_empty_word(self, index: int, report: Signed[Report]) -> None:
+        """After a few of them the reducer's turn is over, and we remember it."""
+        current, reducer = self.round, report.author
+        current.empty_words[index, reducer] += 1
+        tries = 1 if reducer in self._hollow else EMPTY_WORDS
+        if current.empty_words[index, reducer] >= tries and not self._somebody_has(index, reducer):
+            current.voids.setdefault(index, {})[reducer] = report
+            if reducer not in self._hollow:
+                self._note("left out", "it says that it reduced a slice, and nobody can get it", reducer)
+            self._hollow.add(reducer)
+
+    def _somebody_has(self, index: int, reducer: PeerId) -> bool:
+        """Whether another than its reducer says that it has staged a slice of the plan."""
+        statuses = (contact.status for peer, contact in self.contacts.items() if peer != reducer)
+        return any(s.head == self.round.head and index < len(s.staged) and s.staged[index] for s in statuses)
 
     def built(self, build: Build, wire_root: Hash, state_root: Hash, merge: Merge | None, now: float) -> list[Action]:
         """The new state was computed here from `build`'s slices."""

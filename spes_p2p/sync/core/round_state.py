@@ -73,6 +73,8 @@ class CoreState:
         self._asked: dict[PeerId, float] = {}
         self._asked_last: PeerId | None = None
         self._asked_in_vain: Counter[PeerId] = Counter()
+        self._hollow: set[PeerId] = set()
+        """Whose tiles were asked for in vain: of them one try is enough, until one of theirs comes."""
         self._ahead_since: float | None = None
         self._on_chain = on_chain
         self._strays: dict[Hash, bool] = {}
@@ -244,7 +246,17 @@ class CoreState:
             known = [self._ballots()] + [s.ballots for s in self._electors_here() if s.peer in self.degraded_set]
         else:
             known = self._promisers(self.round.view)
+            free = [ballots for ballots in known if self._is_free(ballots)]
+            known = free if self._is_majority(len(free)) else known
         return max(known, key=lambda ballots: ballots.accepted, default=Ballots())
+
+    def _is_free(self, ballots: Ballots) -> bool:
+        """Whether an elector has accepted nothing, or what is here.
+
+        Any majority of promises will do. One without those who stand by a state that nobody hands out is the better
+        one: its tiles may never come.
+        """
+        return ballots.accepted < 0 or ballots.accepted_manifest in self.round.verified
 
     def _bound(self) -> tuple[bool, Proposal | None]:
         """Whether we must propose a certain manifest again, and its proposal where we have it.

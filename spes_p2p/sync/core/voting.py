@@ -76,12 +76,24 @@ class Voting(CoreState):
         bound, proposal = self._bound()
         if not bound:
             proposal = self._verified_before()
+        if bound and self._may_be_freed(proposal, now):
+            return None
         if bound or proposal is not None:
             return (proposal.manifest, proposal.wire_hashes) if proposal else None
         if self.round.outcome is None:
             return None
         build, outcome = self.round.outcome
         return self._make_manifest(outcome, now), build.hashes
+
+    def _may_be_freed(self, proposal: Proposal | None, now: float) -> bool:
+        """Whether promises that free us of what is not here may still come: two heartbeats are waited for them."""
+        current = self.round
+        if self.degraded_set or now - current.progress_at > 2 * self.pace.heartbeat_seconds:
+            return False
+        if proposal is not None and manifest_hash(proposal.manifest) in current.verified:
+            return False
+        living = sum(self.alive(peer, now) for peer in self._elector)
+        return len(self._promisers(current.view)) < living
 
     def _rule_verify(self, now: float) -> bool:
         """All slices of the proposal at hand are staged: compute the state that it names."""

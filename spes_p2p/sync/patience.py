@@ -1,0 +1,74 @@
+"""How long one fetch may take as a whole, so that nobody can hold others up for ever.
+
+A stream that pauses is given up by the transport. What never pauses and never ends, a byte now and then, or word after
+word that a place in the line will be free soon, is given up here. A link may be slow: an honest fetch may take half a
+round, or as long as 32 KiB a second take. Who did not come to an end in that time has half of it in the next try, and
+so on, until it ends one: all that a liar can cost is twice the first wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from spes_p2p.errors import PeerSilent
+from spes_p2p.ids import PeerId, short
+from spes_p2p.swarm.ports import Transport
+
+LEAST_BYTES_PER_SECOND = 32 * 2**10
+LONGEST_STALLS = 6
+"""What a small fetch may take, in times that a stream may pause."""
+_LOOK_SECONDS = 1.0
+
+
+class NeverEnding(PeerSilent):
+    """A fetch that went on, but for too long."""
+
+
+class Patience:
+    """`least_seconds()`: what any fetch may take; `round_seconds()`: how long a round trains, 0 while unknown."""
+
+    def __init__(self, least_seconds: Callable[[], float], round_seconds: Callable[[], float]) -> None:
+        self._least_seconds = least_seconds
+        self._round_seconds = round_seconds
+        self._strikes: Counter[PeerId] = Counter()
+
+    def seconds(self, peer: PeerId, size: int) -> float:
+        """How long `peer` may take for at most `size` bytes."""
+        usual = max(0.5 * self._round_seconds(), size / LEAST_BYTES_PER_SECOND)
+        return max(self._least_seconds(), usual / 2.0 ** min(self._strikes[peer], 16))
+
+    def doubts(self, peer: PeerId) -> bool:
+        """Whether it was given up lately: others are asked first."""
+        return peer in self._strikes
+
+    def lost(self, peer: PeerId) -> None:
+        """It did not come to an end in its time."""
+        self._strikes[peer] += 1
+
+    def kept(self, peer: PeerId) -> None:
+        """It came to an end."""
+        self._strikes.pop(peer, None)
+
+
+async def fetch_within(
+    transport: Transport,
+    peer: PeerId,
+    request: bytes,
+    stall_seconds: float,
+    max_bytes: int,
+    limit_seconds: Callable[[], float],
+) -> tuple[bytes, bytes]:
+    """`Transport.fetch` that raises NeverEnding when it takes longer than `limit_seconds()`, asked now and then."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    fetch = loop.create_task(transport.fetch(peer, request, stall_seconds, max_bytes))
+    try:
+        while (left := started + limit_seconds() - loop.time()) > 0:
+            if (await asyncio.wait((fetch,), timeout=min(left, _LOOK_SECONDS)))[0]:
+                return fetch.result()
+    finally:
+        fetch.cancel()
+        await asyncio.wait((fetch,))
+    raise NeverEnding(f"{short(peer)} did not come to an end in {loop.time() - started:.3g} s")

@@ -1,0 +1,126 @@
+"""A peer whose streams never pause and never end: bounded memory, and no round of the others is lost to it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from spes_p2p import wire
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm import stream_server
+from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.stream_server import StreamServer
+from spes_p2p.swarm.streams import BLOB, REFUSED, WAIT, BlobHead, ByteStream, FetchRequest, read_frame, write_frame
+from spes_p2p.sync.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
+from spes_p2p.sync.requests import TILES, VALUES, Request
+from spes_p2p.testing.memory_swarm import MemorySwarm
+from spes_p2p.testing.virtual_time import run_virtual
+from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, small_config, until
+
+LIAR = PeerId("d")
+
+
+class Liar:
+    """The serving side of one peer: answers some kinds of requests for ever, by waiting words or a byte at a time."""
+
+    def __init__(self, kind: str, trickles: bool) -> None:
+        self.kind, self.trickles, self.is_lying = kind, trickles, True
+
+    async def serve(self, server: StreamServer, caller: PeerId, stream: ByteStream) -> None:
+        _, body = await read_frame(stream, 2**20)
+        request = wire.unpack(FetchRequest, body)
+        try:
+            blob = await server._find(caller, request)
+        except RemoteProtocolError as error:
+            await write_frame(stream, REFUSED, str(error).encode())
+            return
+        if not self.is_lying or wire.unpack(Request, request.body).kind != self.kind:
+            await server._send(caller, stream, request, blob)
+            await stream.read(1)
+        elif self.trickles:
+            await self._trickle(stream, blob)
+        else:
+            while True:
+                await write_frame(stream, WAIT)
+                await asyncio.sleep(1.0)
+
+    async def _trickle(self, stream: ByteStream, blob: Blob) -> None:
+        data = memoryview(blob.data).cast("B")
+        await write_frame(stream, BLOB, wire.pack(BlobHead(data.nbytes, blob.header)))
+        for at in range(data.nbytes):
+            await stream.write(data[at : at + 1])
+            await asyncio.sleep(1.0)
+
+
+def lie(patch: pytest.MonkeyPatch, liar: Liar) -> None:
+    real = StreamServer._serve
+
+    async def serve(server: StreamServer, caller: PeerId, stream: ByteStream) -> None:
+        if server._me != LIAR:
+            await real(server, caller, stream)
+        else:
+            await liar.serve(server, caller, stream)
+
+    patch.setattr(stream_server.StreamServer, "_serve", serve)
+
+
+@pytest.mark.parametrize("kind", [VALUES, TILES])
+@pytest.mark.parametrize("trickles", [False, True], ids=["waits", "trickles"])
+def test_the_others_go_on_and_an_honest_end_is_counted_again(folder: Path, kind: str, trickles: bool) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abcd")
+        await swarm.until_round(2)
+        with pytest.MonkeyPatch.context() as patch:
+            liar = Liar(kind, trickles)
+            lie(patch, liar)
+            stood = max(life.round for life in swarm.up)
+            async with asyncio.timeout(600.0):
+                await swarm.until_round(stood + 8, "abc")
+            liar.is_lying = False
+            async with asyncio.timeout(600.0):
+                await until(counts(swarm, LIAR), 600.0)
+        check_agreement(swarm)
+        check_leases(swarm)
+        named = {notice.peer for life in swarm.up for notice in life.notices if notice.kind == "left out"}
+        assert named == {LIAR}
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+def test_a_slow_link_has_time_and_who_wastes_it_has_less() -> None:
+    patience = Patience(least_seconds=lambda: 10.0, round_seconds=lambda: 100.0)
+    assert patience.seconds(LIAR, 1000) == 50.0
+    assert patience.seconds(LIAR, 100 * LEAST_BYTES_PER_SECOND) == 100.0
+    waits = []
+    for _ in range(5):
+        waits.append(patience.seconds(LIAR, 1000))
+        patience.lost(LIAR)
+    assert waits == [50.0, 25.0, 12.5, 10.0, 10.0]
+    assert patience.doubts(LIAR)
+    patience.kept(LIAR)
+    assert patience.seconds(LIAR, 1000) == 50.0
+    assert not patience.doubts(LIAR)
+
+
+def test_a_fetch_is_given_up_as_a_whole() -> None:
+    class Slow:
+        async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+            return b""
+
+        async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+            await asyncio.sleep(float(request))
+            return Blob(request)
+
+    async def main() -> None:
+        network = MemoryNetwork(0)
+        await network.peer(LIAR).transport.serve(Slow())
+        transport = network.peer(PeerId("me")).transport
+        assert (await fetch_within(transport, LIAR, b"5", 60.0, 10, lambda: 6.0))[1] == b"5"
+        with pytest.raises(NeverEnding, match="did not come to an end in 6"):
+            await fetch_within(transport, LIAR, b"50", 60.0, 10, lambda: 6.0)
+
+    run_virtual(main(), 1000.0)
