@@ -248,6 +248,29 @@ def test_with_turns_a_leaver_trains_a_step_so_that_its_columns_are_handed_out(tm
     assert [work.steps for work in story.ready] == [STEPS, 1]
 
 
+def test_with_turns_a_leaver_that_is_still_named_hands_in_again(tmp_path: Path) -> None:
+    """Its wish came after the round was planned: its columns go out with the next one, all that was trained in them."""
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    answers = iter((False, True, True))
+    story.loop._nobody_counts_on_us = lambda newest: next(answers)  # type: ignore[method-assign]
+    brought: list[Values] = []
+
+    def note(work: Work) -> None:
+        brought.append(np.array(story.inputs.block(1)))
+        story.commit(counted=True, columns=len(brought) > 1)
+
+    story.on_ready = note
+    story.at_step[2] = story.gate.stop
+    story.play()
+    assert [work.steps for work in story.ready] == [2, 1]
+    first = brought[0] - story.store.version(0).block(1)
+    both = brought[1] - story.store.version(1).block(1)
+    assert np.abs(first).max() > 0
+    assert np.dot(first, both) > 0.5 * np.dot(first, first)
+    assert story.saved[-1][:1] == (story.commits[2].manifest,)
+
+
 def test_with_turns_it_is_the_committed_model_that_is_evaluated(tmp_path: Path) -> None:
     """What its own columns are ahead nobody else has; training goes on from there."""
     story = Story(tmp_path, "sync.expert_rounds=3", "eval.every_rounds=1")
