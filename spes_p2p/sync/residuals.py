@@ -198,7 +198,8 @@ class Residuals:
             if made is None:
                 self._drop_all_but(self._set.folder, self._staged.folder)
                 self._make(first, later, wire_hash)
-                publish_folder(self._staged.folder, self._folder(head))
+                with storing(self._folder(head), 0):
+                    publish_folder(self._staged.folder, self._folder(head))
                 made = _Set.read(self._folder(head), self._layout)
             self._enter(head, made)
 
