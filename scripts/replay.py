@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is 
 from spes_p2p.config.load import config_from_text
 from spes_p2p.errors import SpesError
 from spes_p2p.ids import short
-from spes_p2p.interop.hf import state_tensors
-from spes_p2p.state.layout import Layout
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.recorder import Played, load_recording, replay
@@ -28,7 +27,7 @@ def play(path: Path, events: bool) -> bool:
     """Prints one recording; whether everything was decided as it was then."""
     recording = load_recording(path)
     config = config_from_text(recording.info.config)
-    layout = Layout(state_tensors(config.model), config.sync.tile_values)
+    layout = state_layout(config)
     me = recording.state["me"]
     print(f"{path}: peer {short(me)} of run {recording.info.run_id}, {len(recording.frames)} events")
     steps: list[Played] = []

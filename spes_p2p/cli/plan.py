@@ -110,8 +110,6 @@ def _show(found: Answer, is_guess: bool) -> None:
             console.print(f'{EIGHT_BIT} needs: pip install "spes-p2p[optim8bit]"', markup=False)
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
-    if not all(cost.exists for cost in found.costs):
-        console.print("** by formula: this version does not have it")
     for line in _hints(found.question, is_guess):
         console.print(line)
 
@@ -185,7 +183,7 @@ def _sync_table(found: Answer) -> Table:
     table = _table(title, "codec", "up", "down", "time", "of all time", "a day, up + down")
     for cost in found.costs:
         table.add_row(
-            cost.codec if cost.exists else f"{cost.codec} **",
+            cost.codec,
             bytes_text(cost.bytes_up),
             bytes_text(cost.bytes_down),
             "-" if cost.seconds is None else seconds_text(cost.seconds),

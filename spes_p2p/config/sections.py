@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from spes_p2p.codecs.sizes import CODECS, Codec
 from spes_p2p.config.fields import Section, agreed, local
 from spes_p2p.errors import ConfigError
 
@@ -196,7 +197,17 @@ class SyncConfig(Section):
 
     enabled: bool = agreed("False: peers never exchange anything (only for a control experiment).", True)
     steps_per_round: Positive | Schedule = agreed("H, or a schedule [[until step, H], ..., [0, H]]; 0 is for ever.")
-    codec: Literal["fp32"] = agreed("How values travel.", "fp32")
+    codec: Codec = agreed(
+        "How values travel: fp32 as they are; the others send what changed, rounded to bf16, to 8 or 4 bits in small "
+        "blocks, or the largest 3% of it (topk), and send later what that leaves out.",
+        "fp32",
+    )
+    expert_codec: Codec = agreed("The same for expert columns (default: codec).")
+    expert_rounds: Positive = agreed(
+        "Rounds between two times that a column is handed out, staggered; its owners go on from their own values, the "
+        "others keep its last committed ones. Shared parameters are averaged in every round.",
+        1,
+    )
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(
         "How far an expert moves to its neighbours at step 0; 0 turns the merge off.", 0.05, ge=0, le=1
@@ -206,6 +217,12 @@ class SyncConfig(Section):
     tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=2**26)
     slice_tiles: Positive = agreed("Most tiles that are reduced together.", 16)
     outer: Literal["none"] = agreed("Outer optimizer on the averaged change.", "none")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        codec = data.get("codec", "fp32") if isinstance(data, dict) else None
+        return {"expert_codec": codec} | data if codec in CODECS else data
 
     @model_validator(mode="after")
     def _check(self) -> SyncConfig:

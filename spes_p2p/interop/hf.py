@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spes_p2p.config.schema import ModelConfig
+from spes_p2p.config.schema import Config, ModelConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.bank import Matrix
 from spes_p2p.model.params import ExpertPlace, Place, SharedPlace
-from spes_p2p.state.layout import StateTensor
+from spes_p2p.state.layout import Layout, StateTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -65,6 +65,12 @@ def state_tensors(model: ModelConfig) -> list[StateTensor]:
     column by layer, then gate, up, down.
     """
     return [tensor for tensor, _ in _entries(model)]
+
+
+def state_layout(config: Config) -> Layout:
+    """The grid of a run: where every value of its state lies, and how it travels."""
+    sync = config.sync
+    return Layout(state_tensors(config.model), sync.tile_values, sync.codec, sync.expert_codec)
 
 
 def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:

@@ -10,7 +10,7 @@ counted stale. What need not move stays where it is, since moving costs optimize
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from spes_p2p.ids import PeerId
@@ -34,9 +34,14 @@ class Wish:
     releases: tuple[int, ...] = ()
 
 
-def assign(ownership: Ownership, wishes: Mapping[PeerId, Wish], target_replicas: int) -> Ownership:
-    """Ownership of the next round. `wishes` has one entry for each next member, and nobody else."""
-    table = _Table(ownership, wishes)
+def assign(
+    ownership: Ownership, wishes: Mapping[PeerId, Wish], target_replicas: int, kept: Collection[int] = ()
+) -> Ownership:
+    """Ownership of the next round. `wishes` has one entry for each next member, and nobody else.
+
+    No owner that stays loses one of the columns `kept`, whatever is wished or fits.
+    """
+    table = _Table(ownership, wishes, kept)
     table.shed()
     table.grant_claims()
     for replicas in range(1, min(target_replicas, len(wishes)) + 1):
@@ -50,7 +55,7 @@ def assign(ownership: Ownership, wishes: Mapping[PeerId, Wish], target_replicas:
 class _Table:
     """Ownership in the making: `owners` by column, `held` by peer. All is tried in a fixed order."""
 
-    def __init__(self, ownership: Ownership, wishes: Mapping[PeerId, Wish]) -> None:
+    def __init__(self, ownership: Ownership, wishes: Mapping[PeerId, Wish], kept: Collection[int]) -> None:
         self.wishes = {peer: wishes[peer] for peer in sorted(wishes)}
         self.claims = {peer: frozenset(wish.claims) - frozenset(wish.releases) for peer, wish in self.wishes.items()}
         self.releases = {peer: frozenset(wish.releases) for peer, wish in self.wishes.items()}
@@ -58,14 +63,15 @@ class _Table:
         self.held: dict[PeerId, set[int]] = {peer: set() for peer in self.wishes}
         for column, present in enumerate(ownership):
             for peer in present:
-                if peer in self.wishes and column not in self.releases[peer]:
+                if peer in self.wishes and (column in kept or column not in self.releases[peer]):
                     self._give(peer, column)
+        self.kept = {peer: held & frozenset(kept) for peer, held in self.held.items()}
 
     def shed(self) -> None:
         """Who owns more than fits gives up what is missed least, claimed columns last."""
         for peer in self.wishes:
-            while self._room(peer) < 0 and self.held[peer]:
-                self._take(peer, self._least_missed(peer, self._unclaimed(peer) or self.held[peer]))
+            while self._room(peer) < 0 and (loose := self.held[peer] - self.kept[peer]):
+                self._take(peer, self._least_missed(peer, self._unclaimed(peer) or loose))
 
     def grant_claims(self) -> None:
         """Beside the present owners. Who has no room makes it, if it owns what it did not claim."""
@@ -150,7 +156,8 @@ class _Table:
             for rich in sorted(movable, key=lambda peer: (-len(self.held[peer]), peer)):
                 if len(self.held[rich]) - len(self.held[poor]) < 2:
                     break
-                columns = [column for column in self.held[rich] if self._may_take(poor, column)]
+                loose = self.held[rich] - self.kept[rich]
+                columns = [column for column in loose if self._may_take(poor, column)]
                 if columns:
                     return rich, poor, max(columns)
         return None
@@ -163,7 +170,7 @@ class _Table:
         return self.wishes[peer].max_columns - len(self.held[peer])
 
     def _unclaimed(self, peer: PeerId) -> set[int]:
-        return self.held[peer] - self.claims[peer]
+        return self.held[peer] - self.claims[peer] - self.kept[peer]
 
     def _may_take(self, peer: PeerId, column: int) -> bool:
         return peer not in self.owners[column] and column not in self.releases[peer]

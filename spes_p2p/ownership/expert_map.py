@@ -27,3 +27,8 @@ def orphans(ownership: Ownership) -> tuple[int, ...]:
 def restricted(ownership: Ownership, peers: Collection[PeerId]) -> Ownership:
     """The same ownership with everyone else's claims removed."""
     return tuple(tuple(owner for owner in owners if owner in peers) for owners in ownership)
+
+
+def sole_columns(ownership: Ownership, peer: PeerId) -> tuple[int, ...]:
+    """The columns that `peer` owns alone, rising."""
+    return tuple(column for column, owners in enumerate(ownership) if owners == (peer,))

@@ -17,7 +17,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
@@ -115,7 +115,7 @@ async def _organise(
     say: Say,
     ready: Callable[[str], None],
 ) -> None:
-    layout = Layout(state_tensors(config.model), config.sync.tile_values)
+    layout = state_layout(config)
     folder = options.folder / "run"
     claim_folder(folder, info, layout)
     async with contextlib.AsyncExitStack() as stack:

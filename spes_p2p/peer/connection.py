@@ -18,12 +18,11 @@ from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.peer.stopping import Stopped, until_stopped
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
@@ -42,6 +41,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.recorder import FlightRecorder
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.transfer import Transfers, WrongSize
 
@@ -227,7 +227,7 @@ class Connection:
         if options.data is not None:
             overrides.append(f"data.path={options.data}")
         self.config = apply_peer_overrides(agreed, overrides)
-        self.layout = Layout(state_tensors(self.config.model), self.config.sync.tile_values)
+        self.layout = state_layout(self.config)
         if options.owned_experts is not None:
             check_columns(options.owned_experts, self.layout.num_columns)
         column_budget(options, self.config.swarm.experts_per_peer, 0, self.layout.num_columns)
@@ -260,7 +260,8 @@ class Connection:
         )  # fmt: skip
         place = await joining.enter(intent, self._announcer.sources)
         inputs, moments = Inputs(folder / "inputs", self.layout), MomentShelf(folder / "moments", self.layout)
-        self._disk = Disk(place.store, place.chain, place.votes, inputs, moments)
+        residuals = Residuals(folder / "residuals", self.layout)
+        self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments)
         core = Core(
             me=network.signer.peer_id,
             incarnation=place.votes.incarnation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StorageFull
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Event, Warning
+from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.training import Uncounted
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
+from spes_p2p.sync.driver import Disk
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.inputs import Carried
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack
 
@@ -74,7 +79,7 @@ class Resumed:
     def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
         private: dict[str, Any] = checkpoint.private()
         self.round: int = private["round"]
-        self.manifest: bytes = private["manifest"]
+        self.manifest = Hash(private["manifest"])
         self.uncounted = Uncounted(**private["uncounted"])
         self._private = private
         self._version = checkpoint.version(layout)
@@ -119,3 +124,24 @@ class Resumed:
             return False
         loader.load_state_dict(place)
         return True
+
+    def columns_ahead(self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer) -> Carried | None:
+        """The state of `tip` with what the trainer, restored, is ahead in columns that were not handed out since.
+
+        None where the checkpoint is of another history, or holds work that no round had counted: its data was leased
+        to others.
+        """
+        if self.uncounted.tokens or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
+            return None
+        then = disk.chain.commit(self.round).manifest.ownership
+        columns = [
+            column
+            for column in columns_of(tip.ownership, me)
+            if column in trainer.owned
+            and tip.column_rounds[column] <= self.round
+            and (then[column] == (me,)) == (tip.ownership[column] == (me,))  # what rounding left is where it was
+        ]
+        disk.inputs.take(self.manifest, [1 + column for column in columns], trainer.contribution)
+        tiles = itertools.chain(*(layout.tile_ids_of(1 + column) for column in columns))
+        new, old = disk.store.version(tip.round), self._version
+        return Carried(layout, new, old, disk.inputs, frozenset(tiles), old.is_sound)

@@ -114,10 +114,13 @@ def _train(
     saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
     dump = None
     if options.dump_rounds is not None:
-        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.codec, config.sync.merge_top_k)
+        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k)
     loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds)
     exactly = _restore(resumed, tip, loop, trainer, loader)
-    loop.run(tip.manifest, resumed=exactly)
+    carried = None
+    if resumed is not None and not exactly and config.sync.expert_rounds > 1:
+        carried = resumed.columns_ahead(tip.manifest, me, connection.layout, connection.disk, trainer)
+    loop.run(tip.manifest, exactly, carried)
 
 
 def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:
@@ -202,7 +205,6 @@ def _make_loader(config: Config, info: RunInfo, dataset: Dataset, me: PeerId) ->
 
 def _note_commit(event: Applied, bus: EventBus) -> None:
     manifest = event.commit.manifest
-    stale = tuple(column for column, round in enumerate(manifest.column_rounds) if round < manifest.round)
     bus.emit(
         Round(
             round=manifest.round,
@@ -215,7 +217,7 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             seconds=event.seconds,
             model_hash=manifest.state_root.hex(),
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
-            stale_columns=stale if manifest.slices else (),
+            stale_columns=event.stale_columns if manifest.slices else (),
             deadline_seconds=round(event.deadline_seconds, 3),
             refused=tuple(event.refused),
             lost_tokens=event.lost_tokens,

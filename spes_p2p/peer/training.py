@@ -31,6 +31,7 @@ from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.inputs import Carried
+from spes_p2p.sync.outgoing import Masters
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 
@@ -54,6 +55,7 @@ class _Turn:
     manifest: Manifest
     head: Hash
     base: Version
+    masters: Masters
     owned: tuple[int, ...]
 
 
@@ -89,6 +91,8 @@ class TrainingLoop:
         self._dump = dump
         self._last_round = last_round
         self._me = connection.peer_id
+        self._takes_turns = config.sync.expert_rounds > 1
+        self._is_ahead = self._takes_turns or connection.layout.codec_of(1) != "fp32"
         self._moments = HandOver(connection, config, trainer, emit)
         self._turn: _Turn | None = None
         self._handed_in = NO_HASH
@@ -100,14 +104,15 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- life
 
-    def run(self, start: Manifest, resumed: bool = False) -> None:
+    def run(self, start: Manifest, resumed: bool = False, carried: BlockSource | None = None) -> None:
         """From the state of `start` on, until the gate says stop or the last round is committed.
 
-        `resumed`: the trainer and loader already stand where a checkpoint of `start` left them.
+        `resumed`: the trainer and loader already stand where a checkpoint of `start` left them. `carried`: else, values
+        to begin with where they are not just those of `start`.
         """
         self._taken = start.round
         if self._connection.is_member():
-            self._begin(start, None, resumed)
+            self._begin(start, carried, resumed)
         while not self._gate.stopping and not self._is_over():
             if self._turn is not None and self._handed_in != self._turn.head:
                 self._train()
@@ -161,21 +166,37 @@ class TrainingLoop:
             if not self._connection.others():
                 self._save(turn.manifest, turn.base, self.uncounted, final=True)
                 return
+            self._train_one_step()
             self._hand_in(turn)
         self._connection.leave()
         self._moments.offer_all(turn.manifest)
+        uncounted: frozenset[int] | None = None
         while time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
-            if news.applied:
+            newest = news.applied[-1].commit.manifest if news.applied else turn.manifest
+            if news.applied and self._takes_turns and not self._nobody_counts_on_us(newest):
+                turn, uncounted = self._hand_in_again(turn, news.applied), None
+            elif news.applied:
                 self._dump_round(news.applied[0])
                 self._note_counted(news.applied[0])
-                newest = news.applied[-1].commit.manifest
+                if uncounted is None:  # the first child is the only one that can have counted our snapshot
+                    uncounted = news.applied[0].uncounted
                 self._moments.still_stand(news.applied)
                 if self._nobody_counts_on_us(newest):
-                    self._save_last(turn, newest)
+                    self._save_last(turn, newest, uncounted)
                     self._moments.wait_until_taken(newest, until)
                     self._wait_for_archive(newest, until)
                     return
+
+    def _hand_in_again(self, turn: _Turn, events: tuple[Applied, ...]) -> _Turn:
+        """Who is still named when it leaves had columns to hand out that the round did not take."""
+        self._take(events)
+        if self._turn is None:
+            return turn
+        self._train_one_step()
+        self._hand_in(self._turn)
+        self._moments.offer_all(self._turn.manifest)
+        return self._turn
 
     def _nobody_counts_on_us(self, newest: Manifest) -> bool:
         """The manifest does not name us, or names nobody who stays: the last to leave stay named."""
@@ -188,10 +209,14 @@ class TrainingLoop:
         while time.monotonic() < until and self._connection.is_archive_behind(newest.round):
             self._gate.wait(time.monotonic() + 0.2, heed_stop=False)
 
-    def _save_last(self, turn: _Turn, newest: Manifest) -> None:
-        """What a later life goes on from: the state that we leave behind, and moments as new as it."""
+    def _save_last(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int]) -> None:
+        """What a later life goes on from: the state that we leave behind, and moments as new as it.
+
+        With turns also what our columns are ahead: where nobody stays, nobody has taken them over.
+        """
         base = self._connection.disk.store.version(newest.round)
-        self._trainer.adopt(turn.owned, base, newest.step)
+        own = self._carried(turn, newest, uncounted) if self._takes_turns else self._masters(newest)
+        self._trainer.adopt(turn.owned, own, newest.step)
         self._save(newest, base, self.uncounted, final=True)
 
     # ---------------------------------------------------------------- one round
@@ -213,6 +238,13 @@ class TrainingLoop:
         fit = self._trainer.columns_that_fit() if steps else None
         if fit is not None and self._connection.limit_columns(fit):
             self._emit(Warning(f"activations leave memory for {fit} expert columns: no more will be taken over"))
+
+    def _train_one_step(self) -> None:
+        """Columns are handed out with work that a round counts: who leaves and has none would keep them to itself."""
+        if self._takes_turns and not self.uncounted.tokens:
+            work = run_inner_steps(self._trainer, self._loader, 1, lambda: False, self._on_step, self._emit)
+            self.uncounted.tokens += work.tokens
+            self.uncounted.steps += work.steps
 
     def _on_step(self, result: StepResult, own_steps: int) -> None:
         now = time.monotonic()
@@ -277,8 +309,7 @@ class TrainingLoop:
             return
         carried = None
         if turn is not None and self._keep_place(newest, used):
-            new = self._connection.disk.store.version(newest.round)
-            carried = Carried(self._connection.layout, new, turn.base, self._connection.disk.inputs, uncounted)
+            carried = self._carried(turn, newest, uncounted)
         self._begin(newest, carried, resumed=False)
 
     def _go_over(self, events: tuple[Applied, ...]) -> None:
@@ -292,6 +323,17 @@ class TrainingLoop:
         self._gate.use(newest.round)
         if self._connection.is_member():
             self._begin(newest, None, resumed=False)
+
+    def _masters(self, manifest: Manifest) -> Masters:
+        """What is trained on after `manifest`, where it counted all that was trained before."""
+        disk = self._connection.disk
+        ahead = disk.residuals.ahead(manifest_hash(manifest))
+        return Masters(self._connection.layout, disk.store.version(manifest.round), ahead)
+
+    def _carried(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int]) -> Carried:
+        """What is trained on after `newest`, which did not count what was trained of these tiles."""
+        layout, inputs = self._connection.layout, self._connection.disk.inputs
+        return Carried(layout, self._masters(newest), turn.masters, inputs, uncounted, turn.base.is_sound)
 
     def _own_tiles(self, turn: _Turn) -> frozenset[int]:
         layout = self._connection.layout
@@ -330,29 +372,35 @@ class TrainingLoop:
         base = self._connection.disk.store.version(manifest.round)
         owned = columns_of(manifest.ownership, self._me)
         first = self._turn is None
-        self._turn = _Turn(manifest, manifest_hash(manifest), base, owned)
+        masters = self._masters(manifest)
+        self._turn = _Turn(manifest, manifest_hash(manifest), base, masters, owned)
         if not resumed:
             if first:
                 self.uncounted = Uncounted()
             if first and isinstance(self._loader, LeasedLoader):
                 self._restart_loader(manifest.leases.of(self._me))
             new = set(owned) - set(self._trainer.owned)
-            self._trainer.adopt(owned, carried or base, manifest.step)
+            if self._is_ahead and self._evaluates(manifest):  # what is trained on is not what the run has
+                self._trainer.adopt(owned, base, manifest.step)
+                self._evaluate(manifest)
+            self._trainer.adopt(owned, carried or masters, manifest.step)
             self._moments.take(manifest, new)
             self._save(manifest, base, self.uncounted)
         self._gate.use(manifest.round)
-        self._evaluate(manifest)
+        if not self._is_ahead and self._evaluates(manifest):
+            self._evaluate(manifest)
 
     def _evaluate(self, manifest: Manifest) -> None:
-        """The held-out loss of the model that is about to be trained."""
-        every = self._config.eval.every_rounds
-        if not every or manifest.round % every or not self._is_evaluator(manifest):
-            return
+        """The held-out loss of the model as it is loaded."""
         batches = held_out_batches(self._dataset, self._config, self._config.eval.sequences)
         loss = self._trainer.evaluate(itertools.takewhile(lambda batch: not self._gate.stopping, batches))
         if np.isfinite(loss) and not self._gate.stopping:
             tokens = self._config.eval.sequences * self._config.data.sequence_length
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))
+
+    def _evaluates(self, manifest: Manifest) -> bool:
+        every = self._config.eval.every_rounds
+        return bool(every) and manifest.round % every == 0 and self._is_evaluator(manifest)
 
     def _is_evaluator(self, manifest: Manifest) -> bool:
         """One peer whose model is the committed one; without exchange everybody, since each has a model of its own."""

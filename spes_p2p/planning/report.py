@@ -171,7 +171,6 @@ def _fit_json(fit: Fit | None, before: Options) -> dict[str, Any] | None:
 
 def _cost_json(cost: SyncCost) -> dict[str, Any]:
     return {
-        "in_this_version": cost.exists,
         "bytes_up": round(cost.bytes_up),
         "bytes_down": round(cost.bytes_down),
         "seconds": cost.seconds,

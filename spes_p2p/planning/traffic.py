@@ -15,29 +15,36 @@ to the values (below 1%).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
 
+from spes_p2p.codecs.sizes import CODECS, Codec, bytes_a_value
 from spes_p2p.config.schema import Config, steps_per_round_at
-from spes_p2p.config.sections import SyncConfig
 from spes_p2p.planning.sizes import Sizes
 
-CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
-"""Of a value on the wire; the quantised ones with one fp32 scale for 128 values."""
 DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Values that one peer sends and receives in a round, and the same summed over all peers."""
+    """Values that one peer sends and receives in a round, of the shared parameters and of expert columns."""
 
-    up_values: float
-    down_values: float
+    up_shared: float
+    up_columns: float
+    down_shared: float
+    down_columns: float
 
-    def bytes_up(self, codec: str) -> float:
-        return self.up_values * CODEC_BYTES[codec]
+    @property
+    def up_values(self) -> float:
+        return self.up_shared + self.up_columns
 
-    def bytes_down(self, codec: str) -> float:
-        return self.down_values * CODEC_BYTES[codec]
+    @property
+    def down_values(self) -> float:
+        return self.down_shared + self.down_columns
+
+    def bytes_up(self, codec: Codec, expert_codec: Codec | None = None) -> float:
+        return self.up_shared * bytes_a_value(codec) + self.up_columns * bytes_a_value(expert_codec or codec)
+
+    def bytes_down(self, codec: Codec, expert_codec: Codec | None = None) -> float:
+        return self.down_shared * bytes_a_value(codec) + self.down_columns * bytes_a_value(expert_codec or codec)
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,9 @@ class Link:
 
 @dataclass(frozen=True)
 class SyncCost:
-    """One codec on one link. None where something it needs was not given."""
+    """One codec, or one for shared parameters and one for columns, on one link. None where something was not given."""
 
     codec: str
-    exists: bool
-    """Whether this version has the codec."""
     bytes_up: float
     bytes_down: float
     seconds: float | None
@@ -93,27 +98,27 @@ def round_traffic(sizes: Sizes, spread: Spread, expert_rounds: int = 1) -> Traff
     """The formula above; columns travel in every `expert_rounds`-th round. For one peer alone, nothing moves."""
     others, replicas, owned = spread.peers - 1, spread.replicas, spread.owned
     if not others:
-        return Traffic(0.0, 0.0)
+        return Traffic(0.0, 0.0, 0.0, 0.0)
     share, column = 2 * others / spread.peers * sizes.shared, sizes.column / expert_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
-    return Traffic(share + up, share + down)
-
-
-def codecs() -> tuple[str, ...]:
-    """Those of this version, then those that only have a formula yet."""
-    return (*_present(), *(name for name in CODEC_BYTES if name not in _present()))
+    return Traffic(share, up, share, down)
 
 
 def sync_costs(
     config: Config, peers: int, owned: int, link: Link, tokens_per_second: float | None
 ) -> tuple[SyncCost, ...]:
-    """For each codec: `owned` columns here, `swarm.experts_per_peer` at each other of `peers`, all equally fast."""
+    """What is configured, then each other codec: `owned` columns here, `swarm.experts_per_peer` at each other peer.
+
+    All peers are equally fast.
+    """
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
-    traffic = round_traffic(sizes, spread, getattr(config.sync, "expert_rounds", 1))
+    traffic = round_traffic(sizes, spread, config.sync.expert_rounds)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
-    return tuple(_cost(codec, traffic, link, training) for codec in codecs())
+    configured = config.sync.codec, config.sync.expert_codec
+    pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]
+    return tuple(_cost(shared, columns, traffic, link, training) for shared, columns in pairs)
 
 
 def round_tokens(config: Config) -> int:
@@ -122,15 +127,12 @@ def round_tokens(config: Config) -> int:
     return steps * config.optimizer.batch_sequences * config.data.sequence_length
 
 
-def _cost(codec: str, traffic: Traffic, link: Link, training_seconds: float | None) -> SyncCost:
-    up, down = traffic.bytes_up(codec), traffic.bytes_down(codec)
+def _cost(shared: Codec, columns: Codec, traffic: Traffic, link: Link, training_seconds: float | None) -> SyncCost:
+    up, down = traffic.bytes_up(shared, columns), traffic.bytes_down(shared, columns)
     seconds = link.seconds(up, down) if link.is_known else None
     share = per_day = None
     if seconds is not None and training_seconds is not None:
         share = seconds / (seconds + training_seconds)
         per_day = (up + down) * DAY_SECONDS / (seconds + training_seconds)
-    return SyncCost(codec, codec in _present(), up, down, seconds, share, per_day)
-
-
-def _present() -> tuple[Any, ...]:
-    return get_args(SyncConfig.model_fields["codec"].annotation)
+    name = shared if shared == columns else f"{shared}, experts {columns}"
+    return SyncCost(name, up, down, seconds, share, per_day)

@@ -3,7 +3,8 @@
 Block 0 holds the shared tensors, block 1 + e those of expert column e, each in the order in which the tensors are
 given (design section 4 "Bytes"; the canonical list comes from the name table of interop). A block is a flat array of
 row-major fp32 values without padding. Tiles are cut inside each block, so that no tile spans two blocks; their global
-ids count through the blocks. Pure arithmetic: no files, no torch.
+ids count through the blocks. What a round hands out of a tile is as long as its block's codec makes it, for all tiles
+alike. Pure arithmetic: no files, no torch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from spes_p2p.codecs.sizes import Codec, encoded_bytes
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, sha256
 
@@ -87,11 +89,18 @@ class Tile:
 class Layout:
     """The grid of a run: the same at every peer, and the same for the whole run."""
 
-    def __init__(self, tensors: Sequence[StateTensor], tile_values: int) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[StateTensor],
+        tile_values: int,
+        shared_codec: Codec = "fp32",
+        expert_codec: Codec = "fp32",
+    ) -> None:
         """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense."""
         if tile_values < 1:
             raise ConfigError(f"sync.tile_values is {tile_values}, not positive", fix="set it to 1048576")
         self.tile_values = tile_values
+        self._codecs = shared_codec, expert_codec
         self.tensors = tuple(tensors)
         self.num_columns = _count_columns(self.tensors)
         self.blocks = tuple(_place(index, self.tensors) for index in range(1 + self.num_columns))
@@ -124,6 +133,23 @@ class Layout:
         if not 0 <= offset < self.blocks[block].size:
             raise IndexError(f"value {offset} is outside block {block} of {self.blocks[block].size} values")
         return self.tiles[self._tile_ranges[block].start + offset // self.tile_values]
+
+    def codec_of(self, block: int) -> Codec:
+        """How what a round changes of a block travels."""
+        return self._codecs[block > 0]
+
+    def wire_bytes(self, tile: Tile) -> int:
+        """Length of what a round hands out of a tile."""
+        return encoded_bytes(self.codec_of(tile.block), tile.size)
+
+    def wire_offset(self, tile: Tile) -> int:
+        """Where that begins among the bytes of its block."""
+        return tile.start // self.tile_values * encoded_bytes(self.codec_of(tile.block), self.tile_values)
+
+    def wire_block_bytes(self, block: int) -> int:
+        """Length of what a round hands out of a whole block."""
+        tiles = self.tiles_of(block)
+        return self.wire_offset(tiles[-1]) + self.wire_bytes(tiles[-1]) if tiles else 0
 
     def locate(self, name: str) -> tuple[int, int, tuple[int, ...]]:
         """(block, offset in values, shape) of a tensor. Raises KeyError for an unknown name."""

@@ -141,8 +141,14 @@ class StateStore:
         Those of a version are hashed first; those of a staging were when they were written, not long ago.
         """
         places: tuple[Staging | Version, ...] = (*self._versions.values(), *self._stagings.values())
-        found = (place.find(tile_hash) for place in reversed(places))
-        return next((data for data in found if data is not None), None)
+        for place in reversed(places):
+            try:
+                data = place.find(tile_hash)
+            except OSError:  # its files went away in this moment, with the round that it belonged to
+                continue
+            if data is not None:
+                return data
+        return None
 
     def recall(self, wanted: Mapping[int, Hash]) -> Iterator[tuple[int, memoryview, Hash]]:
         """(id, bytes, hash) of those of `wanted` that are anywhere on this disk, checkpoints included."""

@@ -5,7 +5,7 @@ The folder is a round of the store, a finished staging area or a checkpoint; the
     block-00000.f32     the shared block, little-endian fp32; block-%05d.f32 for column block - 1
     hashes.bin          the state hash of every tile, one after the other
     wire/               (while the round and its successor run) what was handed out in the round, before merge
-        block-%05d.f32  the same inode as above where the merge changed nothing
+        block-%05d.f32  with the fp32 codec, the same inode as above where the merge changed nothing; else encoded tiles
         hashes.bin      the wire hash of every tile, zeros where a tile was not handed out
 
 Nothing new is ever written here; `staging` makes new versions and `store` keeps the list of them. Only `mend` writes:
@@ -49,6 +49,13 @@ def map_block(path: Path, size: int) -> Values:
     return np.memmap(path, DTYPE, mode="r", shape=(size,))
 
 
+def map_bytes(path: Path, size: int) -> memoryview:
+    """The first `size` bytes of a file as a read-only map."""
+    if size == 0:
+        return memoryview(b"")
+    return np.memmap(path, np.uint8, mode="r", shape=(size,)).data
+
+
 def bytes_of(values: Values) -> memoryview:
     """The bytes of contiguous values, without a copy."""
     return values.data.cast("B") if values.size else memoryview(b"")
@@ -61,12 +68,13 @@ class Version:
         self.folder = folder
         self.round = round
         self.layout = layout
-        self._maps: dict[tuple[bool, int], Values] = {}
+        self._maps: dict[int, Values] = {}
+        self._wire_maps: dict[int, memoryview] = {}
         self._files: dict[int, tuple[int, int]] = {}
         for block in layout.blocks:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)
             self._files[block.index] = _identity(os.stat(folder / block_file(block.index)))
-            self._map(False, block.index)  # at once: another history's version may take the folder's place
+            self._map(block.index)  # at once: another history's version may take the folder's place
         self.tile_hashes = _read_hashes(folder / HASHES_FILE, layout)
         self.root = layout.root_of(self.tile_hashes)
         self.damaged: set[int] = set()
@@ -86,15 +94,28 @@ class Version:
 
     def block(self, index: int) -> Values:
         """The values of a block, read-only, shape [block size]; the map outlives `StateStore.drop`."""
-        return self._map(False, index)
+        return self._map(index)
 
     def tile(self, tile_id: int) -> memoryview:
         """The bytes of a tile of the state."""
-        return self._tile(False, tile_id)
+        tile = self.layout.tiles[tile_id]
+        return bytes_of(self._map(tile.block)[tile.start : tile.stop])
+
+    def sound_tile(self, tile_id: int) -> memoryview:
+        """The bytes of a tile of the state, hashed first: damage must not spread. Raises TileDamaged."""
+        data = self.tile(tile_id)
+        if hash_tile(data) != self.tile_hashes[tile_id]:
+            self.damaged.add(tile_id)
+            raise self.damage(tile_id)
+        return data
+
+    def sound_values(self, tile_id: int) -> Values:
+        """The same as flat fp32."""
+        return np.frombuffer(self.sound_tile(tile_id), DTYPE)
 
     def wire_tile(self, tile_id: int) -> memoryview | None:
         """The bytes that the round handed out for a tile, or None where it did not."""
-        return None if self.wire_hashes[tile_id] == NO_HASH else self._tile(True, tile_id)
+        return None if self.wire_hashes[tile_id] == NO_HASH else self._wire_tile(tile_id)
 
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The bytes with this state or wire hash, or None. They are hashed first: a disk may have changed them."""
@@ -102,7 +123,7 @@ class Version:
         if tile_id < 0:
             return None
         try:
-            data = self._tile(wire, tile_id)
+            data = self._wire_tile(tile_id) if wire else self.tile(tile_id)
         except (OSError, ValueError):  # its file is gone, or was cut short
             return None
         if hash_tile(data) == tile_hash:
@@ -184,15 +205,18 @@ class Version:
         finally:
             os.close(descriptor)
 
-    def _map(self, wire: bool, index: int) -> Values:
-        if (wire, index) not in self._maps:
-            folder = self.folder / WIRE_FOLDER if wire else self.folder
-            self._maps[wire, index] = map_block(folder / block_file(index), self.layout.blocks[index].size)
-        return self._maps[wire, index]
+    def _map(self, index: int) -> Values:
+        if index not in self._maps:
+            self._maps[index] = map_block(self.folder / block_file(index), self.layout.blocks[index].size)
+        return self._maps[index]
 
-    def _tile(self, wire: bool, tile_id: int) -> memoryview:
+    def _wire_tile(self, tile_id: int) -> memoryview:
         tile = self.layout.tiles[tile_id]
-        return bytes_of(self._map(wire, tile.block)[tile.start : tile.stop])
+        if tile.block not in self._wire_maps:
+            path = self.folder / WIRE_FOLDER / block_file(tile.block)
+            self._wire_maps[tile.block] = map_bytes(path, self.layout.wire_block_bytes(tile.block))
+        start = self.layout.wire_offset(tile)
+        return self._wire_maps[tile.block][start : start + self.layout.wire_bytes(tile)]
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

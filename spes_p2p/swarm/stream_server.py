@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spes_p2p import steps, wire
 from spes_p2p.errors import NetworkError, RemoteProtocolError
@@ -52,7 +52,7 @@ class StreamLimits:
     max_patient: int = 4
     """Streams at once to askers that can wait: the others are for the running round."""
     stall_seconds: float = 60.0
-    """An asker that takes no byte for so long loses its stream."""
+    """An asker that takes no byte for so long loses its stream; so does one whose blob takes so long to be made."""
     upload_bytes_per_second: float | None = None
     download_bytes_per_second: float | None = None
     """Most that this peer sends and receives, all streams together; None: as much as goes."""
@@ -96,10 +96,22 @@ class StreamServer:
                 raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
             request = wire.unpack(FetchRequest, body)
             async with self._slot(caller, stream, request.patient):
-                await self._send(caller, stream, request, await self._find(caller, request))
+                await self._send(caller, stream, request, await self._found(caller, stream, request))
         except RemoteProtocolError as error:
             await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
         await self._in_time(stream.read(1))  # the asker closes when it has everything
+
+    async def _found(self, caller: PeerId, stream: ByteStream, request: FetchRequest) -> Blob:
+        """Tells the asker while the blob is made: some must be read or encoded first."""
+        search = asyncio.ensure_future(self._find(caller, request))
+        try:
+            async with asyncio.timeout(self._limits.stall_seconds):
+                await self._keep_waiting(search, stream)
+                return await search
+        except TimeoutError as error:  # a disk that hangs must not keep the asker for ever
+            raise RemoteProtocolError("the blob could not be made in time") from error
+        finally:
+            search.cancel()
 
     async def _find(self, caller: PeerId, request: FetchRequest) -> Blob:
         try:
@@ -157,16 +169,20 @@ class StreamServer:
         """Holds one of `slots`; tells the asker while it waits for it."""
         turn = asyncio.ensure_future(slots.acquire())
         try:
-            while not turn.done():
-                await asyncio.wait((turn,), timeout=KEEPALIVE_SECONDS)
-                if not turn.done():
-                    await self._in_time(write_frame(stream, WAIT))
+            await self._keep_waiting(turn, stream)
             yield
         finally:
             if turn.done() and not turn.cancelled():
                 slots.release()
             else:
                 turn.cancel()
+
+    async def _keep_waiting(self, turn: asyncio.Future[Any], stream: ByteStream) -> None:
+        """Until `turn` is done; its exception stays in it."""
+        while not turn.done():
+            await asyncio.wait((turn,), timeout=KEEPALIVE_SECONDS)
+            if not turn.done():
+                await self._in_time(write_frame(stream, WAIT))
 
     async def _in_time(self, step: Awaitable[T]) -> T:
         async with asyncio.timeout(self._limits.stall_seconds):

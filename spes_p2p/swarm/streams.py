@@ -4,7 +4,7 @@ Knows no network library: a backend brings a ByteStream and gets `fetch_stream`;
 `stream_server`. On the wire:
 
     asker   REQUEST (offset, max_bytes, body)
-    server  WAIT*                      one a second while the request waits for a free slot
+    server  WAIT*                      one a second while the request waits for a free slot, or its blob is made
             REFUSED words | BLOB (total_bytes, header), then the bytes from offset to the end, then SHA-256
     asker   closes; the server holds the stream open until then, since closing it earlier may cut off its tail
 

@@ -144,6 +144,9 @@ class CatchUp:
 
         What is in another version or in a checkpoint on this disk is not fetched.
         """
+        done = self._store.staged(manifest.round, FETCHED)
+        if done is not None and done.finished is not None and done.finished.root == manifest.state_root:
+            return done  # what should have followed found no room
         layout = self._store.layout
         base, root = self._store.version(base_round), manifest.state_root
         same = base.root == root  # a round without work, or a renewal: nobody needs to be asked

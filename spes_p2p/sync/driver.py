@@ -17,12 +17,12 @@ from typing import Protocol
 
 from spes_p2p import steps
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull, TileDamaged
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Layout
-from spes_p2p.state.store import StateStore
+from spes_p2p.state.store import StateStore, Version
 from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
-from spes_p2p.sync.bench import Bench
+from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.core import actions as do
@@ -30,13 +30,16 @@ from spes_p2p.sync.core.forks import tokens_lost
 from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
 from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
+from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.patience import Patience
-from spes_p2p.sync.requests import Request, Serving
+from spes_p2p.sync.requests import VALUES, Request, Serving
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -93,6 +96,8 @@ class Applied:
     switched: bool = False
     """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
     lost_tokens: int = 0
+    stale_columns: tuple[int, ...] = ()
+    """Columns that missed their turn."""
     refused: tuple[PeerId, ...] = ()
     """Whose values a reducer found unfit, as far as it is known here."""
 
@@ -125,6 +130,7 @@ class Disk:
     chain: Chain
     votes: VoteBook
     inputs: Inputs
+    residuals: Residuals
     moments: MomentShelf | None = None
     """What is handed over to new owners of columns; none where nothing is trained."""
 
@@ -160,7 +166,11 @@ class Driver:
         self._hooks = hooks
         self._clock = clock
         self._tasks = Tasks(self._task_failed)
-        self._serving = Serving(info, disk.chain, disk.store, disk.inputs.serve, disk.moments)
+        disk.residuals.open(disk.chain, core.tip.round, core.me)
+        for problem in disk.residuals.problems:
+            hooks.notice(do.Notice("disk", problem))
+        outgoing = Outgoing(self._layout, disk.inputs, disk.residuals, self._committed)
+        self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments)
         self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)
         self._transfers = Transfers(
             transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience
@@ -171,8 +181,8 @@ class Driver:
         self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound)
         self._bench.enter(core.tip.round)
         self._making = Making(
-            core, self._layout, disk.inputs, self._bench, self._transfers, self._tasks, self._run, hooks.notice,
-            clock.now, committed=lambda: disk.store.version(core.tip.round),
+            core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,
+            hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round),
         )  # fmt: skip
         self._catching_up = CatchUp(
             info, core.rules, checker.check, disk.chain, disk.store, self._transfers, self._tasks.in_thread
@@ -229,6 +239,8 @@ class Driver:
         """Values, tiles, headers: see `requests`."""
         self._require_life()
         asked = unpack(Request, request)
+        if asked.kind == VALUES:
+            check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first, asked.count)
         reached(steps.SERVE + asked.kind, peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
         return await self._tasks.in_thread(lambda: self._serving.answer(asked))
 
@@ -332,6 +344,11 @@ class Driver:
             await self._applied(commit, commit.manifest)
 
     def _commit(self, commit: Commit) -> None:
+        made = self._bench.finished(commit.manifest.state_root)
+        assert made is not None
+        self._disk.residuals.settle(
+            commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire_hashes[tile_id]
+        )
         self._disk.chain.append(commit)
         reached(steps.APPENDED, peer=self.core.me, round=commit.manifest.round)
         self._bench.publish(commit.manifest.state_root)
@@ -356,6 +373,7 @@ class Driver:
         async with self._making.lock:  # nothing else moves the tip: the state machine waits for us
             lost = meeting.ours if meeting is not None else ()
             await self._tasks.in_thread(lambda: self._take_over(meeting))
+            await self._tasks.in_thread(lambda: self._keep_residuals(tip, newest, bool(lost)))
             await self._tasks.in_thread(staging.publish)
             if meeting is not None and lost:
                 await self._switched(newest, meeting, action.holder)
@@ -378,6 +396,21 @@ class Driver:
             self._disk.chain.switch(meeting.theirs)
             self._disk.votes.arrive(manifest_hash(meeting.theirs[-1].manifest))
 
+    def _committed(self, head: Hash) -> Version | None:
+        current = self.core.round  # one look: the loop goes on beside this thread
+        return self._disk.store.version(current.tip.round) if current.head == head else None
+
+    def _keep_residuals(self, tip: int, newest: Commit, another_history: bool) -> None:
+        """What lossy codecs left, brought to the round that we caught up with."""
+        chain, residuals = self._disk.chain, self._disk.residuals
+        if another_history:
+            residuals.clear(newest.manifest)
+            return
+        first = chain.commit(tip + 1).manifest
+        hashes = wire_tiles(*self.core.handed_out(first))
+        later = (chain.commit(round).manifest for round in range(tip + 2, newest.manifest.round + 1))
+        residuals.settle(first, manifest_hash(newest.manifest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
+
     async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
         """We stand on another history now: what we had since the two parted is lost, and so is our unsynced work."""
         lost = tokens_lost(meeting.common, meeting.ours)
@@ -389,7 +422,18 @@ class Driver:
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
+        if self.core.rules.expert_rounds > 1 and (lost := lost_columns(self.core.tip, first)):
+            await self._tell_what_is_gone(first, lost)
         await self._enter(self._event(commit, first), lambda now: self.core.applied(commit, now))
+
+    async def _tell_what_is_gone(self, child: Manifest, columns: Sequence[int]) -> None:
+        """Columns are handed out now and then: what an owner had trained since goes with it."""
+        rounds = range(min(child.column_rounds[column] for column in columns), child.round)
+        before = await self._tasks.in_thread(lambda: [self._disk.chain.commit(round).manifest for round in rounds])
+        for column, tokens in tokens_gone(before, child, columns).items():
+            since = child.column_rounds[column]
+            text = f"{tokens:,} tokens of column {column} since round {since} are lost with its owner"
+            self._hooks.notice(do.Notice("column", text))
 
     def _event(self, commit: Commit, first: Manifest | None) -> Applied:
         times = self._times
@@ -407,6 +451,7 @@ class Driver:
             self._transport.bytes_received - times.received_before,
             self.core.pace.deadline_seconds(0),
             self._leavers(),
+            stale_columns=stale_columns(self.core.rules.expert_rounds, commit.manifest),
             refused=self._refused(),
         )
 

@@ -24,12 +24,11 @@ from spes_p2p.sync.core.messages import Manifest
 class RoundDump:
     """Dumps of one peer under `directory`. Raises StorageFull."""
 
-    def __init__(self, directory: Path, layout: Layout, peer: PeerId, codec: str, merge_top_k: int) -> None:
+    def __init__(self, directory: Path, layout: Layout, peer: PeerId, merge_top_k: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._layout = layout
         self._peer = peer
-        self._codec = codec
         self._merge_top_k = merge_top_k
 
     def write(
@@ -78,6 +77,7 @@ class RoundDump:
             ],
             "merge_alpha": manifest.merge.alpha if manifest.merge else 0.0,
             "merge_top_k": self._merge_top_k,
-            "codec": self._codec,
+            "codec": self._layout.codec_of(0),
+            "expert_codec": self._layout.codec_of(1),
             "model_hash": manifest.state_root.hex(),
         }

@@ -79,11 +79,6 @@ class Inputs:
             return None
         return snapshot.arrays[tiles[0].block][tiles[0].start : tiles[-1].stop]
 
-    def serve(self, parent: Hash, first_tile: int, count: int) -> memoryview | None:
-        """The bytes of `values`."""
-        found = self.values(parent, first_tile, count)
-        return None if found is None else bytes_of(found)
-
 
 def on_disk(path: Path, values: Values) -> Values:
     """The same values, written to `path`, whose folder is made, and mapped; a copy in memory where the disk is full."""
@@ -103,21 +98,32 @@ class Carried:
     """The state to go on from after a commit: the new values, plus own work that the round did not count.
 
     theta <- new + (theta - old) for what was not counted (design section 4): for every tile if the round left this peer
-    out, else for the tiles of slices that lost it.
+    out, else for the tiles of slices that lost it. `new` and `old` are what is trained on after a commit that counted
+    everything (`Masters`): so what a sole owner is ahead counts once, whoever comes to own the column beside it. Work
+    in a tile whose old values are damaged (`is_sound(tile id)`) is lost: nobody knows what it was.
     """
 
     def __init__(
-        self, layout: Layout, new: BlockSource, old: BlockSource | None, inputs: Inputs, uncounted: frozenset[int]
+        self,
+        layout: Layout,
+        new: BlockSource,
+        old: BlockSource | None,
+        inputs: Inputs,
+        uncounted: frozenset[int],
+        is_sound: Callable[[int], bool] = lambda tile_id: True,
     ) -> None:
         self._layout = layout
         self._new = new
         self._old = old
         self._inputs = inputs
         self._uncounted = uncounted
+        self._is_sound = is_sound
 
     def block(self, index: int) -> Values:
         new = self._new.block(index)
-        tiles = [tile for tile in self._layout.tiles_of(index) if tile.id in self._uncounted]
+        tiles = [
+            tile for tile in self._layout.tiles_of(index) if tile.id in self._uncounted and self._is_sound(tile.id)
+        ]
         if self._old is None or not tiles or index not in self._inputs.blocks:
             return new
         carried = np.array(new)
@@ -126,5 +132,5 @@ class Carried:
             part = slice(tile.start, tile.stop)
             change = trained[part] - old[part]
             if np.isfinite(change).all():
-                carried[part] += change
+                carried[part] = new[part] + change
         return carried

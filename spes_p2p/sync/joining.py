@@ -63,6 +63,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         merge_interval=sync.merge_interval,
         merge_alpha=alpha,
         exchange=sync.enabled,
+        expert_rounds=sync.expert_rounds,
         organiser=info.organiser,
     )
 

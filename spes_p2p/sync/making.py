@@ -7,28 +7,43 @@ and everything made lies on the `Bench`, which one task at a time may use. Decid
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
 
 from spes_p2p import steps
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.state.layout import VALUE_BYTES, BlockSource, Layout, Tile, Values
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
+from spes_p2p.state.staging import TileData
+from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.steps import reached
 from spes_p2p.sync.bench import Bench, wire_tiles
+from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.messages import Contribution, Manifest, Proposal, Report, Slice, manifest_hash, plan_hash
+from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Proposal, Report, Slice, manifest_hash, plan_hash
 from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.reduce import WRONG_SIZE, screen, weighted_mean
+from spes_p2p.sync.outgoing import Outgoing
+from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, WRONG_SIZE, screen, weighted_mean
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers, WrongSize
 
 HELD_BYTES = 2**30
 """What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
 Run = Callable[[Sequence[do.Action]], None]
+
+
+class _Tile(NamedTuple):
+    """A tile to hand out, and what of the mean is not in there."""
+
+    data: TileData
+    left: Values | None
 
 
 class Making:
@@ -38,19 +53,21 @@ class Making:
         self,
         core: Core,
         layout: Layout,
-        inputs: Inputs,
+        outgoing: Outgoing,
+        residuals: Residuals,
         bench: Bench,
         transfers: Transfers,
         tasks: Tasks,
         run: Run,
         notice: Callable[[do.Notice], None],
         now: Callable[[], float],
-        committed: Callable[[], BlockSource],
+        committed: Callable[[], Version],
     ) -> None:
         """`committed()` is the state of the tip."""
         self._core = core
         self._layout = layout
-        self._inputs = inputs
+        self._outgoing = outgoing
+        self._residuals = residuals
         self._committed = committed
         self._bench = bench
         self._transfers = transfers
@@ -75,22 +92,38 @@ class Making:
         async with self._memory_for(piece):
             if not self._is_wanted(report):
                 return
-            found, left_out = await self._contributions(piece, head)
-            reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
-            roster = {entry.peer: entry for entry in plan.roster}
-            base = self._committed()
-            mean, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
-            if mean is not None:
-                reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
-                hashes = await self._stage(report, piece, mean)
-                reached(steps.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
-                report = replace(report, contributors=fit, wire_hashes=hashes)
+            try:
+                report, left_out = await self._reduced(plan, piece, report)
+            except TileDamaged as error:  # somebody else has its values whole; it is mended beside
+                left_out = {}
+                self._notice(do.Notice("damaged", f"slice {piece.key} is not reduced here: {error}"))
         if self._is_wanted(report):
             for peer, reason in left_out.items():
                 if report.contributors or reason != LOST:  # else it is we who reach nobody
                     self._note_left_out(peer, piece, reason, head)
             report = replace(report, left_out=tuple(sorted(left_out.items())))
             self._run(self._core.reduced(report, self._now()))
+
+    async def _reduced(self, plan: Plan, piece: Slice, report: Report) -> tuple[Report, dict[PeerId, str]]:
+        """The report of a slice that was reduced and staged, and who was left out."""
+        base = self._committed()
+        await self._tasks.in_thread(lambda: self._check_base(piece, base))
+        found, left_out = await self._contributions(piece, plan.parent, base)
+        reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
+        roster = {entry.peer: entry for entry in plan.roster}
+        made, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
+        if made is not None:
+            reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
+            hashes = await self._stage(report, piece, plan.parent, made)
+            reached(steps.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
+            report = replace(report, contributors=fit, wire_hashes=hashes)
+        return report, left_out
+
+    def _check_base(self, piece: Slice, base: Version) -> None:
+        """What changes are added to must be whole. Raises TileDamaged."""
+        if self._layout.codec_of(piece.block) != "fp32":
+            for tile_id in piece.tile_ids:
+                base.sound_tile(tile_id)
 
     def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
         """Once a round for each peer and reason: it is seldom one slice alone."""
@@ -114,17 +147,19 @@ class Making:
             async with self._freed:
                 self._freed.notify_all()
 
-    async def _contributions(self, piece: Slice, parent: Hash) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
+    async def _contributions(
+        self, piece: Slice, parent: Hash, base: Version
+    ) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
         """The values of a slice's contributors, and why the others are left out."""
-        answers = await asyncio.gather(*(self._contribution(peer, piece, parent) for peer in piece.contributors))
+        answers = await asyncio.gather(*(self._contribution(peer, piece, parent, base) for peer in piece.contributors))
         pairs = list(zip(piece.contributors, answers, strict=True))
         found = {peer: values for peer, values in pairs if not isinstance(values, str)}
         return found, {peer: reason for peer, reason in pairs if isinstance(reason, str)}
 
-    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash) -> Values | str:
+    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash, base: Version) -> Values | str:
         """The reason where there are none; who was silent once in a round is not waited for again."""
         if peer == self._core.me:
-            own = self._inputs.values(parent, piece.first_tile, piece.tiles)
+            own = await self._tasks.in_thread(lambda: self._outgoing.own(parent, piece.first_tile, piece.tiles))
             return LOST if own is None else own
         if self._slow[0] != parent:
             self._slow = (parent, set())
@@ -132,7 +167,7 @@ class Making:
         if peer in slow or not self._core.alive(peer, self._now()):
             return LOST
         try:
-            return await self._transfers.contribution(peer, parent, piece, lambda: peer not in slow)
+            data = await self._transfers.contribution(peer, parent, piece, lambda: peer not in slow)
         except WrongSize:
             return WRONG_SIZE
         except (PeerClosed, RemoteProtocolError):
@@ -140,34 +175,71 @@ class Making:
         except NetworkError:
             slow.add(peer)
             return LOST
+        return await self._tasks.in_thread(lambda: self._values_of(piece, data, base))
+
+    def _values_of(self, piece: Slice, data: bytes, base: Version) -> Values:
+        """The values that a contribution stands for."""
+        codec = self._layout.codec_of(piece.block)
+        if codec == "fp32":
+            return np.frombuffer(data, DTYPE)
+        before, at, tiles = base.block(piece.block), 0, self._tiles_of(piece)
+        values = np.empty(tiles[-1].stop - tiles[0].start, DTYPE)
+        for tile in tiles:
+            end, part = (
+                at + self._layout.wire_bytes(tile),
+                slice(tile.start - tiles[0].start, tile.stop - tiles[0].start),
+            )
+            values[part] = changed_values(codec, memoryview(data)[at:end], before[tile.start : tile.stop])
+            at = end
+        return values
 
     def _average(
         self,
         piece: Slice,
         found: Mapping[PeerId, Values],
         roster: Mapping[PeerId, Contribution],
-        base: BlockSource,
+        base: Version,
         out: dict[PeerId, str],
-    ) -> tuple[Values | None, tuple[PeerId, ...]]:
-        """The weighted mean over those whose values are fit, in roster order; adds the others to `out`."""
+    ) -> tuple[list[_Tile] | None, tuple[PeerId, ...]]:
+        """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`."""
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
-        out |= screen(found, before, {peer: entry.steps for peer, entry in roster.items()})
+        lossy, late = self._layout.codec_of(piece.block) != "fp32", piece.block and self._core.rules.expert_rounds > 1
+        steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
+        out |= screen(found, before, steps, LARGEST_ENCODED if lossy else math.inf)
         fit = tuple(peer for peer in piece.contributors if peer not in out)
         if not fit:
             return None, fit
-        return weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit]), fit
+        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit])
+        parts = [slice(tile.start - tiles[0].start, tile.stop - tiles[0].start) for tile in tiles]
+        made = [self._handed_out(tile, mean[part], before[part]) for tile, part in zip(tiles, parts, strict=True)]
+        if not all(tile.left is None or np.isfinite(tile.left).all() for tile in made):
+            out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
+            return None, ()
+        return made, fit
 
-    async def _stage(self, report: Report, piece: Slice, values: Values) -> tuple[Hash, ...]:
+    def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _Tile:
+        """A tile as it is handed out, and what that leaves out."""
+        codec = self._layout.codec_of(tile.block)
+        if codec == "fp32":
+            return _Tile(mean, None)
+        return _Tile(*encoded_change(codec, mean, before, self._residuals.unsaid(tile.id)))
+
+    async def _stage(self, report: Report, piece: Slice, head: Hash, made: list[_Tile]) -> tuple[Hash, ...]:
         """Puts the wire tiles of a slice on the bench; nothing happens when nobody wants them any more."""
-        tiles = self._tiles_of(piece)
-        first = tiles[0].start
-        parts = [values[tile.start - first : tile.stop - first] for tile in tiles]
+
+        def stage() -> tuple[Hash, ...]:
+            hashes = self._bench.write(piece.first_tile, [tile.data for tile in made])
+            for tile_id, tile, wire_hash in zip(piece.tile_ids, made, hashes, strict=True):
+                if tile.left is not None:
+                    self._residuals.stage(head, "handed", tile_id, tile.left, wire_hash)
+            return hashes
+
         async with self.lock:
             if not self._is_wanted(report):
                 return ()
             self._open_bench()
-            return await self._tasks.in_thread(lambda: self._bench.write(piece.first_tile, parts))
+            return await self._tasks.in_thread(stage)
 
     def _is_wanted(self, report: Report) -> bool:
         return self._core.wants_reduced(report.plan, report.index)
@@ -191,8 +263,8 @@ class Making:
                     await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
         try:
-            await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take)
-        except (NetworkError, RemoteProtocolError):
+            await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take, wire=True)
+        except (NetworkError, RemoteProtocolError, TileDamaged):  # what is damaged is mended beside
             if is_wanted():
                 self._run(self._core.fetch_failed(key, self._now()))
             return
@@ -256,7 +328,7 @@ class Making:
         async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
-        await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take)
+        await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take, wire=True)
 
     async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""

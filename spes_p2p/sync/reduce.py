@@ -5,6 +5,7 @@ Plain fp32 on the host, in roster order; only the reducer computes it, everyone 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -18,16 +19,25 @@ NORM_LIMIT = 20.0
 NON_FINITE = "non-finite values"
 WRONG_SIZE = "values of the wrong size"
 TOO_LARGE = "a change far larger than the others'"
+LARGEST_ENCODED = 1e30
+"""Beyond this a lossy codec's scale, or a sum with what was left before, may not be finite: it would spoil the mean."""
 
 
-def screen(values: Mapping[PeerId, Values], base: Values, steps: Mapping[PeerId, int]) -> dict[PeerId, str]:
+def screen(
+    values: Mapping[PeerId, Values], base: Values, steps: Mapping[PeerId, int] | None, largest: float = math.inf
+) -> dict[PeerId, str]:
     """Contributors that must stay out of a slice, each with the reason.
 
     `values` are their values, `base` the committed ones, all of one shape; `steps` the inner steps behind them: a fast
-    peer moves further than a slow one, so changes are compared a step. Sizes can only be judged against others: with
-    fewer than three contributors only non-finite values are refused.
+    peer moves further than a slow one, so changes are compared a step, and not at all where nobody knows how many they
+    are (None). Sizes can only be judged against others: with fewer than three contributors only values that are not
+    finite, or beyond `largest`, are refused.
     """
     refused = {peer: NON_FINITE for peer, array in values.items() if not np.isfinite(array).all()}
+    if math.isfinite(largest):
+        refused |= {p: TOO_LARGE for p, array in values.items() if p not in refused and np.abs(array).max() > largest}
+    if steps is None:
+        return refused
     norms = {peer: _norm(array, base) / max(1, steps[peer]) for peer, array in values.items() if peer not in refused}
     if len(norms) >= 3:
         limit = NORM_LIMIT * median(norms.values())

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.swarm.membership import electors
@@ -33,6 +33,7 @@ from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Certificate, Commit
 from spes_p2p.sync.core.rules import NOBODY, check_certificate
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import GENESIS
+from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
@@ -94,6 +95,8 @@ class RunReport:
     model_hash: str
     peers: tuple[PeerLine, ...]
     columns: tuple[ColumnLine, ...]
+    expert_rounds: int = 1
+    """By the run's config, where somebody gave it."""
 
     @property
     def uncovered(self) -> tuple[int, ...]:
@@ -102,9 +105,9 @@ class RunReport:
 
     @property
     def stale(self) -> tuple[int, ...]:
-        """Columns that are older than the newest: a round went on without them."""
+        """Columns that missed their turn, in rounds that brought anything: see `sync.expert_rounds`."""
         newest = min((column.stale_rounds for column in self.columns), default=0)
-        return tuple(column.index for column in self.columns if column.stale_rounds > newest)
+        return tuple(column.index for column in self.columns if column.stale_rounds >= newest + self.expert_rounds)
 
     @property
     def live(self) -> tuple[PeerLine, ...]:
@@ -137,7 +140,18 @@ async def read_report(
     commit, holders = await _newest(transport, heads)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
     checked = await _is_checked(transport, verifier, commit, holders, organiser) if commit else False
-    return _report(group, peers, heads, commit, checked, now)
+    report = _report(group, peers, heads, commit, checked, now)
+    if report.stale:  # unless columns take turns
+        report = dataclasses.replace(report, expert_rounds=await _expert_rounds(transport, group))
+    return report
+
+
+async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
+    try:
+        _, config = await load_run(transport, group, ANSWER_SECONDS)
+    except (NetworkError, RemoteProtocolError, ConfigError):
+        return 1
+    return config.sync.expert_rounds
 
 
 async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> tuple[Commit | None, tuple[PeerId, ...]]:

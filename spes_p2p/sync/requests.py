@@ -114,17 +114,11 @@ class Serving:
             raise RemoteProtocolError(f"a request for {len(joined)} bytes of tile hashes")
         found: list[memoryview] = []
         for tile_hash in hashes:
-            data = self._find(self._store, tile_hash)
+            data = self._store.find(tile_hash)
             if data is None:
                 raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
             found.append(data)
         return Blob(found[0] if len(found) == 1 else b"".join(found))
-
-    def _find(self, store: StateStore, tile_hash: Hash) -> memoryview | None:
-        try:
-            return store.find(tile_hash)
-        except OSError:  # its file went away in this moment, with the round that it belonged to
-            return None
 
     def _hashes(self, root: Hash, round: int) -> Blob:
         version = whole_state(self._store, round, root) if self._store else None

@@ -69,12 +69,13 @@ class Transfers:
 
     async def contribution(
         self, peer: PeerId, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
-    ) -> Values:
-        """The values of `peer` for a slice, flat fp32. Raises NetworkError, RemoteProtocolError or WrongSize.
+    ) -> bytes:
+        """What `peer` has for a slice, its tiles one after the other as they travel.
 
-        `is_wanted` is asked when its turn has come; PeerSilent is raised where it is not any more.
+        Raises NetworkError, RemoteProtocolError or WrongSize. `is_wanted` is asked when its turn has come; PeerSilent
+        is raised where it is not any more.
         """
-        size = self._slice_values(piece) * VALUE_BYTES
+        size = sum(self._layout.wire_bytes(self._layout.tiles[tile_id]) for tile_id in piece.tile_ids)
         request = Request(requests.VALUES, name=parent, first=piece.first_tile, count=piece.tiles)
         try:
             data = await self._ask(peer, request, size, is_wanted)
@@ -82,7 +83,7 @@ class Transfers:
             raise WrongSize(str(error)) from error
         if len(data) != size:
             raise WrongSize(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
-        return np.frombuffer(data, np.dtype("<f4"))
+        return data
 
     async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:
         """The optimizer moments of a column that `peer` offers; None where it says that there are none.
@@ -126,9 +127,14 @@ class Transfers:
         return steps, np.frombuffer(data, np.dtype("<f4")).reshape(2, -1)
 
     async def tiles(
-        self, wanted: Mapping[int, Hash], holders: Sequence[PeerId], take: TakeTiles, spread: bool = False
+        self,
+        wanted: Mapping[int, Hash],
+        holders: Sequence[PeerId],
+        take: TakeTiles,
+        wire: bool = False,
+        spread: bool = False,
     ) -> None:
-        """Fetches tiles by id and hash, a few at a time, and hands them to `take`.
+        """Fetches tiles by id and hash, a few at a time, and hands them to `take`: of the state, or `wire` tiles.
 
         The first holder is asked before the others; with `spread` each of them is asked for a share. Who failed once
         is asked last from then on. Raises NetworkError when nobody has some of them, and what `take` raises.
@@ -138,16 +144,22 @@ class Transfers:
         async def some(number: int, part: Sequence[int]) -> None:
             turn = number % len(holders) if spread and holders else 0
             in_turn = [*holders[turn:], *holders[:turn]]
-            data = await self._some_tiles(part, [wanted[tile_id] for tile_id in part], in_turn, poor)
+            tiles = [self._layout.tiles[tile_id] for tile_id in part]
+            sizes = [self._layout.wire_bytes(tile) if wire else tile.size * VALUE_BYTES for tile in tiles]
+            data = await self._some_tiles(part, sizes, [wanted[tile_id] for tile_id in part], in_turn, poor)
             await take([(tile_id, tile, wanted[tile_id]) for tile_id, tile in zip(part, data, strict=True)])
 
         parts = [ids[at : at + TILES_A_FETCH] for at in range(0, len(ids), TILES_A_FETCH)]
         await all_of(some(number, part) for number, part in enumerate(parts))
 
     async def _some_tiles(
-        self, ids: Sequence[int], hashes: Sequence[Hash], holders: Sequence[PeerId], poor: set[PeerId]
+        self,
+        ids: Sequence[int],
+        sizes: Sequence[int],
+        hashes: Sequence[Hash],
+        holders: Sequence[PeerId],
+        poor: set[PeerId],
     ) -> list[bytes]:
-        sizes = [self._layout.tiles[tile_id].size * VALUE_BYTES for tile_id in ids]
         request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
         async with self._slots:  # whom to ask is decided when our turn comes
@@ -228,9 +240,6 @@ class Transfers:
         if [hash_tile(part) for part in parts] != list(hashes):
             raise RemoteProtocolError(f"{short(holder)} sent tiles that do not hash to what was asked for")
         return parts
-
-    def _slice_values(self, piece: Slice) -> int:
-        return sum(self._layout.tiles[piece.first_tile + at].size for at in range(piece.tiles))
 
 
 async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:

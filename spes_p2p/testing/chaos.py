@@ -20,10 +20,9 @@ from statistics import median
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.hashes import hash_tiles
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.steps import INNER_STEP
 from spes_p2p.sync.chain import Chain
@@ -297,7 +296,7 @@ class Chaos:
     def _look_through_stores(self) -> None:
         """All chains are one, and every state hashes, read afresh, to what its commit says."""
         config = load_config(bundled_config("tiny"), self._overrides)
-        layout = Layout(state_tensors(config.model), config.sync.tile_values)
+        layout = state_layout(config)
         found = self._findings
         chains = {name: Chain(self._options.folder / name / "run" / "chain") for name in self._names}
         longest = max(chains.values(), key=lambda chain: chain.length)

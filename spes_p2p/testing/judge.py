@@ -14,7 +14,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.membership import electors, is_weighty_half
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
-from spes_p2p.sync.core.rules import RunRules, check_certificate, check_child
+from spes_p2p.sync.core.rules import RunRules, check_certificate, check_child, lost_columns
 from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.testing.sim_state import (
     Disk,
@@ -151,6 +151,7 @@ class Judge:
             check_certificate(parent.manifest, commit.manifest, certificate, check_fake)
         except RemoteProtocolError as error:
             raise Violation("certificate", str(error)) from error
+        self._check_turns(parent.manifest, commit.manifest)
         if name not in self.known:
             self.known[name] = self._follow(parent, commit.manifest)
         self.known[name].certificates.append(certificate)
@@ -158,6 +159,13 @@ class Judge:
         if name not in siblings:
             siblings.append(name)
         self._check_siblings(certificate, name, siblings)
+
+    def _check_turns(self, parent: Manifest, child: Manifest) -> None:
+        """An owner may be rounds ahead of what it handed out: who stays keeps its column until it did."""
+        members = {member.peer for member in child.members}
+        for column in lost_columns(parent, child) if self.rules.expert_rounds > 1 else ():
+            if members & set(parent.ownership[column]) - set(child.ownership[column]):
+                raise Violation("turns", f"round {child.round} takes column {column} from one who did not hand it out")
 
     def saw_switch(self, peer: PeerId, left: Sequence[Commit], taken: Sequence[Commit]) -> None:
         """A peer goes over to another history: never from a majority's child to that of a minority."""

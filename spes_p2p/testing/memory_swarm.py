@@ -14,9 +14,8 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.ids import NO_HASH, PeerId, sha256
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.initial import InitialState
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import LoopClock
@@ -46,7 +45,7 @@ class MemorySwarm:
         self.network = MemoryNetwork(seed)
         self.clock = LoopClock()
         self.archive = archive
-        self.layout = Layout(state_tensors(config.model), config.sync.tile_values)
+        self.layout = state_layout(config)
         self.info = describe_run(config, sha256(b"some data") if leased else NO_HASH, ORGANISER)
         self.rules = rules_of(config, self.info, self.layout)
         self.peers: dict[PeerId, PretendPeer] = {}

@@ -2,7 +2,7 @@
 
 Each inner step adds a seeded change to the values that the peer owns, so that a test can compute what a round must
 give. What a round does not count is carried as design section 4 says, and training data is used up position by
-position, as far as it is leased. There is no model and no thread.
+position, as far as it is leased. There is no model and no thread, unless a `Learner` is given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Carried, Inputs
 from spes_p2p.sync.joining import Joining, Place
+from spes_p2p.sync.outgoing import Masters
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 if TYPE_CHECKING:
@@ -38,6 +40,22 @@ if TYPE_CHECKING:
 ORGANISER = PeerId("organiser")
 LEAVE_SECONDS = 10.0
 Alter = Callable[[int, int, Values], Values]
+
+
+class Learner(Protocol):
+    """Trains for real in the place of a pretended trainer (`testing/learning.py`)."""
+
+    def begin(self, owned: tuple[int, ...], values: BlockSource, step: int) -> None:
+        """A round on top of global step `step`."""
+        ...
+
+    def train(self, positions: Ranges) -> None:
+        """One inner step on these sequences."""
+        ...
+
+    def values(self, block: int) -> Values:
+        """Present values of block 0 or of an owned column."""
+        ...
 
 
 def _as_trained(round: int, block: int, values: Values) -> Values:
@@ -49,7 +67,8 @@ class PretendWork:
     """How a trainer pretends: `step_seconds` an inner step, each adding normal values times `change`.
 
     `alter(round, block, values)` may spoil what is handed in on top of a round. `saves`: a checkpoint every round.
-    `finishes_steps`: a running step is not broken off when the round closes, as with a real trainer.
+    `finishes_steps`: a running step is not broken off when the round closes, as with a real trainer. `learner` trains
+    in its place, in no time by the virtual clock.
     """
 
     step_seconds: float = 0.1
@@ -58,6 +77,7 @@ class PretendWork:
     alter: Alter = _as_trained
     saves: bool = False
     finishes_steps: bool = False
+    learner: Learner | None = None
 
 
 @dataclass
@@ -73,6 +93,7 @@ class HandedIn:
 class _Turn:
     manifest: Manifest
     base: Version
+    masters: Masters
     started: dict[int, Values]
     steps: int = 0
     handed_in: bool = False
@@ -119,6 +140,7 @@ class PretendPeer:
         swarm, now = self.swarm, self.swarm.clock.now()
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)
+        self.residuals = Residuals(self.folder / "residuals", swarm.layout)
         core = Core(
             self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
             Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
@@ -127,7 +149,7 @@ class PretendPeer:
         core.seeds = tuple(await self._sources())
         self.driver = Driver(
             core, swarm.info, self.net.transport, self.checker,
-            Disk(place.store, place.chain, place.votes, self.inputs),
+            Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
             Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self, swarm.clock,
         )  # fmt: skip
         await self.driver.start()
@@ -173,13 +195,17 @@ class PretendPeer:
             uncounted = frozenset(at for block in turn.started for at in self.swarm.layout.tile_ids_of(block))
         carried = None
         if self._keeps_its_place(event) and turn is not None:
-            new = self.store.version(manifest.round)
-            carried = Carried(self.swarm.layout, new, turn.base, self.inputs, uncounted)
+            masters = self._masters(manifest)
+            carried = Carried(self.swarm.layout, masters, turn.masters, self.inputs, uncounted, turn.base.is_sound)
         self._turn = None
         if self.driver.core.is_member():
             self._begin(manifest, carried)
         else:
             self._gone.set()
+
+    def _masters(self, manifest: Manifest) -> Masters:
+        committed, ahead = self.store.version(manifest.round), self.residuals.ahead(manifest_hash(manifest))
+        return Masters(self.swarm.layout, committed, ahead)
 
     def _keeps_its_place(self, event: Applied) -> bool:
         """Whether what was trained and not counted still has its place in the data; else it is lost."""
@@ -201,15 +227,22 @@ class PretendPeer:
 
     def _begin(self, manifest: Manifest, carried: BlockSource | None) -> None:
         base = self.store.version(manifest.round)
-        source = carried or base
-        blocks = (0, *(1 + column for column in columns_of(manifest.ownership, self.name)))
+        masters = self._masters(manifest)
+        source = carried or masters
+        owned = columns_of(manifest.ownership, self.name)
+        if self.work.learner is not None:
+            self.work.learner.begin(owned, source, manifest.step)
+        blocks = (0, *(1 + column for column in owned))
         for block in blocks:
             base.block(block)  # maps it: the store may drop this version while we still need it
         if self.work.saves:
             save_checkpoint(self.folder / "checkpoints", base, manifest.step, {"round": manifest.round}, {}, 2)
         self._started = self._told = self.swarm.clock.now()
-        self._turn = _Turn(manifest, base, {block: np.array(source.block(block)) for block in blocks})
-        self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
+        self._turn = _Turn(manifest, base, masters, {block: np.array(source.block(block)) for block in blocks})
+        if self.intent.leaving and self.swarm.rules.expert_rounds > 1:  # named again: there is something to hand out
+            self._hand_in_a_step()
+        else:
+            self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
 
     async def _train(self, turn: _Turn) -> None:
         """H steps, or as far as the lease goes. Ended from outside when the round closes."""
@@ -221,13 +254,19 @@ class PretendPeer:
             if self.swarm.rules.leased and count(data) < batch:
                 break
             await asyncio.sleep(self.work.step_seconds)
-            turn.steps += 1
-            self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
-            self._steps += 1
-            self._tokens += batch * config.data.sequence_length
+            self._step(turn, data)
             self._tell(turn)
         self._training = None
         self._hand_in()
+
+    def _step(self, turn: _Turn, data: Ranges) -> None:
+        turn.steps += 1
+        if self.work.learner is not None:
+            self.work.learner.train(data)
+        config = self.swarm.config
+        self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
+        self._steps += 1
+        self._tokens += config.optimizer.batch_sequences * config.data.sequence_length
 
     def _tell(self, turn: _Turn) -> None:
         now = self.swarm.clock.now()
@@ -255,25 +294,36 @@ class PretendPeer:
 
     def _snapshot(self, turn: _Turn) -> None:
         round = turn.manifest.round
-        values = {
-            block: self.work.alter(
-                round, block, start + np.float32(self.work.change * turn.steps) * self._change(turn, block)
-            )
-            for block, start in turn.started.items()
-        }
+        values = {block: self.work.alter(round, block, self._trained(turn, block)) for block in turn.started}
         turn.handed_in = True
         self.handed_in[round] = HandedIn(turn.manifest, turn.started, values)
         self.inputs.take(manifest_hash(turn.manifest), tuple(values), values.__getitem__)
+
+    def _trained(self, turn: _Turn, block: int) -> Values:
+        if self.work.learner is not None:
+            return self.work.learner.values(block)
+        return turn.started[block] + np.float32(self.work.change * turn.steps) * self._change(turn, block)
 
     def _change(self, turn: _Turn, block: int) -> Values:
         seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{block}".encode())
         return np.random.default_rng(seed).standard_normal(turn.started[block].shape, dtype=np.float32)
 
+    def _hand_in_a_step(self) -> None:
+        turn = self._turn
+        if turn is not None and not turn.handed_in and not self._tokens and self.swarm.rules.expert_rounds > 1:
+            leased = turn.manifest.leases.of(self.name)
+            data, _ = take(take(leased, count(self._used))[1], self.swarm.config.optimizer.batch_sequences)
+            self._step(turn, data)
+        self._hand_in()
+
     # ---- the end ----
 
     async def leave(self) -> None:
-        """Hands in what was trained, says goodbye, and goes when a manifest without this peer is committed."""
-        self._hand_in()
+        """Hands in what was trained, says goodbye, and goes when a manifest without this peer is committed.
+
+        With turns that is a step at least: columns are handed out with work that a round counts.
+        """
+        self._hand_in_a_step()
         self.intent = replace(self.intent, leaving=True)
         self.driver.wish(self.intent)
         try:

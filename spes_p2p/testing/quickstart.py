@@ -20,7 +20,7 @@ from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import held_out_batches, open_dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Event
 from spes_p2p.observe.view import PeerView
 from spes_p2p.state.hashes import hash_tiles
@@ -122,7 +122,7 @@ def run(
             swarm.peer(name, data, _arguments(options, name, local))
         swarm.wait_for_end(names, options.timeout_seconds, watch)
         processes = [swarm.processes[name] for name in names]
-    layout = Layout(state_tensors(config.model), config.sync.tile_values)
+    layout = state_layout(config)
     peers = tuple(_result(process, layout) for process in processes)
     before, after = _held_out(options.output / names[0], config, layout)
     return Result(peers, before, after, time.monotonic() - started, find_problems(options, peers, before, after))

@@ -37,7 +37,7 @@ BATCH_SEQUENCES = 2
 STEPS = 4
 
 
-def run_rules(columns: int, shared_tiles: int = 2, replicas: int = 1) -> RunRules:
+def run_rules(columns: int, shared_tiles: int = 2, replicas: int = 1, expert_rounds: int = 1) -> RunRules:
     """A small run: `columns` columns of one tile each, a merge every third round."""
     return RunRules(
         fingerprint=sha256(b"simulated run"),
@@ -51,6 +51,7 @@ def run_rules(columns: int, shared_tiles: int = 2, replicas: int = 1) -> RunRule
         steps_per_round=lambda step: STEPS,
         merge_interval=3 * STEPS,
         merge_alpha=lambda step: 0.01,
+        expert_rounds=expert_rounds,
     )
 
 

@@ -13,9 +13,8 @@ import torch
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import Batch
 from spes_p2p.experts.bank import MATRICES
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.model.params import named_shared
-from spes_p2p.state.layout import Layout
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.rank import RankTrainer
 
@@ -30,7 +29,7 @@ class Measured:
 
 def random_trainer(config: Config, owned: int, device: torch.device) -> RankTrainer:
     """Trains the first `owned` columns; every value is normal with `model.init_std`, norms are ones."""
-    layout = Layout(state_tensors(config.model), config.sync.tile_values)
+    layout = state_layout(config)
     trainer = RankTrainer(config, layout, Ranks(device=device))
     trainer.set_owned(tuple(range(owned)), keep_moments=False, ramp_fresh=False)
     _fill(trainer, config.model.init_std)

@@ -22,8 +22,7 @@ import torch
 
 from spes_p2p.config.load import config_from_text
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
-from spes_p2p.interop.hf import state_tensors
-from spes_p2p.state.layout import Layout
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.moments import take_moments
@@ -61,7 +60,7 @@ def serve(ranks: Ranks) -> None:
 def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
     torch.set_num_threads(threads)  # as rank 0: the same bits at every rank
     checked = config_from_text(config)
-    return RankTrainer(checked, Layout(state_tensors(checked.model), checked.sync.tile_values), ranks)
+    return RankTrainer(checked, state_layout(checked), ranks)
 
 
 def _adopt(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:

@@ -45,7 +45,6 @@ def test_json_has_bytes_and_the_sentence() -> None:
     told = json.loads(plan("--config", "spes-7b", "--gpu-memory", "24GiB", "--peers", "4", "--json"))
     assert told["parameters"]["total"] == 7_333_287_936
     assert told["sync"]["fp32"]["bytes_up"] == pytest.approx(24.7e9, rel=0.002)
-    assert told["sync"]["fp32"]["in_this_version"] is True
     assert told["sync"]["fp32"]["seconds"] is None
     assert told["memory"]["total"] > told["memory"]["allocated"] == sum(told["memory"]["parts"].values())
     assert told["fits"]["gpu_memory"] == 24 * 2**30

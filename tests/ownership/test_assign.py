@@ -49,6 +49,19 @@ def test_a_column_stays_without_owner_only_when_nobody_could_take_it(
             assert len(columns_of(after, peer)) >= wish.max_columns or column in wish.releases
 
 
+@given(cases(), st.sets(st.integers(0, 7)))
+def test_of_kept_columns_no_owner_that_stays_loses_one(
+    case: tuple[Ownership, dict[PeerId, Wish], int], kept: set[int]
+) -> None:
+    before, wanted, replicas = case
+    after = assign(before, wanted, replicas, kept)
+    for column, owners in enumerate(before):
+        assert column not in kept or {owner for owner in owners if owner in wanted} <= set(after[column])
+    for peer, wish in wanted.items():
+        held = [column for column in kept if column < len(before) and peer in before[column]]
+        assert len(columns_of(after, peer)) <= max(wish.max_columns, len(held))
+
+
 @given(cases())
 def test_the_order_in_which_wishes_came_does_not_matter(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
     before, wanted, replicas = case

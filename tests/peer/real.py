@@ -12,9 +12,8 @@ from pathlib import Path
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Step
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.testing.processes import LocalSwarm, Process
 
@@ -84,7 +83,7 @@ def losses(folder: Path) -> dict[int, set[float]]:
 
 def state_hash(folder: Path, config: Config) -> str:
     """Root of the newest committed state in a peer's folder."""
-    version = StateStore(folder / "run" / "state", Layout(state_tensors(config.model), config.sync.tile_values), True)
+    version = StateStore(folder / "run" / "state", state_layout(config), True)
     latest = version.latest()
     assert latest is not None
     return f"{latest.round}:{latest.root.hex()}"

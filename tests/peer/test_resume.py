@@ -17,9 +17,11 @@ from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer import resume
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.training import Uncounted
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.inputs import Inputs
 from spes_p2p.train.trainer import Trainer
-from tests.sync.chains import MadeRun
-from tests.sync.swarm_cases import small_config
+from tests.sync.chains import A, MadeRun
+from tests.sync.swarm_cases import Blocks, small_config
 
 torch.set_num_threads(1)
 OWNED = (0, 2)
@@ -167,3 +169,57 @@ def test_a_full_disk_pauses_saving_with_one_warning_until_there_is_room(
     life.save(3)
     assert life.warnings()[1:] == ["there is room again: checkpoints are saved"]
     assert [folder.name for folder in life.checkpoints.iterdir()] == ["step-00000003"]
+
+
+class Tip:
+    """A later round of the run of a Life, on a disk."""
+
+    def __init__(self, life: Life, folder: Path, round: int, handed_out: tuple[int, ...]) -> None:
+        self.chain = Chain(folder / "chain")
+        for commit in life.commits:
+            self.chain.append(commit)
+        self.manifest = replace(life.commits[round].manifest, column_rounds=handed_out)
+        self.inputs = Inputs(folder / "inputs", life.run.layout)
+        self.store = life.store
+        moved = {
+            block.index: life.run.initial.block(block.index) + np.float32(0.25) for block in life.run.layout.blocks
+        }
+        self.store.create_initial(Blocks(moved), round)
+
+
+def test_what_a_checkpoint_has_of_columns_that_were_not_handed_out_since_goes_on(tmp_path: Path) -> None:
+    """Rounds of an owner's work are on its disk alone between two hand-outs."""
+    life = Life(tmp_path, "sync.expert_rounds=4")
+    life.begin()
+    life.train(2)
+    life.saver(life.commits[1].manifest, life.store.version(0), Uncounted())
+    trained = {column: life.trainer.contribution(1 + column) for column in OWNED}
+    tip = Tip(life, tmp_path, 3, (1, 1, 2, 1))
+    later = Life(tmp_path, "sync.expert_rounds=4")
+    resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
+    assert resumed is not None
+    resumed.restore(later.trainer, later.loader)
+    carried = resumed.columns_ahead(tip.manifest, A, life.run.layout, tip, later.trainer)  # type: ignore[arg-type]
+    assert carried is not None
+    new, old = tip.store.version(3), life.store.version(0)
+    assert np.array_equal(carried.block(1), new.block(1) + (trained[0] - old.block(1)))
+    for block in (0, 2, 3):  # not a column, not owned then, and handed out since
+        assert np.array_equal(carried.block(block), new.block(block))
+
+
+def test_uncounted_work_or_that_of_another_history_does_not(tmp_path: Path) -> None:
+    life = Life(tmp_path, "sync.expert_rounds=4")
+    life.begin()
+    life.train(2)
+    life.saver(life.commits[1].manifest, life.store.version(0), Uncounted(tokens=7, steps=1))
+    tip = Tip(life, tmp_path, 3, (1, 1, 1, 1))
+
+    def ahead() -> object:
+        resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
+        assert resumed is not None
+        return resumed.columns_ahead(tip.manifest, A, life.run.layout, tip, life.trainer)  # type: ignore[arg-type]
+
+    assert ahead() is None
+    stranger = replace(life.commits[2].manifest, step=7)
+    life.saver(stranger, life.store.version(0), Uncounted())
+    assert ahead() is None

@@ -25,6 +25,7 @@ from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.moments import MomentShelf
+from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.trainer import Trainer
 from tests.peer.test_resume import config_with_data
 from tests.sync.chains import A, MadeRun
@@ -38,12 +39,13 @@ MERGED = 0.25
 class Story:
     """A peer in a run that the test decides. `at_step[n]` is called after the n-th inner step."""
 
-    def __init__(self, folder: Path) -> None:
-        config = config_with_data(folder, f"sync.steps_per_round={STEPS}", "eval.every_rounds=0")
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        config = config_with_data(folder, f"sync.steps_per_round={STEPS}", "eval.every_rounds=0", *overrides)
         self.run = MadeRun(config)
         self.commits = self.run.chain(5)
         self.store = self.run.store(folder / "state")
         self.inputs = Inputs(folder / "inputs", self.run.layout)
+        self.residuals = Residuals(folder / "residuals", self.run.layout)
         self._chain = SimpleNamespace(commit=lambda round: self.commits[round])
         self.moments = MomentShelf(folder / "moments", self.run.layout)
         self.trainer = Trainer(config, self.run.layout, torch.device("cpu"))
@@ -80,7 +82,9 @@ class Story:
     def _connection(self) -> Any:
         return SimpleNamespace(
             gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda: True,
-            disk=SimpleNamespace(store=self.store, inputs=self.inputs, moments=self.moments, chain=self._chain),
+            disk=SimpleNamespace(
+                store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain
+            ),
             others=lambda: self.others,
             lost_round=lambda: self.lost_round, is_archive_behind=lambda round: False,
             progress=SimpleNamespace(tokens=0), leave=self._leave, limit_columns=self._limit,
@@ -108,13 +112,16 @@ class Story:
         kept = Uncounted(uncounted.tokens, uncounted.steps)
         self.saved.append((manifest, version, kept, final, self.trainer.round_steps))
 
-    def commit(self, counted: bool) -> None:
-        """The round is decided: everything moves by MERGED, from what was handed in or from the old state."""
+    def commit(self, counted: bool, columns: bool = True) -> None:
+        """The round is decided: everything moves by MERGED, from what was handed in or from the old state.
+
+        `columns`: whether it is their turn to be handed out.
+        """
         handed_in = self.inputs.parent == self.head
         base, layout = self.store.version(self.round), self.run.layout
         staging = self.store.stage(self.round + 1, self.round)
         for tile in layout.tiles:
-            took = counted and tile.block in self.inputs.blocks
+            took = counted and tile.block in self.inputs.blocks and (columns or tile.block == 0)
             source = self.inputs if took else base
             staging.write_state(tile.id, source.block(tile.block)[tile.start : tile.stop] + np.float32(MERGED))
         staging.finish()
@@ -128,7 +135,8 @@ class Story:
         self.round += 1
         self.driver.core.head, self.driver.core.tip = self.head, self.manifest
         entry = self.manifest.roster[0] if counted else None
-        lost = frozenset(tile.id for tile in layout.tiles) if handed_in and not counted else frozenset[int]()
+        missed = (tile.id for tile in layout.tiles if not counted or (tile.block and not columns))
+        lost = frozenset(missed) if handed_in else frozenset[int]()
         self.gate.applied(
             Applied(self.commits[self.round], previous, entry, handed_in, lost, False, {}, 0, 0, 1.0, frozenset())
         )
@@ -210,6 +218,84 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert [work.steps for work in story.ready] == [2]
     manifest, version, uncounted, final, round_steps = story.saved[-1]
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
+
+
+def test_the_last_to_leave_keeps_what_its_columns_are_ahead(tmp_path: Path) -> None:
+    """Nobody takes them over: a later life goes on from there."""
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=True))]
+    story.on_ready = lambda work: story.commit(counted=True, columns=False)
+    story.at_step[2] = story.gate.stop
+    story.play()
+    old, new = story.store.version(0), story.store.version(1)
+    trained = story.inputs.block(1)
+    assert np.abs(trained - old.block(1)).max() > 0
+    np.testing.assert_array_equal(story.trainer.contribution(1), new.block(1) + (trained - old.block(1)))
+    np.testing.assert_array_equal(story.values(), new.block(0))
+
+
+def test_with_turns_a_leaver_trains_a_step_so_that_its_columns_are_handed_out(tmp_path: Path) -> None:
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+
+    def stop_after_the_first(work: Work) -> None:
+        story.commit(counted=True, columns=False)
+        if len(story.ready) == 1:
+            story.gate.stop()
+
+    story.on_ready = stop_after_the_first
+    story.play()
+    assert [work.steps for work in story.ready] == [STEPS, 1]
+
+
+def test_with_turns_a_leaver_that_is_still_named_hands_in_again(tmp_path: Path) -> None:
+    """Its wish came after the round was planned: its columns go out with the next one, all that was trained in them."""
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    answers = iter((False, True, True))
+    story.loop._nobody_counts_on_us = lambda newest: next(answers)  # type: ignore[method-assign]
+    brought: list[Values] = []
+
+    def note(work: Work) -> None:
+        brought.append(np.array(story.inputs.block(1)))
+        story.commit(counted=True, columns=len(brought) > 1)
+
+    story.on_ready = note
+    story.at_step[2] = story.gate.stop
+    story.play()
+    assert [work.steps for work in story.ready] == [2, 1]
+    first = brought[0] - story.store.version(0).block(1)
+    both = brought[1] - story.store.version(1).block(1)
+    assert np.abs(first).max() > 0
+    assert np.dot(first, both) > 0.5 * np.dot(first, first)
+    assert story.saved[-1][:1] == (story.commits[2].manifest,)
+
+
+def test_with_turns_it_is_the_committed_model_that_is_evaluated(tmp_path: Path) -> None:
+    """What its own columns are ahead nobody else has; training goes on from there."""
+    story = Story(tmp_path, "sync.expert_rounds=3", "eval.every_rounds=1")
+    seen: list[Values] = []
+    started: list[Values] = []
+
+    def evaluate(batches: object) -> float:
+        seen.append(story.trainer.contribution(1))
+        return 1.0
+
+    story.trainer.evaluate = evaluate  # type: ignore[method-assign]
+    story.on_ready = lambda work: story.commit(counted=True, columns=False)
+
+    def stop() -> None:
+        started.append(story.inputs.block(1))
+        story.gate.stop()
+
+    story.at_step[STEPS + 1] = stop
+    story.play()
+    old, new = story.store.version(0), story.store.version(1)
+    np.testing.assert_array_equal(seen[0], old.block(1))
+    np.testing.assert_array_equal(seen[1], new.block(1))
+    ahead = started[0] - old.block(1)
+    assert np.abs(ahead).max() > 0
+    assert np.abs(story.trainer.contribution(1) - (new.block(1) + ahead)).max() < 0.05
 
 
 def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(story: Story) -> None:

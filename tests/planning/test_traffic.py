@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 
-from spes_p2p.config.sections import SyncConfig
 from spes_p2p.ids import PeerId
 from spes_p2p.planning.sizes import Sizes
-from spes_p2p.planning.traffic import CODEC_BYTES, Link, Spread, round_traffic, sync_costs
+from spes_p2p.planning.traffic import Link, Spread, round_traffic, sync_costs
 from spes_p2p.sync.core.plan import plan_slices
 from tests.planning.runs import run_named
 
@@ -86,8 +83,10 @@ def test_what_is_not_known_is_not_made_up() -> None:
     assert (cost.seconds, cost.share, cost.bytes_per_day) == (None, None, None)
 
 
-def test_every_codec_of_the_config_has_a_formula() -> None:
-    present = get_args(SyncConfig.model_fields["codec"].annotation)
-    assert set(present) <= set(CODEC_BYTES)
-    costs = sync_costs(run_named("tiny"), 3, 2, Link(), None)
-    assert {cost.codec for cost in costs if cost.exists} == set(present)
+def test_what_is_configured_comes_first_and_then_every_codec() -> None:
+    plain = sync_costs(run_named("spes-7b"), 4, 8, Link(), None)
+    assert [cost.codec for cost in plain] == ["fp32", "bf16", "int8", "int4", "topk"]
+    assert [round(cost.bytes_up / plain[0].bytes_up, 3) for cost in plain] == [1.0, 0.5, 0.254, 0.141, 0.016]
+    mixed = sync_costs(run_named("spes-7b", "sync.codec=int8", "sync.expert_codec=int4"), 4, 8, Link(), None)
+    assert mixed[0].codec == "int8, experts int4"
+    assert plain[3].bytes_up < mixed[0].bytes_up < plain[2].bytes_up

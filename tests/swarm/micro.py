@@ -14,7 +14,7 @@ import psutil
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Event
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.initial import InitialState
@@ -67,7 +67,7 @@ def config_of(overrides: Sequence[str] = ()) -> Config:
 
 
 def layout_of(config: Config) -> Layout:
-    return Layout(state_tensors(config.model), config.sync.tile_values)
+    return state_layout(config)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def dump_initial_state(folder: Path, config: Config, name: str) -> None:
     layout = layout_of(config)
     initial = InitialState(layout, config.run.seed, config.model.init_std)
     genesis = Chain(folder / name / "run" / "chain").commit(0).manifest
-    dump = RoundDump(folder / "dumps" / "initial", layout, genesis.members[0].peer, "fp32", config.sync.merge_top_k)
+    dump = RoundDump(folder / "dumps" / "initial", layout, genesis.members[0].peer, config.sync.merge_top_k)
     dump.write(genesis, genesis, initial, (), initial)
 
 

@@ -216,6 +216,22 @@ def test_streams_wait_in_line_and_say_so() -> None:
     run(test)
 
 
+def test_who_asks_is_told_while_the_blob_is_made() -> None:
+    """Reading and encoding take longer than a silence may, but not for ever."""
+
+    async def test() -> None:
+        network = MemoryNetwork()
+        one, other, echo = await pair(network)
+        echo.pause_seconds = 12.0
+        assert await one.transport.fetch(B, b"x", 2.0, 2**22) == (b"head", DATA)
+        other.transport._limits = StreamLimits(stall_seconds=5.0)
+        await other.transport.serve(echo)
+        with pytest.raises(RemoteProtocolError, match="could not be made in time"):
+            await one.transport.fetch(B, b"x", 2.0, 2**22)
+
+    run(test)
+
+
 def test_losses_and_copies_are_drawn_from_the_seed() -> None:
     async def tries(seed: int) -> list[bytes | str]:
         network = MemoryNetwork(seed, LinkShape(loss=0.2, duplication=0.3))

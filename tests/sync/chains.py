@@ -7,10 +7,9 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.state.initial import InitialState
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.membership import Member
@@ -41,7 +40,7 @@ class MadeRun:
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or small_config(peers=1)
         self.keys = FakeKeys()
-        self.layout = Layout(state_tensors(self.config.model), self.config.sync.tile_values)
+        self.layout = state_layout(self.config)
         self.info = describe_run(self.config, sha256(b"data"), ORGANISER)
         self.rules = rules_of(self.config, self.info, self.layout)
         self.initial = InitialState(self.layout, self.config.run.seed, self.config.model.init_std)

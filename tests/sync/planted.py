@@ -8,8 +8,10 @@ from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.membership import is_majority
 from spes_p2p.sync.core.actions import Action, Send
 from spes_p2p.sync.core.knowledge import Key
-from spes_p2p.sync.core.messages import Ballots, Contribution, Proposal, Signed, Status, manifest_hash
+from spes_p2p.sync.core.messages import Ballots, Contribution, Manifest, Proposal, Signed, Status, manifest_hash
+from spes_p2p.sync.core.plan import due_columns
 from spes_p2p.sync.core.round import Core
+from spes_p2p.sync.core.rules import Outcome, child_manifest
 from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.sync.core.voting import Content
 
@@ -163,3 +165,14 @@ class TakesOldReportsForProgress(Core):
         if index is not None and report is not None and not self._has_staged(key, report.value):
             del self.round.reports[index]
         return super().fetch_failed(key, now)
+
+
+class TakesWhatWasNotHandedOut(Core):
+    """Moves columns as if every one of them were handed out in every round."""
+
+    def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:
+        members, wishes = self._next_members(now)
+        return child_manifest(replace(self.rules, expert_rounds=1), self.tip, outcome, members, wishes)
+
+    def _due_columns(self, now: float) -> frozenset[int]:
+        return due_columns(self.rules.num_columns, self.tip.round + 1, self.rules.expert_rounds)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.table import RULE_NAMES
+from spes_p2p.testing import sim
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.schedules import KINDS
+from spes_p2p.testing.sim_state import run_rules
 from tests.sync import planted
 
 SCHEDULES = int(os.environ.get("SPES_SCHEDULES", "5000"))
@@ -66,6 +69,24 @@ def test_a_planted_fault_is_found(core_class: type[Core], only: str | None, kind
     summary = explore(range(400), core_class, only)
     assert summary.findings, f"{core_class.__name__} was not found in {summary.runs} schedules"
     assert summary.findings[0].kind in kinds, str(summary.findings[0])
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns are handed out in every third round."""
+    monkeypatch.setattr(sim, "run_rules", partial(run_rules, expert_rounds=3))
+
+
+@pytest.mark.usefixtures("turns")
+def test_no_schedule_breaks_a_rule_where_columns_take_turns() -> None:
+    summary = explore(range(100))
+    assert not summary.findings, report(summary)
+
+
+@pytest.mark.usefixtures("turns")
+def test_columns_that_move_without_their_turn_are_found() -> None:
+    summary = explore(range(400), planted.TakesWhatWasNotHandedOut)
+    assert [finding.kind for finding in summary.findings] == ["turns"], report(summary)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -30,8 +30,9 @@ def commits_of(swarm: MemorySwarm) -> list[Commit]:
     return [chain.commit(round) for round in range(2, chain.length)]
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_two_hidden_peers_train_with_one_that_can_be_dialled(folder: Path, replicas: int) -> None:
+def test_two_hidden_peers_train_with_one_that_can_be_dialled(folder: Path, replicas: int, codec: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm)
         await swarm.until_round(8)
@@ -47,7 +48,11 @@ def test_two_hidden_peers_train_with_one_that_can_be_dialled(folder: Path, repli
         check_agreement(swarm)
         check_leases(swarm)
 
-    wanted = (f"swarm.target_replicas={replicas}", f"swarm.experts_per_peer={2 if replicas == 1 else 3}")
+    wanted = (
+        f"sync.codec={codec}",
+        f"swarm.target_replicas={replicas}",
+        f"swarm.experts_per_peer={2 if replicas == 1 else 3}",
+    )
     in_swarm(folder, play, small_config(*wanted))
 
 

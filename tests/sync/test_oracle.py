@@ -82,7 +82,7 @@ def dumps(folder: Path) -> Path:
         chain = commits(swarm)
         for name in "abc":
             life = swarm.peers[PeerId(name)]
-            dump = RoundDump(folder / "dumps" / name, swarm.layout, life.name, "fp32", config.sync.merge_top_k)
+            dump = RoundDump(folder / "dumps" / name, swarm.layout, life.name, config.sync.merge_top_k)
             for round in (2, 3, 4):
                 write(dump, life, recorder, chain[round - 1].manifest, chain[round].manifest)
 

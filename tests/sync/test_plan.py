@@ -10,7 +10,7 @@ from hypothesis import given
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.sync.core.messages import Slice
-from spes_p2p.sync.core.plan import plan_slices, reducer_order
+from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
 
@@ -103,3 +103,13 @@ def test_small_blocks_are_cut_so_that_everybody_gets_a_part() -> None:
 def test_a_column_with_one_owner_is_its_owners_alone() -> None:
     slices = plan_slices(NAMES[:3], ((NAMES[1],),), {}, [3, 5], 16)
     assert {(piece.reducer, piece.contributors) for piece in slices if piece.block == 1} == {(NAMES[1], (NAMES[1],))}
+
+
+def test_columns_take_turns() -> None:
+    turns = [due_columns(8, round, 4) for round in range(1, 9)]
+    assert turns[:4] == turns[4:] == [{1, 5}, {2, 6}, {3, 7}, {0, 4}]
+    assert due_columns(3, 7, 1) == {0, 1, 2}
+    uneven = [len(due_columns(5, round, 3)) for round in range(3)]
+    assert sorted(uneven) == [1, 2, 2]
+    slices = plan_slices(NAMES[:2], ((NAMES[0],), (NAMES[1],)), {}, [4, 4, 4], 16, due={1})
+    assert {piece.block for piece in slices} == {0, 2}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
-from spes_p2p.sync.reduce import NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
+from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
 
 BASE = np.zeros(8, np.float32)
 
@@ -89,3 +89,15 @@ def test_what_is_not_finite_does_not_count_for_the_median() -> None:
     values = changes(1.0, 1.0, 1e6)
     values[PeerId("p1")][0] = np.nan
     assert refused(values) == {"p1": NON_FINITE}
+
+
+def test_sizes_are_not_compared_where_nobody_knows_the_steps_behind_them() -> None:
+    values = changes(1.0, 1.0, 100.0)
+    assert set(refused(values).values()) == {TOO_LARGE}
+    assert screen(values, BASE, None) == {}
+
+
+def test_what_a_lossy_codec_could_not_carry_is_its_senders_fault_alone() -> None:
+    values = changes(1.0, 3e38)
+    assert screen(values, BASE, None, LARGEST_ENCODED) == {"p1": TOO_LARGE}
+    assert screen(values, BASE, None) == {}

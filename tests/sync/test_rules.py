@@ -14,7 +14,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest, Merge
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest, Merge, Slice
 from spes_p2p.sync.core.plan import plan_slices
 from spes_p2p.sync.core.rules import (
     NOBODY,
@@ -24,8 +24,10 @@ from spes_p2p.sync.core.rules import (
     check_child,
     child_manifest,
     genesis_manifest,
+    lost_columns,
     next_step,
     renewed_manifest,
+    tokens_gone,
 )
 from spes_p2p.sync.genesis import sign_renewal
 from tests.sync.chains import ORGANISER, A, B, MadeRun
@@ -171,3 +173,37 @@ def test_only_the_organiser_renews() -> None:
     kind = replace(majority.certificate, kind=MAJORITY)
     with pytest.raises(RemoteProtocolError):
         check_certificate(parent, majority.manifest, kind, check, ORGANISER)
+
+
+def test_with_turns_nobody_takes_over_what_was_not_handed_out() -> None:
+    """Its owner may be rounds ahead, unless it is gone itself."""
+    rules = replace(RUN.rules, expert_rounds=4)
+    ownership = ((A,), (A,), (A,), (B,))
+    parent = replace(PARENT, ownership=ownership)
+    first = sum(rules.block_tiles[:2])
+    handed = Slice(2, first, rules.block_tiles[2], A, (A,))
+    outcome = Outcome((), (handed,), sha256(b"wire"), sha256(b"state 1"), None)
+    wishes = {A: Wish(1), B: Wish(4, releases=(3,))}
+    assert child_manifest(rules, parent, outcome, MEMBERS, wishes).ownership == ((A,), (B,), (A,), (B,))
+    assert child_manifest(rules, parent, outcome, MEMBERS[1:], {B: Wish(4)}).ownership == ((B,),) * 4
+    at_once = child_manifest(RUN.rules, parent, outcome, MEMBERS, wishes).ownership
+    assert sum(owners == (A,) for owners in at_once) == 1
+
+
+def test_what_an_owner_had_trained_since_the_last_hand_out_is_counted_when_it_loses_the_column() -> None:
+    def manifest(round: int, owners: tuple[PeerId, ...], tokens: dict[PeerId, int], handed_out: int) -> Manifest:
+        roster = tuple(Contribution(peer, count, 1, 0) for peer, count in tokens.items())
+        return replace(PARENT, round=round, ownership=(owners,), roster=roster, column_rounds=(handed_out,))
+
+    line = [
+        manifest(1, (A,), {A: 1, B: 1}, 1),
+        manifest(2, (A, B), {A: 10, B: 10}, 1),
+        manifest(3, (A, B), {A: 100, B: 100}, 1),
+    ]
+    with_b = manifest(4, (B,), {A: 1000, B: 1000}, 1)
+    assert lost_columns(line[-1], with_b) == (0,)
+    assert tokens_gone(line, with_b, (0,)) == {0: 1110}
+    nobody = manifest(4, (), {}, 1)
+    assert tokens_gone(line, nobody, (0,)) == {0: 210}  # b was no owner yet in round 2
+    assert lost_columns(line[-1], manifest(4, (B,), {A: 1000}, 4)) == ()
+    assert lost_columns(line[-1], manifest(4, (A, B), {}, 1)) == ()

@@ -10,7 +10,7 @@ import torch
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import Batch
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout, Values
 from spes_p2p.train.ddp import Ranks
@@ -43,7 +43,7 @@ def small_config(*overrides: str) -> Config:
 
 
 def small_layout(config: Config) -> Layout:
-    return Layout(state_tensors(config.model), config.sync.tile_values)
+    return state_layout(config)
 
 
 def initial(config: Config) -> InitialState:

@@ -19,6 +19,7 @@ def plan_slices(
     uplinks: Mapping[PeerId, int],
     block_tiles: Sequence[int],
     slice_tiles: int,
+    due: Collection[int] | None = None,
     private: Collection[PeerId] = (),
     helpers: Sequence[PeerId] = (),
 ) -> tuple[Slice, ...]:
@@ -26,9 +27,11 @@ def plan_slices(
 
     `roster` is in protocol order (it is the order of summation). `block_tiles[b]` is the number of tiles of block b
     (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second; missing ones count
-    as the median of the others). `private` peers cannot be dialled: they reduce only what they alone contribute to, and
-    what is of several of them goes to `helpers`, who can be dialled and contribute nothing themselves. A column without
-    an owner in the roster has no slice: nobody has values for it.
+    as the median of the others). `due` are the columns whose turn it is, by default all. A column without an owner in
+    the roster has no slice: nobody has values for it.
+
+    `private` peers cannot be dialled: they reduce only what they alone contribute to, and what is of several of them
+    goes to `helpers`, who can be dialled and contribute nothing themselves.
     """
     slices: list[Slice] = []
     usual = sorted(uplinks.values())[(len(uplinks) - 1) // 2] if uplinks else 1
@@ -36,7 +39,7 @@ def plan_slices(
     for block, tiles in enumerate(block_tiles):
         owners = None if block == 0 else ownership[block - 1]
         contributors = tuple(peer for peer in roster if owners is None or peer in owners)
-        if contributors:
+        if contributors and (block == 0 or due is None or block - 1 in due):
             reducers = tuple(peer for peer in contributors if peer not in private)
             reducers = reducers or (tuple(helpers) if len(contributors) > 1 else ()) or contributors
             dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
@@ -44,6 +47,14 @@ def plan_slices(
                 slices.append(Slice(block, first_tile + start, count, next(dealer), contributors))
         first_tile += tiles
     return tuple(slices)
+
+
+def due_columns(num_columns: int, round: int, expert_rounds: int) -> frozenset[int]:
+    """Columns whose turn it is in a round: each in every `expert_rounds`-th, about as many in one round as in another.
+
+    In between its owners' masters run ahead, and the others keep its last committed values.
+    """
+    return frozenset(column for column in range(num_columns) if (column - round) % expert_rounds == 0)
 
 
 def reducer_order(piece: Slice) -> tuple[PeerId, ...]:

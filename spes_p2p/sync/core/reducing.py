@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spes_p2p.ids import PeerId
+from spes_p2p.ownership.assign import assign
 from spes_p2p.swarm.membership import LINK_PUBLIC
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.knowledge import Key
-from spes_p2p.sync.core.messages import Contribution, Plan, Report, Slice, Status
-from spes_p2p.sync.core.plan import plan_slices, reducer_order
+from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status, manifest_hash
+from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
 
@@ -19,6 +20,20 @@ LOST = "lost"
 
 class Reducing(CoreState):
     """From training to a new state on the leader's disk."""
+
+    def handed_out(self, child: Manifest) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
+        """Slices of a committed child of our tip with the hashes of their tiles, as far as we know: ours at least."""
+        proposal = self._proposal_of(manifest_hash(child))
+        if proposal is not None:
+            return child.slices, proposal.value.wire_hashes
+        plan, pairs = self.round.plan, []
+        for index, report in self.round.reports.items():
+            if plan is None or report.author != self.me or not set(child.roster) <= set(plan.value.roster):
+                continue
+            piece = replace(plan.value.slices[index], reducer=self.me, contributors=report.value.contributors)
+            if piece in child.slices:
+                pairs.append((piece, b"".join(report.value.wire_hashes)))
+        return tuple(piece for piece, _ in pairs), tuple(hashes for _, hashes in pairs)
 
     def _rule_close(self, now: float) -> bool:
         """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""
@@ -181,8 +196,21 @@ class Reducing(CoreState):
         able = [s.peer for s in self._members_here(now) if s.intent.can_vote]
         helpers = [peer for peer in sorted(able) if peer not in private]
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
-        slices = plan_slices(peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, private, helpers)
+        slices = plan_slices(
+            peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers
+        )
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
+
+    def _due_columns(self, now: float) -> frozenset[int]:
+        """Those whose turn it is or was, and those that an owner is about to lose, whose master may be rounds ahead."""
+        ownership, every, round = self.tip.ownership, self.rules.expert_rounds, self.tip.round + 1
+        due = due_columns(len(ownership), round, every)
+        if every == 1:
+            return due
+        due |= {column for column, last in enumerate(self.tip.column_rounds) if round - last >= every}
+        _, wishes = self._next_members(now)
+        then = assign(ownership, wishes, self.rules.target_replicas)
+        return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}
 
     def _acting_reducer(self, index: int, piece: Slice, now: float) -> PeerId | None:
         """Whose turn it is: the first in order that may do it and whose time is not over; None when all had theirs."""

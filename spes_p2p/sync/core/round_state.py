@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.swarm.membership import electors, is_majority, leader_order
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members
 from spes_p2p.sync.core.actions import Action, Notice, Persist
 from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
 from spes_p2p.sync.core.messages import (
@@ -409,3 +410,32 @@ class CoreState:
         self.round.missing = None
         self.round.failed.clear()
         self._progress(now)
+
+    def _next_members(
+        self, now: float, needed: Collection[PeerId] = ()
+    ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
+        """Who would be a member after this round, and what they want: everyone heard, newcomers, but no leavers.
+
+        Leavers that are `needed` count as heard.
+        """
+        heard: list[Member] = []
+        newcomers: list[Member] = []
+        leavers: set[PeerId] = set()
+        wishes: dict[PeerId, Wish] = {}
+        known = {member.peer: member.incarnation for member in self.tip.members}
+        statuses = [self._own_status()] + [c.status for p, c in self.contacts.items() if self.alive(p, now)]
+        for status in statuses:
+            member = Member(status.peer, status.incarnation, False, status.intent.link_class)
+            if status.intent.leaving and status.peer not in needed:
+                leavers.add(status.peer)
+            elif known.get(status.peer) == status.incarnation:
+                heard.append(member)
+            elif status.intent.joining and status.head == self.round.head:  # who has caught up
+                newcomers.append(member)
+            wishes[status.peer] = Wish(status.intent.max_columns, status.intent.claims, status.intent.releases)
+        if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
+            heard = [m for m in self.tip.members if m.peer in leavers]
+            leavers = set()
+        members = next_members(self.tip.members, heard, newcomers, leavers)
+        named = {member.peer for member in members}
+        return members, {peer: wish for peer, wish in wishes.items() if peer in named}

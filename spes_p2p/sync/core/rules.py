@@ -6,8 +6,9 @@ is the leader's to say (who was heard, which slices came about, which neighbours
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError
@@ -57,6 +58,8 @@ class RunRules:
     merge_alpha: Callable[[int], float]
     exchange: bool = True
     """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
+    expert_rounds: int = 1
+    """Each column is handed out in every so many rounds."""
     organiser: PeerId = NOBODY
     """Who may sign a renewal (see `renewed_manifest`); nobody in a run without an organiser."""
 
@@ -127,7 +130,10 @@ def child_manifest(
     rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], wishes: Mapping[PeerId, Wish]
 ) -> Manifest:
     """The manifest that commits `outcome` on top of `parent`, with `members` for the next round."""
-    ownership = assign(parent.ownership, wishes, rules.target_replicas)
+    kept: frozenset[int] = frozenset()
+    if rules.expert_rounds > 1:  # an owner may be rounds ahead: nobody takes over what was not handed out
+        kept = frozenset(range(rules.num_columns)) - {piece.block - 1 for piece in outcome.slices}
+    ownership = assign(parent.ownership, wishes, rules.target_replicas, kept)
     return _derived(rules, parent, outcome, members, ownership)
 
 
@@ -270,6 +276,36 @@ def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
         )
         if bad:
             raise RemoteProtocolError(f"manifest of round {child.round}: merge neighbours are out of range")
+
+
+def stale_columns(expert_rounds: int, manifest: Manifest) -> tuple[int, ...]:
+    """Columns that missed their turn: older than `sync.expert_rounds` rounds."""
+    ages = enumerate(manifest.round - last for last in manifest.column_rounds)
+    return tuple(column for column, age in ages if age >= expert_rounds)
+
+
+def lost_columns(parent: Manifest, child: Manifest) -> tuple[int, ...]:
+    """Columns that were not handed out in `child` and that not all owners still have."""
+    pairs = enumerate(zip(parent.ownership, child.ownership, strict=True))
+    lost = [column for column, (before, after) in pairs if not set(before) <= set(after)]
+    return tuple(column for column in lost if child.column_rounds[column] < child.round)
+
+
+def tokens_gone(before: Sequence[Manifest], child: Manifest, columns: Collection[int]) -> dict[int, int]:
+    """By column, tokens that went into it after its last hand-out and are lost with the owners that do not keep it.
+
+    `before` are the manifests up to the parent of `child`, oldest first, from the earliest of these hand-outs on.
+    """
+    gone: dict[int, int] = {}
+    for column in columns:
+        owners = set(before[-1].ownership[column]) - set(child.ownership[column])
+        gone[column] = sum(
+            entry.tokens
+            for earlier, later in pairwise([*before, child])
+            for entry in later.roster
+            if later.round > child.column_rounds[column] and entry.peer in owners & set(earlier.ownership[column])
+        )
+    return {column: tokens for column, tokens in gone.items() if tokens}
 
 
 def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:

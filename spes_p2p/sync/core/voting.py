@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member, next_members
 from spes_p2p.sync.core import votes
 from spes_p2p.sync.core.actions import Probe, Verify
 from spes_p2p.sync.core.knowledge import Heard
@@ -237,29 +235,16 @@ class Voting(CoreState):
         return found
 
     def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:
-        heard: list[Member] = []
-        newcomers: list[Member] = []
-        leavers: set[PeerId] = set()
-        wishes: dict[PeerId, Wish] = {}
-        known = {member.peer: member.incarnation for member in self.tip.members}
-        statuses = [self._own_status()] + [c.status for p, c in self.contacts.items() if self.alive(p, now)]
-        for status in statuses:
-            member = Member(status.peer, status.incarnation, False, status.intent.link_class)
-            if status.intent.leaving:
-                leavers.add(status.peer)
-            elif known.get(status.peer) == status.incarnation:
-                heard.append(member)
-            elif status.intent.joining and status.head == self.round.head:  # who has caught up
-                newcomers.append(member)
-            wishes[status.peer] = Wish(status.intent.max_columns, status.intent.claims, status.intent.releases)
-        if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
-            heard = [m for m in self.tip.members if m.peer in leavers]
-            leavers = set()
-        members = next_members(self.tip.members, heard, newcomers, leavers)
-        named = {member.peer for member in members}
-        return child_manifest(
-            self.rules, self.tip, outcome, members, {peer: wish for peer, wish in wishes.items() if peer in named}
-        )
+        members, wishes = self._next_members(now, self._ahead(outcome))
+        return child_manifest(self.rules, self.tip, outcome, members, wishes)
+
+    def _ahead(self, outcome: Outcome) -> frozenset[PeerId]:
+        """Who has trained columns that the round does not hand out: if it leaves, then with the next, which does."""
+        if self.rules.expert_rounds == 1:
+            return frozenset()
+        done = {piece.block - 1 for piece in outcome.slices}
+        owners = {owner for column, some in enumerate(self.tip.ownership) if column not in done for owner in some}
+        return frozenset(owners & {entry.peer for entry in outcome.roster})
 
     def _decide(
         self,

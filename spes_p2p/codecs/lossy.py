@@ -1,0 +1,167 @@
+"""The lossy codecs: a change of flat fp32 values to bytes, and back to values that are the same bits everywhere.
+
+A change is cut into blocks (sizes.py), each with one bf16 scale; the last block of a tile may be shorter. All numbers
+are little-endian:
+
+    bf16   every value rounded to bf16
+    int8   the scales, then every value as a signed byte q: q * scale, |q| <= 127
+    int4   the scales, then pairs of values in a byte, the first in the low half: (code - 8) * scale, |code - 8| <= 7
+    topk   the scales, then of each block the entries of largest size in the order of their places, 16 bits each:
+           place << 4 | sign << 3 | level, which is (-1)^sign * level * scale, level <= 7; all others are zero
+
+A scale is the largest size in its block over the largest code, rounded up to bf16 so that nothing is clipped; codes are
+rounded to the nearest, halves to even. What rounding loses is the caller's to keep (error feedback), so a stochastic
+rounding, which loses nothing on average, would only add noise. Decoding is one conversion and one fp32 multiplication
+a value, each exact or rounded on its own: the same bits on every machine, on CPU and GPU. A value that is not finite
+makes its block's scale infinite or NaN: what is decoded then is infinite, which who receives it finds.
+
+Works on whole tiles with torch, on the device of what it is given. Knows no state, residual or network.
+
+Legend: N values of a tile, B blocks, G values of a block, K entries of a block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spes_p2p.codecs.sizes import BLOCK_VALUES, TOPK_KEPT, Codec, encoded_bytes, kept_of, num_blocks
+
+_INT8_LARGEST, _INT4_LARGEST, _LEVELS = 127, 7, 7
+_PLACE_BITS = 4  # a place is stored above them
+
+
+def encode(codec: Codec, change: NDArray[np.float32]) -> bytes:
+    """The bytes of a change: `sizes.encoded_bytes` many. `codec` is not fp32, which sends values."""
+    if not len(change):
+        return b""
+    with torch.no_grad():
+        data = _ENCODERS[codec](torch.from_numpy(np.ascontiguousarray(change)))
+    return data.numpy().tobytes()
+
+
+def decode(codec: Codec, data: bytes | memoryview, values: int) -> NDArray[np.float32]:
+    """The change that `data` stands for, [values]. The caller has checked the length of `data`."""
+    if len(data) != encoded_bytes(codec, values):
+        raise ValueError(f"{len(data)} bytes for {values} values in {codec}")
+    if not values:
+        return np.empty(0, np.float32)
+    with torch.no_grad():
+        decoded = _DECODERS[codec](torch.from_numpy(np.frombuffer(data, np.uint8).copy()), values)
+    found: NDArray[np.float32] = decoded.numpy()
+    found[~np.isfinite(found)] = np.inf  # of NaN each machine has its own bits
+    return found
+
+
+def encode_bf16(x_N: Tensor) -> Tensor:
+    """Bytes of a change."""
+    return x_N.to(torch.bfloat16).view(torch.uint8)
+
+
+def decode_bf16(data: Tensor, values: int) -> Tensor:
+    """[values] fp32."""
+    return data.view(torch.bfloat16).float()
+
+
+def encode_int8(x_N: Tensor) -> Tensor:
+    """Bytes of a change."""
+    x_BG = _blocks(x_N, "int8")
+    scale_B = _scales(x_BG, _INT8_LARGEST)
+    q_BG = _codes(x_BG, scale_B, _INT8_LARGEST).to(torch.int8)
+    return torch.cat((scale_B.view(torch.uint8), q_BG.flatten()[: len(x_N)].view(torch.uint8)))
+
+
+def decode_int8(data: Tensor, values: int) -> Tensor:
+    """[values] fp32."""
+    scale_B, codes_N = _parts(data, "int8", values)
+    return _scaled(codes_N.view(torch.int8).float(), scale_B, "int8")
+
+
+def encode_int4(x_N: Tensor) -> Tensor:
+    """Bytes of a change."""
+    x_BG = _blocks(x_N, "int4")
+    scale_B = _scales(x_BG, _INT4_LARGEST)
+    code_N = (_codes(x_BG, scale_B, _INT4_LARGEST) + 8).to(torch.uint8).flatten()[: len(x_N)]
+    low, high = F.pad(code_N, (0, len(x_N) % 2)).view(-1, 2).unbind(1)
+    return torch.cat((scale_B.view(torch.uint8), low | high << 4))
+
+
+def decode_int4(data: Tensor, values: int) -> Tensor:
+    """[values] fp32."""
+    scale_B, pairs = _parts(data, "int4", values)
+    code_N = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten()[:values]
+    return _scaled(code_N.float() - 8, scale_B, "int4")
+
+
+def encode_topk(x_N: Tensor) -> Tensor:
+    """Bytes of a change."""
+    whole = len(x_N) - len(x_N) % BLOCK_VALUES["topk"]
+    parts = [_topk(x_N[:whole].view(-1, BLOCK_VALUES["topk"]), TOPK_KEPT)] if whole else []
+    if whole < len(x_N):
+        parts.append(_topk(x_N[None, whole:], kept_of(len(x_N) - whole)))
+    scales, entries = zip(*parts)
+    return torch.cat([part.flatten().view(torch.uint8) for part in (*scales, *entries)])
+
+
+def decode_topk(data: Tensor, values: int) -> Tensor:
+    """[values] fp32."""
+    block = BLOCK_VALUES["topk"]
+    scale_B, entries = _parts(data, "topk", values)
+    entry_N = entries.view(torch.int16).int() & 0xFFFF
+    blocks = torch.arange(len(entry_N), device=data.device) // TOPK_KEPT
+    level_N = (entry_N & 7).float()
+    size_N = level_N * scale_B.float()[blocks]
+    place_N, entry_N = blocks * block + (entry_N >> _PLACE_BITS), torch.where((entry_N & 8) > 0, -size_N, size_N)
+    x_N = np.zeros(len(scale_B) * block, np.float32)
+    x_N[place_N.cpu().numpy()] = entry_N.cpu().numpy()  # of a place that is named twice numpy takes the last, torch any
+    return torch.from_numpy(x_N)[:values].to(data.device)
+
+
+def _topk(x_BG: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """(scales bf16 [B], entries int16 [B, kept])."""
+    size_BG = x_BG.abs()
+    place_BK = size_BG.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
+    size_BK = size_BG.gather(1, place_BK)
+    scale_B = _scales(size_BK, _LEVELS)
+    level_BK = _codes(size_BK, scale_B, _LEVELS).int()
+    negative_BK = x_BG.gather(1, place_BK) < 0
+    entry_BK = place_BK.int() << _PLACE_BITS | negative_BK.int() << 3 | level_BK
+    return scale_B, entry_BK.to(torch.int16)
+
+
+def _blocks(x_N: Tensor, codec: Codec) -> Tensor:
+    """[B, G], filled up with zeros."""
+    block = BLOCK_VALUES[codec]
+    return F.pad(x_N, (0, -len(x_N) % block)).view(-1, block)
+
+
+def _scales(x_BG: Tensor, largest: int) -> Tensor:
+    """bf16 [B], never less than the largest size over `largest`."""
+    exact_B = x_BG.abs().amax(dim=1) / largest
+    near_B = exact_B.to(torch.bfloat16)
+    above_B = (near_B.view(torch.int16) + 1).view(torch.bfloat16)  # the next larger number: these are not negative
+    return torch.where(near_B.float() < exact_B, above_B, near_B)
+
+
+def _codes(x_BG: Tensor, scale_B: Tensor, largest: int) -> Tensor:
+    """Whole numbers, fp32; zero where the scale is zero or not finite."""
+    q_BG = (x_BG / scale_B.float()[:, None]).round_()
+    return q_BG.nan_to_num_(0.0, 0.0, 0.0).clamp_(-largest, largest)
+
+
+def _parts(data: Tensor, codec: Codec, values: int) -> tuple[Tensor, Tensor]:
+    """(scales bf16 [B], the rest)."""
+    end = 2 * num_blocks(codec, values)
+    return data[:end].view(torch.bfloat16), data[end:].clone()  # a copy of its own: views need alignment
+
+
+def _scaled(code_N: Tensor, scale_B: Tensor, codec: Codec) -> Tensor:
+    scale_N = scale_B.float().repeat_interleave(BLOCK_VALUES[codec])[: len(code_N)]
+    return code_N * scale_N
+
+
+_ENCODERS = {"bf16": encode_bf16, "int8": encode_int8, "int4": encode_int4, "topk": encode_topk}
+_DECODERS = {"bf16": decode_bf16, "int8": decode_int8, "int4": decode_int4, "topk": decode_topk}

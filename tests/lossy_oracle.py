@@ -1,0 +1,162 @@
+"""An independent account of rounds with lossy codecs: what was encoded, what is kept, and what must come out of it.
+
+Written from docs/protocol.md alone; shares no code with the package. Codecs are loops over blocks on plain numbers;
+`Ledger` follows every peer's residuals from round to round. All arithmetic is fp32 in the order that the protocol
+gives, so results are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float32]
+Key = tuple[str, int]
+"""(peer, tile id)"""
+
+
+def bf16(values: Values) -> Values:
+    """Rounded to the nearest bf16 number, ties to even."""
+    bits = values.astype("<f4").view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+def scale_of(values: Values, largest: int) -> np.float32:
+    """The least bf16 number that is not below the largest size over `largest`."""
+    exact = np.abs(values).max() / np.float32(largest)
+    near = bf16(np.array([exact], np.float32))
+    if near[0] < exact:
+        near = (near.view(np.uint32) + np.uint32(1 << 16)).view(np.float32)
+    return np.float32(near[0])
+
+
+def rounded(values: Values, largest: int) -> Values:
+    """Each value as a whole number of scales, as far as `largest`."""
+    scale = scale_of(values, largest)
+    if scale == 0:
+        return np.zeros_like(values)
+    return np.clip(np.rint(values / scale), -largest, largest).astype(np.float32) * scale
+
+
+def in_blocks(values: Values, size: int, through: Callable[[Values], Values]) -> Values:
+    parts = [through(values[at : at + size]) for at in range(0, len(values), size)]
+    return np.concatenate(parts)
+
+
+def largest_only(values: Values) -> Values:
+    kept = -(-len(values) * 128 // 4096)
+    places = np.argsort(-np.abs(values), kind="stable")[:kept]
+    sent = np.zeros_like(values)
+    sent[places] = rounded(values[places], 7)
+    return sent
+
+
+THROUGH: dict[str, Callable[[Values], Values]] = {
+    "bf16": bf16,
+    "int8": lambda values: in_blocks(values, 128, lambda block: rounded(block, 127)),
+    "int4": lambda values: in_blocks(values, 32, lambda block: rounded(block, 7)),
+    "topk": lambda values: in_blocks(values, 4096, largest_only),
+}
+"""What arrives of a change."""
+
+
+@dataclass
+class Ledger:
+    """The residuals of all peers. `tiles[id]` is (block, start, stop); `codecs[block]` the codec of a block."""
+
+    tiles: Sequence[tuple[int, int, int]]
+    codecs: Sequence[str]
+    sent: dict[Key, Values] = field(default_factory=dict)
+    handed: dict[Key, Values] = field(default_factory=dict)
+
+    def round(self, parent: Any, child: Any, before: Mapping[int, Values], brought: Mapping[Any, Any]) -> list[Values]:
+        """The blocks after manifest `child`, before its merge, from the blocks `before`.
+
+        `parent` and `child` are manifests, `brought[peer][block]` the values that a peer brought into the round.
+        """
+        after = [np.array(before[block]) for block in range(len(self.codecs))]
+        weights = {entry.peer: entry.tokens for entry in child.roster}
+        for piece in child.slices:
+            sole = piece.block > 0 and parent.ownership[piece.block - 1] == (piece.reducer,)
+            for tile_id in range(piece.first_tile, piece.first_tile + piece.tiles):
+                block, start, stop = self.tiles[tile_id]
+                part = slice(start, stop)
+                old = before[block][part]
+                values = [self._heard(peer, piece, tile_id, old, brought) for peer in piece.contributors]
+                mean = self._mean(values, [weights[peer] for peer in piece.contributors])
+                after[block][part] = self._handed_out(piece, tile_id, mean, old, sole)
+        self._follow(parent.ownership, child.ownership)
+        return after
+
+    def forget(self, peer: str, slices: Sequence[Any]) -> None:
+        """A peer ended with what these slices left."""
+        for piece in slices:
+            for tile_id in range(piece.first_tile, piece.first_tile + piece.tiles):
+                if peer in piece.contributors:
+                    self.sent.pop((peer, tile_id), None)
+                if peer == piece.reducer:
+                    self.handed.pop((peer, tile_id), None)
+
+    def _follow(self, before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> None:
+        """A column's residuals end with its ownership; what its one owner was ahead is unsent work beside a second."""
+        for tile_id, (block, _, _) in enumerate(self.tiles):
+            if block == 0:
+                continue
+            old, new = tuple(before[block - 1]), tuple(after[block - 1])
+            for kept in (self.sent, self.handed):
+                for peer in [peer for peer, at in kept if at == tile_id and peer not in new]:
+                    del kept[peer, tile_id]
+            if len(old) == 1 and old[0] in new and new != old and (old[0], tile_id) in self.handed:
+                ahead = self.handed.pop((old[0], tile_id))
+                unsent = self.sent.get((old[0], tile_id))
+                self.sent[old[0], tile_id] = ahead if unsent is None else ahead + unsent
+
+    def _heard(self, peer: str, piece: Any, tile_id: int, before: Values, brought: Mapping[Any, Any]) -> Values:
+        """A peer's values, as the reducer has them."""
+        block, start, stop = self.tiles[tile_id]
+        values = np.array(brought[peer][block][start:stop])
+        if self.codecs[block] == "fp32":
+            return values
+        kept = self.sent.pop((peer, tile_id), np.zeros_like(values))
+        if peer == piece.reducer:
+            return values + kept
+        change = (values - before) + kept
+        arrives = THROUGH[self.codecs[block]](change)
+        self.sent[peer, tile_id] = change - arrives
+        return arrives + before
+
+    def _mean(self, values: Sequence[Values], weights: Sequence[int]) -> Values:
+        if len(values) == 1:
+            return values[0]
+        mean = values[0] * np.float32(weights[0] / sum(weights))
+        for value, weight in zip(values[1:], weights[1:], strict=True):
+            mean = mean + value * np.float32(weight / sum(weights))
+        return mean
+
+    def _handed_out(self, piece: Any, tile_id: int, mean: Values, before: Values, sole: bool) -> Values:
+        codec = self.codecs[piece.block]
+        if codec == "fp32":
+            return mean
+        kept = self.handed.get((piece.reducer, tile_id))
+        change = mean - before
+        if kept is not None and not sole:
+            change = change + kept
+        arrives = THROUGH[codec](change)
+        for peer, at in list(self.handed):
+            if at == tile_id:
+                del self.handed[peer, at]
+        self.handed[piece.reducer, tile_id] = change - arrives
+        return arrives + before
+
+    def ahead(self, peer: str, block: int, committed: Values) -> Values:
+        """What the one owner of a column trains on."""
+        values = np.array(committed)
+        for tile_id, (tile_block, start, stop) in enumerate(self.tiles):
+            if tile_block == block and (peer, tile_id) in self.handed:
+                values[start:stop] += self.handed[peer, tile_id]
+        return values

@@ -1,0 +1,103 @@
+"""Holds every round of an in-memory swarm with lossy codecs, or with turns, against the independent ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+
+from spes_p2p.ids import PeerId
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Values
+from spes_p2p.sync.core.messages import Manifest
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from spes_p2p.testing.pretend_peer import HandedIn
+from tests import lossy_oracle, oracle
+from tests.sync.swarm_cases import Blocks, Recorder, commits
+
+
+class Books:
+    """Make it before the swarm starts. `kept`: rounds that a peer settled before it died, as (name, round)."""
+
+    def __init__(self, swarm: MemorySwarm, kept: frozenset[tuple[str, int]] = frozenset()) -> None:
+        self.swarm, self.recorder, self.kept = swarm, Recorder(swarm), kept
+        layout = swarm.layout
+        tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles]
+        self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.blocks])
+        self.merges = 0
+        self.trained: dict[tuple[PeerId, int], Values] = {}
+        """By how much an owner has trained a column that was not handed out in this round."""
+        self.lives: dict[PeerId, PretendPeer] = {}
+        """Which life of a peer the last round counted."""
+
+    def check(self) -> int:
+        """All rounds of the chain; how many tiles have something kept in the end."""
+        layout, config = self.swarm.layout, self.swarm.config
+        initial = InitialState(layout, config.run.seed, config.model.init_std)
+        self.recorder.blocks[0] = [np.array(initial.block(block.index)) for block in layout.blocks]
+        for parent, child in pairwise(commit.manifest for commit in commits(self.swarm)):
+            self._check_round(parent, child)
+        return len(self.ledger.sent) + len(self.ledger.handed)
+
+    def _check_round(self, parent: Manifest, child: Manifest) -> None:
+        before, after = (dict(enumerate(self.recorder.blocks[manifest.round])) for manifest in (parent, child))
+        lives = {entry.peer: self._life(entry.peer, parent) for entry in child.roster}
+        brought = {peer: life.handed_in[parent.round] for peer, life in lives.items()}
+        self._check_starts(parent, before, brought, lives)
+        values = {peer: handed.values for peer, handed in brought.items()}
+        done = {piece.block for piece in child.slices}
+        self.trained = {
+            (peer, block): value - self._masters(parent, before, peer, block)
+            for peer, blocks in values.items()
+            for block, value in blocks.items()
+            if block not in done
+        }
+        expected = self.ledger.round(parent, child, before, values)
+        self.lives = lives
+        self._forget_the_dead(child)
+        if child.merge is None:
+            for block, value in enumerate(expected):
+                assert np.array_equal(after[block], value), f"block {block} of round {child.round}"
+            return
+        self.merges += 1
+        sources = Blocks(dict(enumerate(expected))), Blocks(after)
+        made, found = (self.recorder.tensors(source, range(len(expected))) for source in sources)
+        oracle.check_equal(found, oracle.merged(made, child.merge.alpha, self.swarm.config.sync.merge_top_k))
+
+    def _check_starts(
+        self,
+        parent: Manifest,
+        before: Mapping[int, Values],
+        brought: Mapping[PeerId, HandedIn],
+        lives: Mapping[PeerId, PretendPeer],
+    ) -> None:
+        """Who owns a column alone goes on from its own values, everybody else from the committed ones."""
+        counted = {entry.peer for entry in parent.roster}
+        for peer, handed in brought.items():
+            if peer not in counted:  # it may have had work that was not counted yet
+                continue
+            for block, start in handed.started.items():
+                expected = self._masters(parent, before, peer, block)
+                if (peer, block) in self.trained and self.lives[peer] is lives[peer]:
+                    expected = expected + self.trained[peer, block]
+                assert np.array_equal(start, expected), f"block {block} at {peer} after round {parent.round}"
+
+    def _masters(self, manifest: Manifest, values: Mapping[int, Values], peer: PeerId, block: int) -> Values:
+        """What a peer trains on after a manifest that counted all its work."""
+        sole = block > 0 and manifest.ownership[block - 1] == (peer,)
+        return self.ledger.ahead(peer, block, values[block]) if sole else values[block]
+
+    def _forget_the_dead(self, child: Manifest) -> None:
+        """Who was killed before it settled the round that counts it has lost what rounding left of that round."""
+        for peer, life in self.lives.items():
+            applied = {event.commit.manifest.round for event in life.applied_events}
+            if not life.is_up and max(applied, default=0) < child.round and (peer, child.round) not in self.kept:
+                self.ledger.forget(peer, child.slices)
+
+    def _life(self, name: PeerId, parent: Manifest) -> PretendPeer:
+        lives = [life for life in self.swarm.lives if life.name == name]
+        (found,) = [
+            life for life in lives if parent.round in life.handed_in and life.handed_in[parent.round].manifest == parent
+        ]
+        return found
