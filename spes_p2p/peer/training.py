@@ -293,10 +293,10 @@ class TrainingLoop:
             self._go_over(events)
             return
         turn, uncounted = self._turn, events[0].uncounted
-        if turn is not None and not events[0].handed_in and events[0].counted is None:  # decided while we trained
-            if self._handed_in != turn.head:
+        if turn is not None and not events[0].handed_in and (events[0].counted is None or self._takes_turns):
+            if self._handed_in != turn.head:  # decided while we trained
                 self._snapshot(turn)
-            uncounted = self._own_tiles(turn)
+            uncounted = self._own_tiles(turn) if events[0].counted is None else self._columns_not_handed_out(turn)
         used = self._note_counted(events[0])
         self._dump_round(events[0])
         newest = events[-1].commit.manifest
@@ -339,6 +339,14 @@ class TrainingLoop:
         layout = self._connection.layout
         blocks = (0, *(1 + column for column in turn.owned))
         return frozenset(tile_id for block in blocks for tile_id in layout.tile_ids_of(block))
+
+    def _columns_not_handed_out(self, turn: _Turn) -> frozenset[int]:
+        """Tiles of own columns that the child of a turn's manifest did not take, though it counts an earlier life."""
+        first = self._connection.disk.chain.commit(turn.manifest.round + 1).manifest
+        done = {piece.block - 1 for piece in first.slices if self._me in piece.contributors}
+        columns = [column for column in turn.owned if column not in done]
+        layout = self._connection.layout
+        return frozenset(tile_id for column in columns for tile_id in layout.tile_ids_of(1 + column))
 
     def _note_counted(self, event: Applied) -> int:
         """Sequences that the round counted of ours; what it counted is no longer uncounted."""

@@ -271,6 +271,34 @@ def test_with_turns_a_leaver_that_is_still_named_hands_in_again(tmp_path: Path) 
     assert story.saved[-1][:1] == (story.commits[2].manifest,)
 
 
+def test_a_round_that_counts_an_earlier_life_leaves_what_columns_are_ahead(tmp_path: Path) -> None:
+    """After a restart what the checkpoint had of columns that were not handed out goes on; the rest is in the state."""
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    manifest = replace(
+        story.commits[1].manifest, slices=tuple(p for p in story.commits[1].manifest.slices if not p.block)
+    )
+    story.commits[1] = story.run.certified(manifest)
+    trained: list[tuple[Values, Values]] = []
+    started: list[tuple[Values, Values]] = []
+
+    def decided_without_us() -> None:
+        trained.append((story.values(), story.trainer.contribution(1)))
+        story.commit(counted=True, columns=False)
+
+    adopt = story.trainer.adopt
+
+    def note_start(owned: tuple[int, ...], values: Any, step: int, keep_moments: bool = True) -> None:
+        adopt(owned, values, step, keep_moments)
+        started.append((story.values(), story.trainer.contribution(1)))
+
+    story.trainer.adopt = note_start  # type: ignore[method-assign]
+    story.at_step = {2: decided_without_us, 3: story.gate.stop}
+    story.play()
+    old, new = story.store.version(0), story.store.version(1)
+    np.testing.assert_array_equal(started[1][0], new.block(0))
+    np.testing.assert_array_equal(started[1][1], new.block(1) + (trained[0][1] - old.block(1)))
+
+
 def test_with_turns_it_is_the_committed_model_that_is_evaluated(tmp_path: Path) -> None:
     """What its own columns are ahead nobody else has; training goes on from there."""
     story = Story(tmp_path, "sync.expert_rounds=3", "eval.every_rounds=1")
