@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "spes_p2p.cli.plan:plan",
     "status": "spes_p2p.cli.status:status",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
+    "export": "spes_p2p.cli.export:export",
 }
 """Command to the function behind it, in the order of the help."""
 

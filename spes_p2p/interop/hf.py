@@ -1,8 +1,9 @@
 """Our names and Hugging Face's: ONE table, read both ways, and the matching transformers config.
 
-Two published families fit our model: OLMoE (QK norm over the full width) and Qwen3-MoE (QK norm per head). Both use the
-same tensor names with one tensor an expert matrix, as in their published checkpoints. This file also fixes the
-canonical order of the state (design section 4 "Bytes"). Reading and writing files is not done here.
+Three published families fit our model: OLMoE (QK norm over the full width), Qwen3-MoE (QK norm per head) and Qwen2-MoE
+(none; its shared expert, which we do not have, is one of zeros). All use the same tensor names with one tensor an
+expert matrix, as in their published checkpoints. This file also fixes the canonical order of the state (design section
+4 "Bytes"). Reading and writing files is not done here.
 """
 
 from __future__ import annotations
@@ -76,16 +77,20 @@ def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:
 
 
 def hf_config(model: ModelConfig, max_positions: int = 4096) -> PretrainedConfig:
-    """The transformers config of the same model: OlmoeConfig or, with QK norm per head, Qwen3MoeConfig.
+    """The transformers config of the same model: OlmoeConfig, with QK norm per head Qwen3MoeConfig, without Qwen2Moe's.
 
-    `max_positions` is the longest sequence that the model is meant for. Raises ConfigError for a model that neither of
-    the two families can express.
+    `max_positions` is the longest sequence that the model is meant for. Raises ConfigError for a model that none of
+    the families can express.
     """
-    from transformers import OlmoeConfig, Qwen3MoeConfig
+    from transformers import OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
     if model.qk_norm == "head":
         own: dict[str, Any] = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim}
         return Qwen3MoeConfig(**_common(model, max_positions), **own, decoder_sparse_step=1, mlp_only_layers=[])
+    if model.qk_norm == "none":
+        own = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim, "qkv_bias": False}
+        own |= {"shared_expert_intermediate_size": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return Qwen2MoeConfig(**_common(model, max_positions), **own)
     _check_olmoe(model)
     return OlmoeConfig(**_common(model, max_positions), clip_qkv=None)
 
@@ -114,10 +119,6 @@ def _common(model: ModelConfig, max_positions: int) -> dict[str, Any]:
 
 
 def _check_olmoe(model: ModelConfig) -> None:
-    if model.qk_norm == "none":
-        raise ConfigError(
-            "model.qk_norm is none, which no Hugging Face family with our other parts has", fix="set it to full or head"
-        )
     if model.num_heads * model.head_dim != model.d_model:
         raise ConfigError(
             f"model.head_dim ({model.head_dim}) times num_heads ({model.num_heads}) is not d_model ({model.d_model}), "

@@ -111,7 +111,8 @@ def _train(
     tip = connection.enter(columns)
     say(f"peer {me} is in, round {tip.manifest.round}")
     show(me, lambda step: steps_per_round_at(config, step))
-    saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
+    commit_of, tokenizer = connection.disk.chain.commit, dataset.tokenizer
+    saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
     dump = None
     if options.dump_rounds is not None:
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.codec, config.sync.merge_top_k)
