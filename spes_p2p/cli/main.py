@@ -26,6 +26,8 @@ COMMANDS: Mapping[str, str] = {
     "status": "spes_p2p.cli.status:status",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
     "export": "spes_p2p.cli.export:export",
+    "import": "spes_p2p.cli.import_model:import_model",
+    "upcycle": "spes_p2p.cli.upcycle:upcycle",
 }
 """Command to the function behind it, in the order of the help."""
 

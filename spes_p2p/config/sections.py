@@ -25,6 +25,12 @@ class RunConfig(Section):
         "Name of the run, in the DHT and in folders.", "tiny", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
     )
     seed: int = agreed("Seed of the initial values and of the order of the data.", 0, ge=0, lt=2**63)
+    initial_state: str = agreed(
+        "Root (hexadecimal) of the state that the run starts from, where it is not made from the seed; "
+        "bootstrap --init-from sets it.",
+        "",
+        pattern=r"^([0-9a-f]{64})?$",
+    )
 
 
 class ModelConfig(Section):
@@ -44,6 +50,7 @@ class ModelConfig(Section):
     qk_norm: Literal["none", "full", "head"] = agreed(
         "RMSNorm on queries and keys: none, full width, or per head.", "full"
     )
+    qkv_bias: bool = agreed("Biases on queries, keys and values, as Qwen2 has them.", False)
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)

@@ -13,8 +13,10 @@ folder appears at once, is up to the callers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +29,9 @@ from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import TORCH_DTYPES, Dtype, Piece, Report, write_weights
 from spes_p2p.state.files import storing
 from spes_p2p.state.layout import BlockSource, Layout, StateTensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CARD_FILE = "README.md"
 _BY_TOKEN = frozenset({"lm_head.weight", "model.embed_tokens.weight"})
@@ -47,21 +52,44 @@ def export_model(
 
     Raises ConfigError for a model that no family has, and StorageFull.
     """
-    model = trimmed(facts.config.model)
-    config = hf_config(model, facts.config.data.sequence_length)
-    config.architectures = [type(config).__name__.removesuffix("Config") + "ForCausalLM"]
-    config.dtype = TORCH_DTYPES[dtype]
+    model, length = trimmed(facts.config.model), facts.config.data.sequence_length
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
-        config.eos_token_id = tokenizer.eos_id
-    write_weights(folder, pieces_of(state, layout, facts.config.model), dtype, max_shard_bytes, report)
+    family = architecture(hf_config(model, length))
     with storing(folder, 0):
         if tokenizer is not None:
-            tokenizer.save(folder, facts.config.data.sequence_length)
-        card = model_card(facts, config.architectures[0], dtype)
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+            tokenizer.save(folder, length)
+        (folder / CARD_FILE).write_text(model_card(facts, family, dtype), encoding="utf-8")
         write_generation_config(folder, None if tokenizer is None else tokenizer.eos_id)
+    pieces = pieces_of(state, layout, facts.config.model)
+    eos_id = None if tokenizer is None else tokenizer.eos_id
+    write_model(folder, model, pieces, length, dtype, max_shard_bytes, report, eos_id)
+
+
+def write_model(
+    folder: Path,
+    model: ModelConfig,
+    pieces: Sequence[Piece],
+    max_positions: int,
+    dtype: Dtype,
+    max_shard_bytes: int,
+    report: Report,
+    eos_id: int | list[int] | None,
+) -> None:
+    """Weights, then config.json. `pieces`: the tensors of the state. Raises StorageFull, ConfigError."""
+    config = hf_config(model, max_positions)
+    config.architectures = [architecture(config)]
+    config.dtype = TORCH_DTYPES[dtype]
+    config.eos_token_id = eos_id
+    absent = _absent_experts(model) if model.qk_norm == "none" else []
+    write_weights(folder, [*pieces, *absent], dtype, max_shard_bytes, report)
+    with storing(folder, 0):
         config.save_pretrained(folder)
+
+
+def architecture(config: PretrainedConfig) -> str:
+    """The name of the model's class."""
+    return type(config).__name__.removesuffix("Config") + "ForCausalLM"
 
 
 def trimmed(model: ModelConfig) -> ModelConfig:
@@ -71,11 +99,10 @@ def trimmed(model: ModelConfig) -> ModelConfig:
 
 def pieces_of(state: BlockSource, layout: Layout, model: ModelConfig) -> list[Piece]:
     """The tensors to be written, in the order in which they lie on disk."""
-    pieces = [
+    return [
         Piece(tensor.name, trimmed_tensor.shape, _Loader(state, layout, tensor, trimmed_tensor.shape))
         for tensor, trimmed_tensor in zip(state_tensors(model), state_tensors(trimmed(model)))
     ]
-    return pieces + (_absent_experts(model) if model.qk_norm == "none" else [])
 
 
 @dataclass(frozen=True)

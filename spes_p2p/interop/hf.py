@@ -14,7 +14,7 @@ from spes_p2p.config.schema import ModelConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.bank import Matrix
 from spes_p2p.model.params import ExpertPlace, Place, SharedPlace
-from spes_p2p.state.layout import StateTensor
+from spes_p2p.state.layout import Init, StateTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,6 +40,11 @@ _LAYER = (
     _Row("self_attn.o_proj.weight", "attention.output.weight", "DQ"),
     _Row("post_attention_layernorm.weight", "moe_norm.weight", "D"),
     _Row("mlp.gate.weight", "moe.router.weight", "ED"),
+)
+_QKV_BIAS = (
+    _Row("self_attn.q_proj.bias", "attention.query.bias", "Q"),
+    _Row("self_attn.k_proj.bias", "attention.key.bias", "G"),
+    _Row("self_attn.v_proj.bias", "attention.value.bias", "G"),
 )
 _QK_NORM = {
     "none": (),
@@ -84,11 +89,16 @@ def hf_config(model: ModelConfig, max_positions: int = 4096) -> PretrainedConfig
     """
     from transformers import OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+    if model.qkv_bias and model.qk_norm != "none":
+        raise ConfigError(
+            f"model.qkv_bias with model.qk_norm {model.qk_norm} is what no Hugging Face family has",
+            fix="leave qkv_bias out, or set model.qk_norm to none (Qwen2-MoE)",
+        )
     if model.qk_norm == "head":
         own: dict[str, Any] = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim}
         return Qwen3MoeConfig(**_common(model, max_positions), **own, decoder_sparse_step=1, mlp_only_layers=[])
     if model.qk_norm == "none":
-        own = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim, "qkv_bias": False}
+        own = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim, "qkv_bias": model.qkv_bias}
         own |= {"shared_expert_intermediate_size": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}
         return Qwen2MoeConfig(**_common(model, max_positions), **own)
     _check_olmoe(model)
@@ -135,7 +145,7 @@ def _entries(model: ModelConfig) -> list[tuple[StateTensor, Place]]:
 def _shared(model: ModelConfig) -> list[tuple[StateTensor, Place]]:
     rows = list(_MODEL)
     for layer in range(model.num_layers):
-        for row in (*_LAYER, *_QK_NORM[model.qk_norm]):
+        for row in (*_LAYER, *_QK_NORM[model.qk_norm], *(_QKV_BIAS if model.qkv_bias else ())):
             rows.append(_Row(f"model.layers.{layer}.{row.published}", f"layers.{layer}.{row.ours}", row.shape))
     rows.sort(key=lambda row: _natural(row.published))
     return [(_tensor(model, row.published, row.shape, None), SharedPlace(row.ours)) for row in rows]
@@ -160,8 +170,10 @@ def _tensor(model: ModelConfig, name: str, shape: str, column: int | None) -> St
         "E": model.num_experts,
         "F": model.expert_ffn,
     }
-    # only norms have one dimension
-    return StateTensor(name, tuple(sizes[letter] for letter in shape), column, "ones" if len(shape) == 1 else "normal")
+    init: Init = "normal"
+    if len(shape) == 1:  # norms and biases
+        init = "zeros" if name.endswith(".bias") else "ones"
+    return StateTensor(name, tuple(sizes[letter] for letter in shape), column, init)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

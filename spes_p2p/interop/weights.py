@@ -64,7 +64,8 @@ def write_weights(
     for file, names in split.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for name in names:
-            tensors[name] = by_name[name].load().to(wanted).contiguous()
+            # a copy: two pieces may be made of one tensor, which the library refuses
+            tensors[name] = by_name[name].load().to(wanted, copy=True, memory_format=torch.contiguous_format)
             done += size_of(by_name[name])
             report(done, total)
         _save(folder / file, tensors)
@@ -117,15 +118,19 @@ class PublishedWeights:
         """The shape of a tensor, without reading it. Raises CheckpointError where it is missing."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
-    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> Tensor:
-        """The values of a tensor of this shape in fp32, or some of its rows. Raises CheckpointError."""
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless there is a tensor of this name and shape."""
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(found)} instead of {list(shape)}",
                 fix="check that config.json and the weights are of one model",
             )
-        values: Tensor = self._handle(name).get_slice(name)[rows if rows is not None else slice(None)]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The values of a tensor of this shape, in fp32. Raises CheckpointError."""
+        self.check(name, shape)
+        values: Tensor = self._handle(name).get_tensor(name)
         if not values.is_floating_point() or values.itemsize == 1:
             raise CheckpointError(
                 f"{self.folder}: {name} holds {values.dtype}", fix="give an unquantised model (fp32, bf16 or fp16)"

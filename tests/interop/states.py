@@ -17,7 +17,8 @@ from tests.model.tiny import tiny_config, tiny_model
 
 OLMOE: dict[str, Any] = {"qk_norm": "full", "rope_theta": 10_000.0}
 QWEN3: dict[str, Any] = {"qk_norm": "head", "head_dim": 6, "norm_topk": True, "rope_theta": 1e6, "embedding_rows": 24}
-QWEN2: dict[str, Any] = {"qk_norm": "none", "head_dim": 6, "norm_topk": True, "rope_theta": 1e6}
+QWEN2: dict[str, Any] = {"qk_norm": "none", "head_dim": 6, "qkv_bias": True, "rope_theta": 1e6}
+LLAMA: dict[str, Any] = {"qk_norm": "none", "norm_topk": True}
 
 
 class Blocks:

@@ -23,7 +23,7 @@ from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import INDEX_FILE, SINGLE_FILE, Dtype, PublishedWeights
 from spes_p2p.observe.events import Eval, Event, Round, Step
 from spes_p2p.state.layout import BlockSource
-from tests.interop.states import OLMOE, QWEN2, QWEN3, layout_of, random_state, run_config
+from tests.interop.states import LLAMA, OLMOE, QWEN2, QWEN3, layout_of, random_state, run_config
 from tests.model.tiny import tiny_tokens
 from tests.state.small import file_size_limit
 
@@ -31,6 +31,7 @@ FAMILIES = [
     pytest.param(OLMOE, "OlmoeForCausalLM", id="olmoe"),
     pytest.param(QWEN3, "Qwen3MoeForCausalLM", id="qwen3"),
     pytest.param(QWEN2, "Qwen2MoeForCausalLM", id="qwen2"),
+    pytest.param(LLAMA, "Qwen2MoeForCausalLM", id="llama"),
 ]
 
 
@@ -189,12 +190,13 @@ from pathlib import Path
 import numpy as np, torch
 from spes_p2p.interop import export, hf
 from spes_p2p.interop.card import Facts
+from spes_p2p.state.layout import Layout
 from tests.interop.states import layout_of, run_config
 
 torch.set_num_threads(1)
 folder, shard, spare = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 config = run_config(d_model=256, num_heads=8, expert_ffn=512, num_layers=8, vocab_size=4000)
-layout = layout_of(config)
+layout = Layout(hf.state_tensors(config.model), 2**20)
 
 class Mapped:
     def block(self, index):
