@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "status": "spes_p2p.cli.status:status",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
     "export": "spes_p2p.cli.export:export",
+    "eval": "spes_p2p.cli.evaluate:evaluate",
     "import": "spes_p2p.cli.import_model:import_model",
     "upcycle": "spes_p2p.cli.upcycle:upcycle",
 }

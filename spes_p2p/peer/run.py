@@ -21,6 +21,7 @@ from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_fol
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
+from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.swarm.hivemind_backend import NetworkThread
@@ -116,9 +117,14 @@ def _train(
     dump = None
     if options.dump_rounds is not None:
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.codec, config.sync.merge_top_k)
-    loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds)
+    tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
+    loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks)
     exactly = _restore(resumed, tip, loop, trainer, loader)
-    loop.run(tip.manifest, resumed=exactly)
+    try:
+        loop.run(tip.manifest, resumed=exactly)
+    finally:
+        if tasks is not None:
+            tasks.close()
 
 
 def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:

@@ -24,6 +24,7 @@ from spes_p2p.observe.events import Eval, Event, Step, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
 from spes_p2p.peer.handover import HandOver
+from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.membership import leader_order
@@ -77,7 +78,10 @@ class TrainingLoop:
         save: Save,
         dump: RoundDump | None,
         last_round: int | None,
+        tasks: TaskRunner | None = None,
     ) -> None:
+        """`tasks` evaluates the newest checkpoint beside the training, when it is this peer's turn."""
+        self._tasks = tasks
         self._connection = connection
         self._gate = connection.gate
         self._config = config
@@ -344,7 +348,11 @@ class TrainingLoop:
         self._evaluate(manifest)
 
     def _evaluate(self, manifest: Manifest) -> None:
-        """The held-out loss of the model that is about to be trained."""
+        """The held-out loss of the model that is about to be trained, and now and then tasks."""
+        config = self._config.eval
+        is_due = manifest.round > 0 and manifest.round % config.tasks_every_rounds == 0
+        if self._tasks is not None and is_due and self._is_evaluator(manifest):
+            self._tasks.start()
         every = self._config.eval.every_rounds
         if not every or manifest.round % every or not self._is_evaluator(manifest):
             return
