@@ -20,10 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
@@ -83,22 +82,19 @@ class Outcome:
         return self.training.points[-1]
 
 
-def run(arguments: argparse.Namespace, data: Path, say: Any) -> list[Outcome]:
-    """Every method with every seed, seed by seed."""
-    found: list[Outcome] = []
+def run(arguments: argparse.Namespace, data: Path, seed: int) -> Iterator[Outcome]:
+    """Every method with one seed."""
     common = (f"data.path={data}", *arguments.overrides)
     base = load_config(config_path(arguments.config), common)
-    for seed in arguments.seeds:
-        for method in methods_of(base, arguments.peers, arguments.steps_per_round):
-            overrides = (*common, *method.overrides, f"run.seed={seed}")
-            config = load_config(config_path(arguments.config), overrides)
-            started = time.perf_counter()
-            with tempfile.TemporaryDirectory(prefix="spes-p2p-compare-") as folder:
-                training = train(config, Path(folder), open_dataset(config), arguments.steps, arguments.device)
-            outcome = Outcome(method.name, seed, config.swarm.min_peers, training)
-            found.append(outcome)
-            say(f"seed {seed}, {method.name}: {outcome.last.held_out_loss:.4f} ({time.perf_counter() - started:.0f} s)")
-    return found
+    for method in methods_of(base, arguments.peers, arguments.steps_per_round):
+        config = load_config(config_path(arguments.config), (*common, *method.overrides, f"run.seed={seed}"))
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="spes-p2p-compare-") as folder:
+            training = train(config, Path(folder), open_dataset(config), arguments.steps, arguments.device)
+        outcome = Outcome(method.name, seed, config.swarm.min_peers, training)
+        seconds = time.perf_counter() - started
+        print(f"seed {seed}, {method.name}: {outcome.last.held_out_loss:.4f} ({seconds:.0f} s)", flush=True)
+        yield outcome
 
 
 def table(found: Sequence[Outcome], state_values: int) -> list[str]:
@@ -145,7 +141,9 @@ def plot(found: Sequence[Outcome], folder: Path, stem: str) -> list[str]:
     return names
 
 
-def page(arguments: argparse.Namespace, found: Sequence[Outcome], config: Config, images: Sequence[str]) -> str:
+def page(
+    arguments: argparse.Namespace, found: Sequence[Outcome], config: Config, images: Sequence[str], seeds: Sequence[int]
+) -> str:
     """The whole result, with the command that gives it again."""
     from spes_p2p.planning.sizes import Sizes
 
@@ -153,7 +151,7 @@ def page(arguments: argparse.Namespace, found: Sequence[Outcome], config: Config
     command = (
         f"python scripts/compare.py --config {arguments.config} --steps {arguments.steps} --peers {arguments.peers}"
     )
-    command += f" --steps-per-round {arguments.steps_per_round} --seeds {' '.join(map(str, arguments.seeds))}"
+    command += f" --steps-per-round {arguments.steps_per_round} --seeds {' '.join(map(str, seeds))}"
     command += "".join(f" {override}" for override in arguments.overrides)
     corpus = "a copy of the standard library's sources" if arguments.data is None else "a corpus of its own"
     tokens = arguments.peers * config.optimizer.batch_sequences * config.data.sequence_length
@@ -164,7 +162,7 @@ def page(arguments: argparse.Namespace, found: Sequence[Outcome], config: Config
         "",
         f"{count_text(sizes.total)} parameters ({config.model.num_experts} experts, top-{config.model.top_k}), "
         f"{arguments.steps} steps of {tokens:,} tokens, {arguments.peers} peers, H = {arguments.steps_per_round}, "
-        f"{len(arguments.seeds)} seeds, on {arguments.device.type}, trained on {corpus}. Loss: cross entropy in nats a "
+        f"{len(seeds)} seed(s), on {arguments.device.type}, trained on {corpus}. Loss: cross entropy in nats a "
         f"token on {config.eval.sequences} held-out sequences, of the committed model after the last round.",
         "",
         "    " + command,
@@ -208,13 +206,20 @@ def main(words: Sequence[str] | None = None) -> None:
         arguments.device = choose_device(arguments.device)
     with tempfile.TemporaryDirectory(prefix="spes-p2p-compare-") as folder:
         data = arguments.data or make_data(Path(folder))
-        found = run(arguments, data, lambda text: print(text, flush=True))
-        config = load_config(config_path(arguments.config), arguments.overrides)
+        found: list[Outcome] = []
+        for at, seed in enumerate(arguments.seeds, 1):
+            found += run(arguments, data, seed)
+            write(arguments, found, arguments.seeds[:at])  # a later seed may take too long
+    print(f"{arguments.output} is written")
+
+
+def write(arguments: argparse.Namespace, found: Sequence[Outcome], seeds: Sequence[int]) -> None:
+    """The page, its plots, and the points, of the seeds until now."""
+    config = load_config(config_path(arguments.config), arguments.overrides)
     images = plot(found, arguments.output.parent, arguments.output.stem)
-    arguments.output.write_text(page(arguments, found, config, images))
+    arguments.output.write_text(page(arguments, found, config, images, seeds))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in found], indent=1) + "\n")
-    print(f"{arguments.output} is written")
 
 
 if __name__ == "__main__":
