@@ -173,6 +173,8 @@ def page(
         "for the others. Bytes are counted on the in-memory network. Not compared, because the sync has neither yet: "
         "an outer optimizer for DiLoCo, and two periods (shared weights often, experts seldom).",
         "",
+        "A small model, few steps and few seeds: differences that are no larger than those between seeds mean nothing.",
+        "",
         *(f"![held-out loss]({image})" for image in images),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
