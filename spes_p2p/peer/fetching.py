@@ -92,6 +92,7 @@ class _Fetching:
         self._transport = transport
         self._info = info
         self._store = store
+        self._chain = chain
         self._report = report
         self._transfers = Transfers(transport, store.layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds))
         rules, check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
@@ -122,11 +123,14 @@ class _Fetching:
         for head, publishers in newest_heads(heads):
             for holder in publishers:
                 try:
-                    commit = await self._headers.headers(-1, holder, head.round)
+                    await self._headers.headers(-1, holder, head.round)
                 except (NetworkError, RemoteProtocolError) as error:
                     reasons.append(f"{short(holder)}: {error}")
-                else:
-                    return commit, [*publishers, *(peer for peer in peers if peer not in publishers)]
+                newest = self._chain.newest
+                if newest is not None and newest.manifest.round >= head.round:  # else it said more than it proved
+                    return newest, [*publishers, *(peer for peer in peers if peer not in publishers)]
+        if self._chain.newest is not None:
+            return self._chain.newest, list(peers)
         raise NetworkError(
             f"nobody gives the certificates of run {self._info.run_id}: {'; '.join(reasons) or 'it has not begun'}",
             fix="try again when the run has begun and one of its peers can be reached (spes-p2p status shows them)",

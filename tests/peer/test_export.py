@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -159,6 +160,23 @@ def test_a_run_that_goes_on_meanwhile_is_followed(tmp_path: Path) -> None:
 
     stale, found = in_swarm(tmp_path / "swarm", play)
     assert found >= stale + 3
+
+
+def test_who_says_more_than_it_proves_does_not_hide_the_newest_state(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> tuple[int, int]:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        await announce(swarm, "abc")
+        commit = swarm.peers[PeerId("c")].chain.newest
+        assert commit is not None
+        boast = dataclasses.replace(head_record(commit, 1), round=10**6, certificate=b"", manifest=b"")
+        key = heads_key(swarm.info.run_id)
+        await swarm.network.peer("c").directory.publish(key, pack(boast), 60.0)
+        fetched = await fetch(swarm, tmp_path / "reader")
+        return swarm.peers[PeerId("a")].round, fetched.commit.manifest.round
+
+    newest, found = in_swarm(tmp_path / "swarm", play)
+    assert found >= newest - 1
 
 
 def test_nobody_to_fetch_from_is_one_error(tmp_path: Path) -> None:
