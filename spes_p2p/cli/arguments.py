@@ -13,21 +13,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-_MADDRS = "MADDR [MADDR ...]"
+MADDRS = "MADDR [MADDR ...]"
 
 InitialPeers = Annotated[
     list[str],
-    typer.Option("--initial-peers", metavar=_MADDRS, help="Addresses of live nodes of the run; any peer will do."),
+    typer.Option("--initial-peers", metavar=MADDRS, help="Addresses of live nodes of the run; any peer will do."),
 ]
 HostMaddrs = Annotated[
     list[str] | None,
     typer.Option(
-        "--host-maddrs", metavar=_MADDRS, help="Where to listen (default: everywhere, a free port).", show_default=False
+        "--host-maddrs", metavar=MADDRS, help="Where to listen (default: everywhere, a free port).", show_default=False
     ),
 ]
 AnnounceMaddrs = Annotated[
     list[str] | None,
-    typer.Option("--announce-maddrs", metavar=_MADDRS, help="Where others should dial us instead.", show_default=False),
+    typer.Option("--announce-maddrs", metavar=MADDRS, help="Where others should dial us instead.", show_default=False),
 ]
 IdentityPath = Annotated[
     Path | None,

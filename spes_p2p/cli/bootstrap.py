@@ -27,6 +27,10 @@ def bootstrap(
         Path | None,
         typer.Option(help="Folder that keeps the newest state too, so that the run outlives its peers."),
     ] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(metavar="HF_DIR", help="Start the run from this model (see import and upcycle)."),
+    ] = None,
     initial_peers: Annotated[
         list[str] | None, typer.Option(help="Join the DHT of these nodes instead of founding one.", show_default=False)
     ] = None,
@@ -54,5 +58,5 @@ def bootstrap(
         parse_limit(max_upload, "--max-upload"),
         parse_limit(max_download, "--max-download"),
     )
-    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive)
+    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive, init_from)
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))

@@ -25,6 +25,10 @@ COMMANDS: Mapping[str, str] = {
     "plan": "spes_p2p.cli.plan:plan",
     "status": "spes_p2p.cli.status:status",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
+    "export": "spes_p2p.cli.export:export",
+    "eval": "spes_p2p.cli.evaluate:evaluate",
+    "import": "spes_p2p.cli.import_model:import_model",
+    "upcycle": "spes_p2p.cli.upcycle:upcycle",
 }
 """Command to the function behind it, in the order of the help."""
 

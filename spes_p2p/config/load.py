@@ -71,7 +71,8 @@ def published_yaml(config: Config) -> str:
 
 def bundled_config(name: str) -> Path:
     """Path of a config that comes with spes-p2p (`tiny`, `small`, ...), in a clone or in an installation."""
-    folders = [Path(__file__).parents[2] / "configs", Path(sys.prefix) / "share/spes-p2p/configs"]
+    roots = [Path(__file__).parents[2] / "configs", Path(sys.prefix) / "share/spes-p2p/configs"]
+    folders = [folder for root in roots for folder in (root, root / "baselines")]
     for folder in folders:
         if (path := folder / f"{name}.yaml").is_file():
             return path

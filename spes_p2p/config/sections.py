@@ -26,6 +26,12 @@ class RunConfig(Section):
         "Name of the run, in the DHT and in folders.", "tiny", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
     )
     seed: int = agreed("Seed of the initial values and of the order of the data.", 0, ge=0, lt=2**63)
+    initial_state: str = agreed(
+        "Root (hexadecimal) of the state that the run starts from, where it is not made from the seed; "
+        "bootstrap --init-from sets it.",
+        "",
+        pattern=r"^([0-9a-f]{64})?$",
+    )
 
 
 class ModelConfig(Section):
@@ -45,6 +51,7 @@ class ModelConfig(Section):
     qk_norm: Literal["none", "full", "head"] = agreed(
         "RMSNorm on queries and keys: none, full width, or per head.", "full"
     )
+    qkv_bias: bool = agreed("Biases on queries, keys and values, as Qwen2 has them.", False)
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
@@ -261,6 +268,14 @@ class EvalConfig(Section):
 
     every_rounds: Natural = local("Rounds between two evaluations, when it is this peer's turn; 0 is never.", 1)
     sequences: Positive = local("Held-out sequences of one evaluation.", 64)
+    tasks: str = local(
+        "Tasks of lm-evaluation-harness too, such as sciq,piqa, on the newest checkpoint and beside the training; "
+        "empty is none.",
+        "",
+    )
+    tasks_every_rounds: Positive = local("Rounds between two of those, when it is this peer's turn.", 100)
+    tasks_limit: Positive = local("Samples of each of those tasks at most.", 200)
+    include_path: str = local("Folder of task files of one's own.", "", private=True)
 
 
 class OutputConfig(Section):

@@ -83,11 +83,11 @@ class HuggingFaceTokenizer:
         self.fingerprint = _fingerprint(rust)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = _eos_id(name, vocabulary, eos_token)
-        self._rust = rust
+        self.rust = rust
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         try:
-            encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self.rust.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:  # how the library refuses a lone surrogate
             raise ValueError("text is no valid Unicode") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]

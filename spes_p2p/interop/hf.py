@@ -1,8 +1,9 @@
 """Our names and Hugging Face's: ONE table, read both ways, and the matching transformers config.
 
-Two published families fit our model: OLMoE (QK norm over the full width) and Qwen3-MoE (QK norm per head). Both use the
-same tensor names with one tensor an expert matrix, as in their published checkpoints. This file also fixes the
-canonical order of the state (design section 4 "Bytes"). Reading and writing files is not done here.
+Three published families fit our model: OLMoE (QK norm over the full width), Qwen3-MoE (QK norm per head) and Qwen2-MoE
+(none; its shared expert, which we do not have, is one of zeros). All use the same tensor names with one tensor an
+expert matrix, as in their published checkpoints. This file also fixes the canonical order of the state (design section
+4 "Bytes"). Reading and writing files is not done here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from spes_p2p.config.schema import Config, ModelConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.bank import Matrix
 from spes_p2p.model.params import ExpertPlace, Place, SharedPlace
-from spes_p2p.state.layout import Layout, StateTensor
+from spes_p2p.state.layout import Init, Layout, StateTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,6 +40,11 @@ _LAYER = (
     _Row("self_attn.o_proj.weight", "attention.output.weight", "DQ"),
     _Row("post_attention_layernorm.weight", "moe_norm.weight", "D"),
     _Row("mlp.gate.weight", "moe.router.weight", "ED"),
+)
+_QKV_BIAS = (
+    _Row("self_attn.q_proj.bias", "attention.query.bias", "Q"),
+    _Row("self_attn.k_proj.bias", "attention.key.bias", "G"),
+    _Row("self_attn.v_proj.bias", "attention.value.bias", "G"),
 )
 _QK_NORM = {
     "none": (),
@@ -82,16 +88,25 @@ def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:
 
 
 def hf_config(model: ModelConfig, max_positions: int = 4096) -> PretrainedConfig:
-    """The transformers config of the same model: OlmoeConfig or, with QK norm per head, Qwen3MoeConfig.
+    """The transformers config of the same model: OlmoeConfig, with QK norm per head Qwen3MoeConfig, without Qwen2Moe's.
 
-    `max_positions` is the longest sequence that the model is meant for. Raises ConfigError for a model that neither of
-    the two families can express.
+    `max_positions` is the longest sequence that the model is meant for. Raises ConfigError for a model that none of
+    the families can express.
     """
-    from transformers import OlmoeConfig, Qwen3MoeConfig
+    from transformers import OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+    if model.qkv_bias and model.qk_norm != "none":
+        raise ConfigError(
+            f"model.qkv_bias with model.qk_norm {model.qk_norm} is what no Hugging Face family has",
+            fix="leave qkv_bias out, or set model.qk_norm to none (Qwen2-MoE)",
+        )
     if model.qk_norm == "head":
         own: dict[str, Any] = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim}
         return Qwen3MoeConfig(**_common(model, max_positions), **own, decoder_sparse_step=1, mlp_only_layers=[])
+    if model.qk_norm == "none":
+        own = {"moe_intermediate_size": model.expert_ffn, "head_dim": model.head_dim, "qkv_bias": model.qkv_bias}
+        own |= {"shared_expert_intermediate_size": 1, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return Qwen2MoeConfig(**_common(model, max_positions), **own)
     _check_olmoe(model)
     return OlmoeConfig(**_common(model, max_positions), clip_qkv=None)
 
@@ -120,10 +135,6 @@ def _common(model: ModelConfig, max_positions: int) -> dict[str, Any]:
 
 
 def _check_olmoe(model: ModelConfig) -> None:
-    if model.qk_norm == "none":
-        raise ConfigError(
-            "model.qk_norm is none, which no Hugging Face family with our other parts has", fix="set it to full or head"
-        )
     if model.num_heads * model.head_dim != model.d_model:
         raise ConfigError(
             f"model.head_dim ({model.head_dim}) times num_heads ({model.num_heads}) is not d_model ({model.d_model}), "
@@ -140,7 +151,7 @@ def _entries(model: ModelConfig) -> list[tuple[StateTensor, Place]]:
 def _shared(model: ModelConfig) -> list[tuple[StateTensor, Place]]:
     rows = list(_MODEL)
     for layer in range(model.num_layers):
-        for row in (*_LAYER, *_QK_NORM[model.qk_norm]):
+        for row in (*_LAYER, *_QK_NORM[model.qk_norm], *(_QKV_BIAS if model.qkv_bias else ())):
             rows.append(_Row(f"model.layers.{layer}.{row.published}", f"layers.{layer}.{row.ours}", row.shape))
     rows.sort(key=lambda row: _natural(row.published))
     return [(_tensor(model, row.published, row.shape, None), SharedPlace(row.ours)) for row in rows]
@@ -165,8 +176,10 @@ def _tensor(model: ModelConfig, name: str, shape: str, column: int | None) -> St
         "E": model.num_experts,
         "F": model.expert_ffn,
     }
-    # only norms have one dimension
-    return StateTensor(name, tuple(sizes[letter] for letter in shape), column, "ones" if len(shape) == 1 else "normal")
+    init: Init = "normal"
+    if len(shape) == 1:  # norms and biases
+        init = "zeros" if name.endswith(".bias") else "ones"
+    return StateTensor(name, tuple(sizes[letter] for letter in shape), column, init)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

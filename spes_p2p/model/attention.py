@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with rotary positions and optional QK norm. No cache, no dropout, no bias.
+"""Causal grouped-query attention with rotary positions and optional QK norm and QKV bias. No cache, no dropout.
 
 Legend: B sequences, S positions, D d_model, H query heads, G key-value heads, C head_dim.
 """
@@ -47,9 +47,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.norm_per_head = config.qk_norm == "head"
         query_width, key_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = Linear(config.d_model, query_width, device)
-        self.key = Linear(config.d_model, key_width, device)
-        self.value = Linear(config.d_model, key_width, device)
+        self.query = Linear(config.d_model, query_width, device, config.qkv_bias)
+        self.key = Linear(config.d_model, key_width, device, config.qkv_bias)
+        self.value = Linear(config.d_model, key_width, device, config.qkv_bias)
         self.output = Linear(query_width, config.d_model, device)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None

@@ -23,15 +23,18 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T without bias; weight [out, in]."""
+    """y = x @ weight.T + bias; weight [out, in], bias [out] where there is one."""
 
-    def __init__(self, in_width: int, out_width: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, in_width: int, out_width: int, device: torch.device | None = None, has_bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = unloaded(out_width, in_width, device=device)
+        self.bias = unloaded(out_width, device=device) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):

@@ -98,14 +98,15 @@ def read_block(model: Transformer, table: Table, block_index: int) -> NDArray[np
 
 @torch.no_grad()
 def init_normal_(model: Transformer, seed: int) -> None:
-    """Random values for unit tests: normal, cut at three standard deviations; norms are ones.
+    """Random values for unit tests: normal, cut at three standard deviations; norms are ones, biases zeros.
 
     The same for any owned set. Runs start from the committed state instead, whose bits are the same on all machines.
     """
     generator = torch.Generator().manual_seed(seed)
     std = model.config.init_std
-    for parameter in named_shared(model).values():
-        parameter.copy_(_cut_normal(parameter.shape, std, generator) if parameter.dim() > 1 else torch.ones(()))
+    for name, parameter in named_shared(model).items():
+        flat = torch.zeros(()) if name.endswith(".bias") else torch.ones(())
+        parameter.copy_(_cut_normal(parameter.shape, std, generator) if parameter.dim() > 1 else flat)
     for bank in model.banks:
         for which in MATRICES:
             for expert in range(bank.num_experts):

@@ -101,6 +101,18 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """Scores of a committed model on tasks of lm-evaluation-harness."""
+
+    event: ClassVar[str] = "tasks"
+    round: int
+    step: int
+    """Both are 0 where the model does not say of which round it is."""
+    scores: Mapping[str, float]
+    """`task/metric` to value."""
+
+
+@dataclass(frozen=True)
 class Warning:  # noqa: A001 (the name of the event)
     """Something that mended itself, or that somebody should look at."""
 
@@ -121,8 +133,10 @@ class Error:
         return cls(str(error), error.fix)
 
 
-Event = Step | Round | Peer | Columns | Eval | Warning | Error
-KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Step, Round, Peer, Columns, Eval, Warning, Error)}
+Event = Step | Round | Peer | Columns | Eval | Tasks | Warning | Error
+KINDS: Mapping[str, type[Event]] = {
+    kind.event: kind for kind in (Step, Round, Peer, Columns, Eval, Tasks, Warning, Error)
+}
 
 
 def to_json(time: float, event: Event) -> str:

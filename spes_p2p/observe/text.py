@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spes_p2p.ids import short
-from spes_p2p.observe.events import Columns, Error, Eval, Event, Peer, Round, Step, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, Event, Peer, Round, Step, Tasks, Warning
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 
 
@@ -25,6 +25,9 @@ def line(event: Event) -> str:
             return _columns_line(event)
         case Eval():
             return f"eval at step {event.step} (round {event.round}): held-out loss {event.loss:.4f}"
+        case Tasks():
+            scores = ", ".join(f"{name} {value:.4f}" for name, value in event.scores.items())
+            return f"tasks at step {event.step} (round {event.round}): {scores}"
         case Warning():
             return f"warning: {event.message}"
         case Error():
@@ -96,5 +99,7 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
             }
         case Eval():
             return event.step, {"eval/loss": event.loss}
+        case Tasks():
+            return event.step, {f"tasks/{name}": value for name, value in event.scores.items()}
         case _:
             return 0, {}

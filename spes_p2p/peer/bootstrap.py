@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.options import NetworkOptions, config_path
+from spes_p2p.peer.start_state import make_start, start_from
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
@@ -45,7 +47,8 @@ HERALD_SECONDS = 1.0
 class BootstrapOptions:
     """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
 
-    `archive`: where to keep the newest state too (None: nowhere).
+    `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder whose values the
+    run starts from (None: made from its seed).
     """
 
     network: NetworkOptions
@@ -54,6 +57,7 @@ class BootstrapOptions:
     data: str | None = None
     overrides: tuple[str, ...] = ()
     archive: Path | None = None
+    init_from: Path | None = None
 
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
@@ -69,18 +73,20 @@ async def serve_until(
 ) -> None:
     """The same on the running loop, until `stop` is set."""
     make_folder(options.folder)
-    run = _read_run(options) if options.config_path is not None else None
+    run = _read_run(options, say) if options.config_path is not None else None
     with contextlib.suppress(Stopped):
         await until_stopped(stop, _serve(options, run, say, ready))
 
 
-def _read_run(options: BootstrapOptions) -> tuple[Config, Hash]:
+def _read_run(options: BootstrapOptions, say: Say) -> tuple[Config, Hash]:
     """The config and the hash of its dataset; NO_HASH where peers bring data of their own."""
     assert options.config_path is not None
     overrides = list(options.overrides)
     if options.data is not None:
         overrides.append(f"data.path={options.data}")
     config = load_config(config_path(options.config_path), overrides)
+    if options.init_from is not None:
+        config = start_from(options.init_from, config, options.folder, say)
     if config.data.source == "local":
         return config, NO_HASH
     if not config.data.path:
@@ -122,7 +128,7 @@ async def _organise(
         store = StateStore(folder / "state", layout)
         stack.callback(store.close)
         chain = Chain(folder / "chain")
-        await _make_initial(store, layout, config, say)
+        await _make_initial(store, layout, config, options.init_from, say)
         archive = None
         if options.archive is not None:
             archive = StateStore(claim_archive(options.archive, info), layout)
@@ -162,11 +168,16 @@ async def _organise(
         await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))
 
 
-async def _make_initial(store: StateStore, layout: Layout, config: Config, say: Say) -> None:
-    if store.latest() is None:
+async def _make_initial(store: StateStore, layout: Layout, config: Config, init_from: Path | None, say: Say) -> None:
+    if store.latest() is not None:
+        return
+    if config.run.initial_state:
+        work = partial(make_start, store, layout, config, init_from)
+    else:
         say("computing the initial state")
         initial = InitialState(layout, config.run.seed, config.model.init_std)
-        await asyncio.get_running_loop().run_in_executor(None, lambda: store.create_initial(initial))
+        work = partial(store.create_initial, initial)
+    await asyncio.get_running_loop().run_in_executor(None, work)
 
 
 def _introduce(config: Config, info: RunInfo, chain: Chain, say: Say) -> None:

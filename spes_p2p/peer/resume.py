@@ -38,8 +38,11 @@ class Saver:
         loader: LeasedLoader | LocalLoader,
         certificate_of: Callable[[int], Commit],
         emit: Callable[[Event], None],
+        tokenizer: str | None = None,
     ) -> None:
+        """`tokenizer`: the one that the peer's data was cut with, where it is known; whoever exports needs it."""
         self._folder = folder
+        self._tokenizer = tokenizer
         self._config = config
         self._info = info
         self._trainer = trainer
@@ -60,7 +63,13 @@ class Saver:
             "loader": self._loader.state_dict(),
             "uncounted": {"tokens": uncounted.tokens, "steps": uncounted.steps},
         }
-        run = {"run_id": self._info.run_id, "fingerprint": self._info.fingerprint.hex(), "config": self._info.config}
+        run = {
+            "run_id": self._info.run_id,
+            "fingerprint": self._info.fingerprint.hex(),
+            "config": self._info.config,
+            "tokens": manifest.tokens,
+            "tokenizer": self._tokenizer,
+        }
         try:
             save_checkpoint(self._folder, version, manifest.step, private, run, self._config.output.keep_checkpoints)
         except StorageFull as error:

@@ -21,6 +21,7 @@ from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_fol
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
+from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.swarm.hivemind_backend import NetworkThread
@@ -111,16 +112,22 @@ def _train(
     tip = connection.enter(columns)
     say(f"peer {me} is in, round {tip.manifest.round}")
     show(me, lambda step: steps_per_round_at(config, step))
-    saver = Saver(checkpoints, config, info, trainer, loader, connection.disk.chain.commit, bus.emit)
+    commit_of, tokenizer = connection.disk.chain.commit, dataset.tokenizer
+    saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
     dump = None
     if options.dump_rounds is not None:
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k)
-    loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds)
+    tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
+    loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks)
     exactly = _restore(resumed, tip, loop, trainer, loader)
     carried = None
     if resumed is not None and not exactly and config.sync.expert_rounds > 1:
         carried = resumed.columns_ahead(tip.manifest, me, connection.layout, connection.disk, trainer)
-    loop.run(tip.manifest, exactly, carried)
+    try:
+        loop.run(tip.manifest, exactly, carried)
+    finally:
+        if tasks is not None:
+            tasks.close()
 
 
 def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:

@@ -24,6 +24,7 @@ from spes_p2p.observe.events import Eval, Event, Step, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
 from spes_p2p.peer.handover import HandOver
+from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.membership import leader_order
@@ -79,7 +80,10 @@ class TrainingLoop:
         save: Save,
         dump: RoundDump | None,
         last_round: int | None,
+        tasks: TaskRunner | None = None,
     ) -> None:
+        """`tasks` evaluates the newest checkpoint beside the training, when it is this peer's turn."""
+        self._tasks = tasks
         self._connection = connection
         self._gate = connection.gate
         self._config = config
@@ -397,6 +401,7 @@ class TrainingLoop:
         self._gate.use(manifest.round)
         if not self._is_ahead and self._evaluates(manifest):
             self._evaluate(manifest)
+        self._start_tasks(manifest)
 
     def _evaluate(self, manifest: Manifest) -> None:
         """The held-out loss of the model as it is loaded."""
@@ -405,6 +410,12 @@ class TrainingLoop:
         if np.isfinite(loss) and not self._gate.stopping:
             tokens = self._config.eval.sequences * self._config.data.sequence_length
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))
+
+    def _start_tasks(self, manifest: Manifest) -> None:
+        """Tasks on the newest checkpoint, beside the training, when they are due and it is our turn."""
+        is_due = manifest.round > 0 and manifest.round % self._config.eval.tasks_every_rounds == 0
+        if self._tasks is not None and is_due and self._is_evaluator(manifest):
+            self._tasks.start()
 
     def _evaluates(self, manifest: Manifest) -> bool:
         every = self._config.eval.every_rounds

@@ -18,7 +18,7 @@ class Sizes:
     embedding: int
     """V D; the output head has as many."""
     attention: int
-    """L (2 D Q + 2 D U)."""
+    """L (2 D Q + 2 D U), and biases of Q + 2 U where there are some."""
     router: int
     """L E D."""
     norms: int
@@ -34,10 +34,11 @@ class Sizes:
     def of(cls, model: ModelConfig) -> Sizes:
         layers, width = model.num_layers, model.d_model
         query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        biases = query + 2 * key if model.qkv_bias else 0
         qk_norms = {"none": 0, "full": query + key, "head": 2 * model.head_dim}[model.qk_norm]
         return cls(
             embedding=model.embedding_rows * width,
-            attention=layers * 2 * width * (query + key),
+            attention=layers * (2 * width * (query + key) + biases),
             router=layers * model.num_experts * width,
             norms=layers * (2 * width + qk_norms) + width,
             expert=3 * width * model.expert_ffn,

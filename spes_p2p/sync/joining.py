@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
-from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.store import StateStore
@@ -32,6 +32,7 @@ from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
 from spes_p2p.sync.rebuild import rebuild
 from spes_p2p.sync.scrub import Mender
 from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.starting import fetch_start
 from spes_p2p.sync.transfer import Transfers, fetch_run
 from spes_p2p.wire import pack, unpack
 
@@ -159,9 +160,7 @@ class Joining:
             store.drop(round)  # a state without a certificate is none
         is_new = store.latest() is None
         if is_new:
-            self._say("computing the initial state")
-            initial = InitialState(self._layout, self._config.run.seed, self._config.model.init_std)
-            await _in_thread(lambda: store.create_initial(initial))
+            await self._make_initial(store, sources)
         if chain.length == 0:
             chain.append(await self._genesis(intent, votes.incarnation, sources))
         tip = await self._tip(store, chain, sources)
@@ -172,6 +171,16 @@ class Joining:
             self._say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
             votes.forget()
         return Place(store, chain, votes, tip)
+
+    async def _make_initial(self, store: StateStore, sources: Sources) -> None:
+        run, model = self._config.run, self._config.model
+        if run.initial_state:
+            root, beat = Hash(bytes.fromhex(run.initial_state)), self._config.swarm.heartbeat_seconds
+            await fetch_start(store, root, self._transfers, sources, _in_thread, self._say_once, beat)
+            return
+        self._say("computing the initial state")
+        initial = InitialState(self._layout, run.seed, model.init_std)
+        await _in_thread(lambda: store.create_initial(initial))
 
     async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
         """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about."""
@@ -242,8 +251,11 @@ class Joining:
         return await self._replace_initial(store, chain, tip, sources)
 
     async def _replace_initial(self, store: StateStore, chain: Chain, genesis: Commit, sources: Sources) -> Commit:
-        """Our arithmetic gave another initial state than the organiser's: fetch what differs, or a newer state."""
-        self._say("the initial state came out differently on this machine; fetching it instead")
+        """Ours is not that of the run (our arithmetic gave another one): fetch what differs, or a newer state."""
+        if self._config.run.initial_state:
+            self._say("fetching the state of the run")
+        else:
+            self._say("the initial state came out differently on this machine; fetching it instead")
         reasons: list[str] = []
         found = await self._fetch_instead(store, chain, genesis, sources, reasons)
         if found is None:

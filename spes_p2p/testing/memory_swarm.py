@@ -35,9 +35,13 @@ LOOK_SECONDS = 0.05
 class MemorySwarm:
     """An organiser and any number of peers of one run, on a seeded in-memory network.
 
+    `peer_class`: how its peers train; they only pretend to, unless a subclass says otherwise.
+
     `leased`: whether the run has a dataset whose positions are leased; else peers use data of their own. `archive`:
     whether the organiser keeps the newest state.
     """
+
+    peer_class: type[PretendPeer] = PretendPeer
 
     def __init__(self, config: Config, folder: Path, seed: int = 0, leased: bool = True, archive: bool = False) -> None:
         self.config = config
@@ -93,7 +97,7 @@ class MemorySwarm:
         if peer_id in self.peers:
             self.network.restart(peer_id)
         wanted = intent or Intent(joining=True, max_columns=self.config.swarm.experts_per_peer)
-        peer = PretendPeer(self, peer_id, self.folder / name, work or PretendWork(), wanted)
+        peer = self.peer_class(self, peer_id, self.folder / name, work or PretendWork(), wanted)
         self.peers[peer_id] = peer
         self.lives.append(peer)
         await peer.start()

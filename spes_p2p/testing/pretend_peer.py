@@ -90,7 +90,7 @@ class HandedIn:
 
 
 @dataclass
-class _Turn:
+class Turn:
     manifest: Manifest
     base: Version
     masters: Masters
@@ -129,7 +129,7 @@ class PretendPeer:
             self.net.verifier, sealer, self.said.append, swarm.new_incarnation, self.folder / "checkpoints",
         )  # fmt: skip
         place = await joining.enter(self.intent, self._sources)
-        self._turn: _Turn | None = None
+        self._turn: Turn | None = None
         self._training: asyncio.Task[None] | None = None
         self._used: Ranges = ()
         self._tokens = self._steps = 0
@@ -238,13 +238,13 @@ class PretendPeer:
         if self.work.saves:
             save_checkpoint(self.folder / "checkpoints", base, manifest.step, {"round": manifest.round}, {}, 2)
         self._started = self._told = self.swarm.clock.now()
-        self._turn = _Turn(manifest, base, masters, {block: np.array(source.block(block)) for block in blocks})
+        self._turn = Turn(manifest, base, masters, {block: np.array(source.block(block)) for block in blocks})
         if self.intent.leaving and self.swarm.rules.expert_rounds > 1:  # named again: there is something to hand out
             self._hand_in_a_step()
         else:
             self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
 
-    async def _train(self, turn: _Turn) -> None:
+    async def _train(self, turn: Turn) -> None:
         """H steps, or as far as the lease goes. Ended from outside when the round closes."""
         config = self.swarm.config
         batch = config.optimizer.batch_sequences
@@ -259,7 +259,7 @@ class PretendPeer:
         self._training = None
         self._hand_in()
 
-    def _step(self, turn: _Turn, data: Ranges) -> None:
+    def _step(self, turn: Turn, data: Ranges) -> None:
         turn.steps += 1
         if self.work.learner is not None:
             self.work.learner.train(data)
@@ -268,13 +268,13 @@ class PretendPeer:
         self._steps += 1
         self._tokens += config.optimizer.batch_sequences * config.data.sequence_length
 
-    def _tell(self, turn: _Turn) -> None:
+    def _tell(self, turn: Turn) -> None:
         now = self.swarm.clock.now()
         if now - self._told >= self.swarm.config.swarm.heartbeat_seconds:
             self._told = now
             self.driver.training(self._report(turn, ready=False))
 
-    def _report(self, turn: _Turn, ready: bool) -> Work:
+    def _report(self, turn: Turn, ready: bool) -> Work:
         config = self.swarm.config
         full_round = turn.manifest.steps_per_round * config.optimizer.batch_sequences * config.data.sequence_length
         return Work(
@@ -292,19 +292,19 @@ class PretendPeer:
         self._snapshot(turn)
         self.driver.ready(self._report(turn, ready=True))
 
-    def _snapshot(self, turn: _Turn) -> None:
+    def _snapshot(self, turn: Turn) -> None:
         round = turn.manifest.round
         values = {block: self.work.alter(round, block, self._trained(turn, block)) for block in turn.started}
         turn.handed_in = True
         self.handed_in[round] = HandedIn(turn.manifest, turn.started, values)
         self.inputs.take(manifest_hash(turn.manifest), tuple(values), values.__getitem__)
 
-    def _trained(self, turn: _Turn, block: int) -> Values:
+    def _trained(self, turn: Turn, block: int) -> Values:
         if self.work.learner is not None:
             return self.work.learner.values(block)
         return turn.started[block] + np.float32(self.work.change * turn.steps) * self._change(turn, block)
 
-    def _change(self, turn: _Turn, block: int) -> Values:
+    def _change(self, turn: Turn, block: int) -> Values:
         seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{block}".encode())
         return np.random.default_rng(seed).standard_normal(turn.started[block].shape, dtype=np.float32)
 

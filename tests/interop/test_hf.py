@@ -66,7 +66,7 @@ def test_logits_equal_transformers(family: Any, overrides: dict[str, Any], tmp_p
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("overrides", [OLMOE, QWEN3, {"qk_norm": "none"}])
+@pytest.mark.parametrize("overrides", [OLMOE, QWEN3, {"qk_norm": "none"}, {"qk_norm": "none", "qkv_bias": True}])
 def test_the_table_names_every_value_of_the_model_once(overrides: dict[str, Any]) -> None:
     config = tiny_config(**overrides)
     model = Transformer(config, range(config.num_experts), device="meta")
@@ -124,7 +124,10 @@ def test_blocks_survive_the_way_in_and_out(overrides: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [({"qk_norm": "none"}, "qk_norm is none"), ({"qk_norm": "full", "head_dim": 6}, "which OLMoE cannot express")],
+    [
+        ({"qk_norm": "full", "head_dim": 6}, "which OLMoE cannot express"),
+        ({"qk_norm": "head", "qkv_bias": True}, "what no Hugging Face family has"),
+    ],
 )
 def test_models_that_no_family_has_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -40,7 +40,8 @@ class Story:
     """A peer in a run that the test decides. `at_step[n]` is called after the n-th inner step."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        config = config_with_data(folder, f"sync.steps_per_round={STEPS}", "eval.every_rounds=0", *overrides)
+        steady = (f"sync.steps_per_round={STEPS}", "eval.every_rounds=0", "eval.tasks_every_rounds=2")
+        config = config_with_data(folder, *steady, *overrides)
         self.run = MadeRun(config)
         self.commits = self.run.chain(5)
         self.store = self.run.store(folder / "state")
@@ -66,9 +67,11 @@ class Story:
         self.driver = driver
         loop: Any = SimpleNamespace(call_soon_threadsafe=lambda work: work())
         self.gate.attach(driver, loop)
+        self.task_rounds: list[int] = []
+        tasks: Any = SimpleNamespace(start=lambda: self.task_rounds.append(self.round))
         self.loop = TrainingLoop(
             self._connection(), config, self.trainer, LeasedLoader(open_dataset(config), config),
-            open_dataset(config), self._emit, self._save, None, None,
+            open_dataset(config), self._emit, self._save, None, None, tasks,
         )  # fmt: skip
 
     @property
@@ -176,6 +179,13 @@ def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Sto
     assert [(work.ready, work.steps, work.tokens) for work in story.ready] == [(True, STEPS, STEPS * 4 * 16)] * 2
     assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]
     assert all(uncounted == Uncounted() for _, _, uncounted, _, _ in story.saved)
+
+
+def test_tasks_are_evaluated_every_so_many_rounds(story: Story) -> None:
+    story.at_step[3 * STEPS] = story.gate.stop
+    story.play()
+    assert [manifest.round for manifest, *_ in story.saved][:3] == [0, 1, 2]
+    assert story.task_rounds == [2]
 
 
 def test_what_a_decided_round_did_not_wait_for_is_carried_into_the_next(story: Story) -> None:

@@ -1,0 +1,170 @@
+"""The handful of names for programs of one's own: `Run`, `Peer`, `Swarm`, `evaluate`; docs/api.md shows them at work.
+
+Thin on purpose: the command line calls the same functions of `peer`. `spes_p2p` hands these names out on first use, so
+that importing the package stays cheap. Errors are those of `spes_p2p.errors`, each with the fix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event as Flag
+from typing import Any
+
+from spes_p2p.config.fingerprint import fingerprint
+from spes_p2p.config.load import load_config
+from spes_p2p.config.schema import Config
+from spes_p2p.interop.card import Facts
+from spes_p2p.interop.evaluate import Score, chosen_tasks
+from spes_p2p.interop.evaluate import evaluate as _evaluate
+from spes_p2p.observe.events import Event, EventBus
+from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
+from spes_p2p.peer.connection import open_network
+from spes_p2p.peer.export import ExportOptions, run_export
+from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path
+from spes_p2p.peer.run import run_peer
+from spes_p2p.swarm.hivemind_backend import NetworkThread
+from spes_p2p.sync.report import RunReport, read_report
+
+__all__ = ["Peer", "Run", "Swarm", "evaluate"]
+
+Say = Callable[[str], None]
+
+
+def _nothing(text: str) -> None:
+    """Says nothing."""
+
+
+class Run:
+    """A run as its organiser sees it: a config, and a bootstrap node for it."""
+
+    def __init__(self, config: str | Path, *overrides: str) -> None:
+        """`config` is a YAML file or the name of a bundled one; `overrides` as on the command line."""
+        self.path = Path(config)
+        self.overrides = overrides
+        self.config: Config = load_config(config_path(self.path), overrides)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what all peers must agree on in the config, hexadecimal. A run's own has dataset and organiser too."""
+        return fingerprint(self.config).hex()
+
+    @contextmanager
+    def bootstrap(
+        self,
+        folder: Path | str,
+        data: Path | str | None = None,
+        host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS,
+        init_from: Path | None = None,
+        say: Say = _nothing,
+    ) -> Iterator[str]:
+        """A bootstrap node in this process while the block runs; gives the address for peers."""
+        network = NetworkOptions(host_maddrs=host_maddrs, use_relay=False)
+        options = BootstrapOptions(
+            network, Path(folder), self.path, None if data is None else str(data), self.overrides, init_from=init_from
+        )
+        ready, said = Flag(), list[str]()
+
+        def on_ready(command: str) -> None:
+            said.append(command)
+            ready.set()
+
+        with NetworkThread() as thread:
+            stop = asyncio.Event()
+            serving = thread.submit(serve_until(stop, options, say, on_ready))
+            try:
+                while not ready.wait(0.05):
+                    if serving.done():
+                        serving.result()
+                words = shlex.split(said[0])
+                yield words[words.index("--initial-peers") + 1]
+            finally:
+                thread.loop.call_soon_threadsafe(stop.set)
+                serving.result()
+
+
+class Peer:
+    """This machine as a peer of a run."""
+
+    def __init__(
+        self,
+        initial_peers: str | tuple[str, ...],
+        output: Path | str = "peer",
+        host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS,
+        **options: Any,
+    ) -> None:
+        """`options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `resume`, `max_experts`."""
+        addresses = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        network = NetworkOptions(addresses, host_maddrs, use_relay=False)
+        if options.get("data") is not None:
+            options["data"] = str(options["data"])
+        self._options = PeerOptions(network=network, output=Path(output), **options)
+
+    @property
+    def output(self) -> Path:
+        """State, checkpoints and metrics of this peer."""
+        return self._options.output
+
+    def train(self, on_event: Callable[[Event], None] = lambda event: None, say: Say = _nothing) -> None:
+        """Trains until `rounds` of the options are committed, or Ctrl-C. `on_event` hears of every step and round."""
+        bus = EventBus(_Caller(on_event))
+        try:
+            run_peer(self._options, bus, say, lambda peer, steps_per_round: None)
+        finally:
+            bus.close()
+
+
+class Swarm:
+    """A run as anybody sees it who knows the address of one live node."""
+
+    def __init__(
+        self, initial_peers: str | tuple[str, ...], run_id: str | None = None, fingerprint: str | None = None
+    ) -> None:
+        addresses = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        self._network = NetworkOptions(addresses, client_mode=True, use_relay=False)
+        self._run_id = run_id
+        self._fingerprint = fingerprint
+
+    def status(self) -> RunReport:
+        """Round, peers, columns with their owners, the newest certificate. Raises NetworkError."""
+
+        async def read(folder: Path) -> RunReport:
+            network = await open_network(self._network, folder / "identity.key")
+            try:
+                parts = (network.directory, network.transport, network.verifier)
+                return await read_report(*parts, self._run_id, time.time(), self._fingerprint)
+            finally:
+                await network.close()
+
+        with TemporaryDirectory(prefix="spes-p2p-status-") as folder, NetworkThread() as thread:
+            return thread.run(read(Path(folder)))
+
+    def export(self, output: Path | str, tokenizer: str | None = None, say: Say = _nothing, **options: Any) -> Facts:
+        """The newest state as a Hugging Face folder; `options`: further fields of `ExportOptions`, such as `dtype`."""
+        source = ExportOptions(
+            Path(output), None, self._network, self._run_id, self._fingerprint, tokenizer=tokenizer, **options
+        )
+        return run_export(source, say)
+
+
+def evaluate(folder: Path | str, suite: str = "quick", **options: Any) -> tuple[Score, ...]:
+    """Scores of a Hugging Face folder; `options` as of `spes_p2p.interop.evaluate.evaluate`, such as `limit`."""
+    return _evaluate(Path(folder), chosen_tasks(suite), **options)
+
+
+class _Caller:
+    """A sink that hands events to a function."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+
+    def write(self, time: float, event: Event) -> None:
+        self._on_event(event)
+
+    def close(self) -> None:
+        """Nothing is held."""

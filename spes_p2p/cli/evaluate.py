@@ -1,0 +1,87 @@
+"""`spes-p2p eval`: tasks of lm-evaluation-harness. Flags and a table; the work is in `peer/evaluation.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spes_p2p.cli.arguments import Fingerprint, RunId
+from spes_p2p.cli.export import CheckpointFolder, Dtype, DtypeOption, OptionalPeers, TokenizerOption, one_source
+from spes_p2p.cli.showing import shown_bytes
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.evaluation import Evaluation
+
+
+def evaluate(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="HF_DIR", help="A Hugging Face folder.", show_default=False)
+    ] = None,
+    checkpoint: CheckpointFolder = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    tokenizer: TokenizerOption = None,
+    dtype: DtypeOption = Dtype.FP32,
+    suite: Annotated[
+        str, typer.Option(help="spes (the paper's), quick, or tasks such as sciq,arc_challenge:25 (shots).")
+    ] = "quick",
+    limit: Annotated[int | None, typer.Option(help="Samples of each task at most.", min=1)] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Task files of your own; nothing is downloaded for them.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens that the model sees at once (default: as it was trained).", min=1)
+    ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append the scores there (default: the metrics.jsonl of the peer, if any)."),
+    ] = None,
+    append: Annotated[bool, typer.Option("--append/--no-append", help="Append the scores to the metrics.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Scores a model on tasks of lm-evaluation-harness (pip extra eval): a folder, a checkpoint, or a live run.
+
+    Example: spes-p2p eval --checkpoint peer --suite quick --limit 200
+    """
+    from spes_p2p.peer.evaluation import EvalOptions, run_eval
+    from spes_p2p.peer.export import ExportOptions
+    from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+
+    if folder is None:
+        one_source(checkpoint, initial_peers)
+    network = NetworkOptions(tuple(initial_peers or ()), client_mode=True, use_relay=False)
+    source = ExportOptions(Path(), checkpoint, network, run_id, fingerprint, dtype.value, tokenizer=tokenizer)
+    options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length, metrics, append)
+    try:
+        with shown_bytes() as report:
+            found = run_eval(options, lambda text: typer.echo(text, err=True), report)
+    except Stopped as stopped:
+        raise typer.Exit(INTERRUPTED) from stopped
+    typer.echo(json.dumps(dataclasses.asdict(found)) if as_json else table_of(found))
+
+
+def table_of(found: Evaluation) -> str:
+    """One line a metric, in 80 columns where names are not longer."""
+    rows = [
+        (
+            score.task,
+            "" if score.shots is None else str(score.shots),
+            "" if score.samples is None else str(score.samples),
+            score.metric,
+            f"{score.value:.4f}",
+            "" if score.stderr is None else f"± {score.stderr:.4f}",
+        )
+        for score in found.scores
+    ]
+    head = ("task", "shots", "samples", "metric", "value", "")
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)]
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""`spes-p2p export`: a trained model as a Hugging Face folder. Only flags; the work is in `peer/export.py`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spes_p2p.cli.arguments import MADDRS, Fingerprint, RunId
+from spes_p2p.cli.showing import shown_bytes
+
+
+class Dtype(StrEnum):
+    """What the values are written as."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+DtypeOption = Annotated[Dtype, typer.Option(help="Type of the values written; fp32 is exact.")]
+MaxShardSize = Annotated[str, typer.Option(metavar="5GB", help="Largest size of one safetensors file.")]
+OptionalPeers = Annotated[
+    list[str] | None,
+    typer.Option("--initial-peers", metavar=MADDRS, help="Take the newest state of the live run.", show_default=False),
+]
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="A peer's output folder, or one of its checkpoints.", show_default=False),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="As for tokenize: byte, a file, a folder, a name on the hub (default: what the checkpoint names).",
+        show_default=False,
+    ),
+]
+
+
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
+    checkpoint: CheckpointFolder = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    dtype: DtypeOption = Dtype.FP32,
+    max_shard_size: MaxShardSize = "5GB",
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Writes a model that transformers loads without code of ours, from a checkpoint or from a live run.
+
+    Example: spes-p2p export --checkpoint peer --output my-model --dtype bf16
+    """
+    from spes_p2p.peer.export import ExportOptions, run_export
+    from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+    from spes_p2p.planning.units import parse_bytes
+
+    one_source(checkpoint, initial_peers)
+    options = ExportOptions(
+        output,
+        checkpoint,
+        NetworkOptions(tuple(initial_peers or ()), client_mode=True, use_relay=False),
+        run_id,
+        fingerprint,
+        dtype.value,
+        parse_bytes(max_shard_size, "--max-shard-size"),
+        tokenizer,
+    )
+    try:
+        with shown_bytes() as report:
+            facts = run_export(options, lambda text: typer.echo(text, err=True), report)
+    except Stopped as stopped:
+        raise typer.Exit(INTERRUPTED) from stopped
+    typer.echo(f"{output}: run {facts.run_id}, round {facts.round}, step {facts.step:,}, state {facts.state_root[:10]}")
+
+
+def one_source(checkpoint: Path | None, initial_peers: list[str] | None) -> None:
+    """Raises ConfigError unless exactly one place is given to take the model from."""
+    from spes_p2p.errors import ConfigError
+
+    if (checkpoint is None) == (not initial_peers):
+        what = "both --checkpoint and --initial-peers are" if initial_peers else "no --checkpoint is"
+        raise ConfigError(f"{what} given", fix="give the folder of a checkpoint, or --initial-peers of a live run")

@@ -1,0 +1,26 @@
+"""`spes-p2p import`: whether a run can start from a Hugging Face folder, and as which model. Only flags and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def import_model(
+    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="OLMoE, Qwen3-MoE, or what upcycle made.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the section there too.")] = None,
+) -> None:
+    """Checks a Mixture-of-Experts checkpoint and prints the section `model` of a run that starts from it.
+
+    Example: spes-p2p import OLMoE-1B-7B --output model.yaml
+    """
+    from spes_p2p.interop.importing import StartModel
+    from spes_p2p.state.files import write_whole
+
+    section = StartModel.open(folder).section()
+    if output is not None:
+        write_whole(output, section.encode())
+    typer.echo(section, nl=False)
+    typer.echo(f"# in the run's file, then: spes-p2p bootstrap --config RUN.yaml --init-from {folder}", err=True)

@@ -1,0 +1,48 @@
+"""Progress of work on many bytes, on standard error: a bar on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+PLAIN_LINE_SECONDS = 10.0
+"""Without a terminal, progress is a line this often."""
+
+Report = Callable[[str, int, int], None]
+"""Is told of (what is being done, bytes done, bytes in all); `what` may change on the way."""
+
+
+@contextmanager
+def shown_bytes() -> Iterator[Report]:
+    """Shows what it is told while the block runs."""
+    if not sys.stderr.isatty():
+        yield _PlainLines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+class _PlainLines:
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if time.monotonic() - self._last < PLAIN_LINE_SECONDS:
+            return
+        self._last = time.monotonic()
+        typer.echo(f"{what}: {100 * done // max(1, total)}% of {total / 1e9:.1f} GB", err=True)

@@ -1,0 +1,59 @@
+"""`spes-p2p upcycle`: a dense model becomes one with experts. Only flags; the work is in `interop/upcycle.py`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spes_p2p.cli.export import Dtype, DtypeOption, MaxShardSize
+from spes_p2p.cli.showing import shown_bytes
+
+
+class RouterInit(StrEnum):
+    """Where the routers' weights come from."""
+
+    ZEROS = "zeros"
+    NORMAL = "normal"
+    SCALED_NORMAL = "scaled_normal"
+    FROM_MLP = "from_mlp"
+
+
+def upcycle(
+    dense: Annotated[Path, typer.Option(metavar="HF_DIR", help="A Qwen3, Llama or Qwen2 model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
+    experts: Annotated[int, typer.Option(help="Experts of each layer.", min=1)] = 8,
+    top_k: Annotated[int, typer.Option(help="Experts a token.", min=1)] = 2,
+    noise_std: Annotated[float, typer.Option(help="Standard deviation of the noise on expert weights.")] = 0.02,
+    noise_fraction: Annotated[float, typer.Option(help="Part of the entries that get noise.")] = 0.5,
+    router_init: Annotated[
+        RouterInit,
+        typer.Option(help="Normal with sigma 1, 0.02 (scaled_normal) or that of the down projection; or zeros."),
+    ] = RouterInit.FROM_MLP,
+    norm_topk: Annotated[
+        bool, typer.Option("--norm-topk/--no-norm-topk", help="Let the top-k weights add up to one.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of noise and routers.")] = 0,
+    dtype: DtypeOption = Dtype.FP32,
+    max_shard_size: MaxShardSize = "5GB",
+) -> None:
+    """Makes a model with experts of a dense one; each expert is a copy of the MLP, with noise.
+
+    Example: spes-p2p upcycle --dense Qwen3-1.7B --experts 8 --top-k 2 --output start
+    """
+    from spes_p2p.interop.folder import filled_folder
+    from spes_p2p.interop.upcycle import ZEROS_WARNING, Upcycling
+    from spes_p2p.interop.upcycle import upcycle as run
+    from spes_p2p.planning.units import parse_bytes
+
+    how = Upcycling(experts, top_k, noise_std, noise_fraction, router_init.value, norm_topk, seed)
+    how.check()
+    shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
+    if how.router_init == "zeros":
+        typer.echo(f"warning: {ZEROS_WARNING}", err=True)
+    with shown_bytes() as report, filled_folder(output) as folder:
+        run(dense, folder, how, dtype.value, shard_bytes, lambda done, total: report("upcycle", done, total))
+    typer.echo(f"{output}: put the section of {output / 'model.yaml'} into the run's file, then start it with")
+    typer.echo(f"  spes-p2p bootstrap --config RUN.yaml --init-from {output}")

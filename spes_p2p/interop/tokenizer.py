@@ -1,0 +1,77 @@
+"""The tokenizer of a run as files that transformers loads, the built-in one of bytes too.
+
+Which tokenizers a corpus can be cut with is `data/tokenizers`; here they go out again beside an exported model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spes_p2p.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from spes_p2p.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+BYTE_EOS = "<|endoftext|>"
+
+
+class Publishable:
+    """A tokenizer that is ready to be saved. `name` as for `spes-p2p tokenize`."""
+
+    def __init__(self, name: str, eos_token: str | None = None) -> None:
+        """Raises DataError where it cannot be loaded."""
+        ours = load_tokenizer(name, eos_token)
+        self.name = name
+        self.eos_id = ours.eos_id
+        self.vocab_size = ours.vocab_size
+        self._fast = _loaded(name, ours)
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raises ConfigError where it makes ids that the model does not have."""
+        if self.vocab_size > vocab_size:
+            raise ConfigError(
+                f"tokenizer {self.name!r} has {self.vocab_size} ids, model.vocab_size is {vocab_size}",
+                fix="give the tokenizer of the run's dataset with --tokenizer",
+            )
+
+    def save(self, folder: Path, max_length: int) -> None:
+        """Writes tokenizer.json and tokenizer_config.json; `max_length` tokens is what the model was trained on."""
+        self._fast.model_max_length = max_length
+        self._fast.save_pretrained(folder)
+
+
+def _loaded(name: str, ours: object) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if isinstance(ours, ByteTokenizer):
+        return PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=BYTE_EOS)
+    assert isinstance(ours, HuggingFaceTokenizer)
+    if not Path(name).is_file() and not _is_bare(Path(name)):
+        return AutoTokenizer.from_pretrained(name)  # with its chat template and special tokens
+    return PreTrainedTokenizerFast(tokenizer_object=ours.rust, eos_token=ours.rust.id_to_token(ours.eos_id))
+
+
+def _is_bare(folder: Path) -> bool:
+    """Only a tokenizer.json, which AutoTokenizer does not know what to make of."""
+    return folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
+
+
+def byte_level() -> RustTokenizer:
+    """`ByteTokenizer` in the tokenizers library: ids 0 to 255 are the bytes of UTF-8, 256 ends a text.
+
+    A byte-level BPE without merges. Its letters for the 256 bytes are those of GPT-2: bytes that print stand for
+    themselves, the others for the characters from 256 on, in their order.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + at) for at, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(BYTE_EOS, special=True, normalized=False)])
+    return tokenizer

@@ -1,0 +1,138 @@
+"""`run_export`: a state, from one peer's checkpoint or fetched from the live run, as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
+from spes_p2p.checkpoint.save import METADATA_FILE
+from spes_p2p.config.load import config_from_text
+from spes_p2p.errors import ConfigError
+from spes_p2p.interop.card import CurvePoint, Facts, curve_of
+from spes_p2p.interop.export import export_model
+from spes_p2p.interop.folder import filled_folder
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.tokenizer import Publishable
+from spes_p2p.interop.weights import Dtype
+from spes_p2p.observe.sinks import METRICS_FILE, EventReader
+from spes_p2p.peer.connection import open_network
+from spes_p2p.peer.fetching import Fetched, fetch_newest
+from spes_p2p.peer.folder import CHECKPOINTS
+from spes_p2p.peer.options import NetworkOptions
+from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.version import Version
+from spes_p2p.swarm.hivemind_backend import NetworkThread
+
+Say = Callable[[str], None]
+Report = Callable[[str, int, int], None]
+"""Is told of (what is being done, bytes done, bytes in all)."""
+FETCHED = "fetched"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """`checkpoint`: a step's folder, or one that holds such (a peer's output folder too); None: the live run.
+
+    `tokenizer`: as for `spes-p2p tokenize`; None: the one that the checkpoint names, if it does.
+    """
+
+    output: Path
+    checkpoint: Path | None = None
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    run_id: str | None = None
+    fingerprint: str | None = None
+    dtype: Dtype = "fp32"
+    max_shard_bytes: int = 5 * 10**9
+    tokenizer: str | None = None
+
+
+def run_export(options: ExportOptions, say: Say, report: Report = lambda what, done, total: None) -> Facts:
+    """Makes `options.output`; what is known of the state in it.
+
+    Raises ConfigError, CheckpointError, DataError (the tokenizer), NetworkError, StorageFull.
+    """
+    tokenizer = None if options.tokenizer is None else Publishable(options.tokenizer)
+    with filled_folder(options.output) as folder:
+        if options.checkpoint is not None:
+            checkpoint = find_checkpoint(options.checkpoint, say)
+            named = checkpoint.run.get("tokenizer")
+            tokenizer = tokenizer or (Publishable(named) if named else None)
+            version, facts = _of_checkpoint(checkpoint)
+        else:
+            fetched = fetch_over_network(
+                options.network, folder / FETCHED, options.run_id, options.fingerprint, say, report
+            )
+            version, facts = fetched.version, facts_of_run(fetched)
+        if tokenizer is None:
+            say("the tokenizer is not known: the folder has none (give it with --tokenizer)")
+        export_model(
+            version, version.layout, facts, folder, options.dtype, options.max_shard_bytes, tokenizer,
+            lambda done, total: report("export", done, total),
+        )  # fmt: skip
+        shutil.rmtree(folder / FETCHED, ignore_errors=True)
+    return facts
+
+
+def find_checkpoint(folder: Path, say: Say) -> Checkpoint:
+    """The checkpoint at `folder`, or the newest whole one under it (a peer's output folder). Raises CheckpointError."""
+    if (folder / METADATA_FILE).is_file():
+        return load_checkpoint(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", fix="give a peer's output folder, or one of its checkpoints")
+    root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    checkpoint, warnings = load_latest(root)
+    for text in warnings:
+        say(text)
+    return checkpoint
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Version, Facts]:
+    run = checkpoint.run
+    config = config_from_text(run["config"], origin=f"the config in {checkpoint.folder}")
+    version = checkpoint.version(Layout(state_tensors(config.model), config.sync.tile_values))
+    curve = read_curve(checkpoint.folder.parent.parent / METRICS_FILE, checkpoint.round)
+    root, step = version.root.hex(), checkpoint.step
+    facts = Facts(run["run_id"], run["fingerprint"], root, config, checkpoint.round, step, run.get("tokens"), curve)
+    return version, facts
+
+
+def facts_of_run(fetched: Fetched) -> Facts:
+    """What the newest certificate says of a state."""
+    info, manifest = fetched.info, fetched.commit.manifest
+    return Facts(
+        info.run_id, info.fingerprint.hex(), manifest.state_root.hex(), fetched.config, manifest.round, manifest.step,
+        manifest.tokens,
+    )  # fmt: skip
+
+
+def read_curve(metrics: Path, last_round: int) -> tuple[CurvePoint, ...]:
+    """The losses of a peer's metrics.jsonl up to a round; none where there is no such file."""
+    events = (event for _, event in EventReader(metrics).read())
+    return tuple(point for point in curve_of(events) if point.round <= last_round)
+
+
+def fetch_over_network(
+    options: NetworkOptions, folder: Path, run_id: str | None, fingerprint: str | None, say: Say, report: Report
+) -> Fetched:
+    """The newest state of a live run, in `folder`. Raises Stopped on Ctrl-C."""
+
+    async def fetch() -> Fetched:
+        network = await open_network(options, folder / "identity.key")
+        try:
+            return await fetch_newest(
+                network.directory, network.transport, network.verifier, folder, run_id, fingerprint,
+                lambda done, total: report("fetch", done, total),
+            )  # fmt: skip
+        finally:
+            await network.close()
+
+    folder.mkdir()
+    with NetworkThread() as thread:
+        stop = asyncio.Event()
+        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), say):
+            return thread.run(until_stopped(stop, fetch()))

@@ -1,0 +1,166 @@
+"""The newest committed state of a live run for somebody who takes no part in it: to export, to evaluate.
+
+The chain of certificates is fetched from genesis on and checked, then the tiles of the newest manifest by hash, from
+all who have them. Takes ports, so that it runs on any network; the disk that it needs is a folder that the caller
+removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.state.layout import VALUE_BYTES, Layout
+from spes_p2p.state.staging import Staging
+from spes_p2p.state.store import StateStore
+from spes_p2p.state.version import Version
+from spes_p2p.swarm.ports import Directory, Transport, Verifier
+from spes_p2p.swarm.records import heads_key, newest_heads, parse_all, parse_head, parse_peer, peers_key
+from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.messages import Commit
+from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.joining import load_run, rules_of
+from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.transfer import Transfers
+
+T = TypeVar("T")
+ANSWER_SECONDS = 15.0
+MOST_TRIES = 5
+"""The run goes on while its state is fetched; whoever is slower than that many rounds gives up."""
+_FIX = "take a checkpoint of a peer, or try again while a peer is up, or with a bootstrap node that keeps an --archive"
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A state of a run, whole and checked, in the folder that it was fetched into."""
+
+    info: RunInfo
+    config: Config
+    commit: Commit
+    version: Version
+
+
+async def fetch_newest(
+    directory: Directory,
+    transport: Transport,
+    verifier: Verifier,
+    folder: Path,
+    run_id: str | None = None,
+    fingerprint: str | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Fetched:
+    """Finds the run, follows its chain and fetches its newest state; `report` hears of (bytes done, bytes in all).
+
+    Raises NetworkError when nobody answers, the run has not begun, or it goes on faster than its state comes;
+    ConfigError when several runs are announced; StorageFull.
+    """
+    group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
+    info, config = await load_run(transport, group, ANSWER_SECONDS)
+    layout = Layout(state_tensors(config.model), config.sync.tile_values)
+    store = StateStore(folder / "state", layout)
+    try:
+        fetching = _Fetching(directory, transport, verifier, info, config, store, Chain(folder / "chain"), report)
+        commit, version = await fetching.run()
+    finally:
+        store.close()
+    return Fetched(info, config, commit, version)
+
+
+class _Fetching:
+    def __init__(
+        self,
+        directory: Directory,
+        transport: Transport,
+        verifier: Verifier,
+        info: RunInfo,
+        config: Config,
+        store: StateStore,
+        chain: Chain,
+        report: Callable[[int, int], None],
+    ) -> None:
+        self._directory = directory
+        self._transport = transport
+        self._info = info
+        self._store = store
+        self._chain = chain
+        self._report = report
+        self._transfers = Transfers(transport, store.layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds))
+        rules, check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
+        self._headers = CatchUp(info, rules, check, chain, store, self._transfers, _in_thread)
+
+    async def run(self) -> tuple[Commit, Version]:
+        tried: Commit | None = None
+        for _ in range(MOST_TRIES):
+            commit, holders = await self._newest()
+            try:
+                return commit, await self._state(commit, holders)
+            except NetworkError as error:
+                if commit == tried:
+                    raise NetworkError(str(error), fix=_FIX) from error
+                tried = commit  # it may have gone on while we fetched
+        raise NetworkError(
+            f"run {self._info.run_id} went on {MOST_TRIES} times before its state was here",
+            fix=_FIX,
+        )
+
+    async def _newest(self) -> tuple[Commit, list[PeerId]]:
+        """The newest commit that somebody proves, with all before it; and whom to ask for its state."""
+        peers, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id), ANSWER_SECONDS))
+        heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
+        for peer, record in peers.items():
+            self._transport.learn(peer, record.addresses)
+        reasons: list[str] = []
+        for head, publishers in newest_heads(heads):
+            for holder in publishers:
+                try:
+                    await self._headers.headers(-1, holder, head.round)
+                except (NetworkError, RemoteProtocolError) as error:
+                    reasons.append(f"{short(holder)}: {error}")
+                newest = self._chain.newest
+                if newest is not None and newest.manifest.round >= head.round:  # else it said more than it proved
+                    return newest, [*publishers, *(peer for peer in peers if peer not in publishers)]
+        if self._chain.newest is not None:
+            return self._chain.newest, list(peers)
+        raise NetworkError(
+            f"nobody gives the certificates of run {self._info.run_id}: {'; '.join(reasons) or 'it has not begun'}",
+            fix="try again when the run has begun and one of its peers can be reached (spes-p2p status shows them)",
+        )
+
+    async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:
+        manifest, store = commit.manifest, self._store
+        theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
+        wanted = dict(enumerate(theirs))
+        known = await _in_thread(lambda: list(store.recall(wanted)))  # of a try before, for an earlier round
+        staging = store.stage(manifest.round, None)
+        total = store.layout.num_values * VALUE_BYTES
+        done = 0
+
+        async def take(tiles: Sequence[tuple[int, bytes | memoryview, Hash]]) -> None:
+            nonlocal done
+            await _in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
+            done += sum(len(data) for _, data, _ in tiles)
+            self._report(done, total)
+
+        await take(known)
+        missing = {tile_id: wanted[tile_id] for tile_id in wanted.keys() - {tile_id for tile_id, _, _ in known}}
+        await self._transfers.tiles(dict(sorted(missing.items())), holders, take, spread=True)
+        return await _in_thread(partial(_published, staging))
+
+
+def _published(staging: Staging) -> Version:
+    staging.finish()
+    return staging.publish()
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(None, work)

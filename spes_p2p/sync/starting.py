@@ -1,0 +1,78 @@
+"""The state that a run starts from where it is not made from the seed: a newcomer fetches it before it takes part.
+
+So the run does not begin with peers that are still downloading. Where it has begun already, the newest state is what a
+newcomer needs; then a base of zeros stands in until that is fetched (see `joining`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+import numpy as np
+
+from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync.catch_up import InThread
+from spes_p2p.sync.transfer import Transfers
+
+Sources = Callable[[], Awaitable[Iterable[PeerId]]]
+
+
+async def fetch_start(
+    store: StateStore,
+    root: Hash,
+    transfers: Transfers,
+    sources: Sources,
+    in_thread: InThread,
+    say: Callable[[str], None],
+    pause_seconds: float,
+) -> None:
+    """Puts the state with this root into an empty store as round 0, or zeros where the run has begun.
+
+    Asks again until somebody gives it, as one waits for genesis. Raises StorageFull.
+    """
+    gigabytes = store.layout.num_values * VALUE_BYTES / 1e9
+    say(f"fetching the state that the run starts from ({gigabytes:.1f} GB)")
+    while True:
+        holders = tuple(await sources())
+        if await _has_begun(transfers, holders):
+            await in_thread(lambda: store.create_initial(_zeros))
+            return
+        try:
+            await _fetch(store, root, transfers, holders, in_thread)
+            return
+        except (NetworkError, RemoteProtocolError) as error:
+            say(f"the state that the run starts from cannot be had yet: {error}")
+        await asyncio.sleep(pause_seconds)
+
+
+async def _has_begun(transfers: Transfers, holders: Iterable[PeerId]) -> bool:
+    for peer in holders:
+        try:
+            if await transfers.chain(peer, 0):
+                return True
+        except (NetworkError, RemoteProtocolError):
+            continue  # it waits as we do, or is gone
+    return False
+
+
+async def _fetch(
+    store: StateStore, root: Hash, transfers: Transfers, holders: tuple[PeerId, ...], in_thread: InThread
+) -> None:
+    wanted = dict(enumerate(await transfers.hash_list(holders, root, 0)))
+    staging = store.staged(0) or store.stage(0, None)  # of a try before
+    missing = {tile_id: name for tile_id, name in wanted.items() if not staging.has(tile_id)}
+
+    async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        await in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
+
+    await transfers.tiles(missing, holders, take, spread=True)
+    await in_thread(staging.finish)
+    await in_thread(staging.publish)
+
+
+def _zeros(tile: Tile) -> Values:
+    return np.zeros(tile.size, np.float32)

@@ -1,0 +1,48 @@
+"""The commands for models: what they print, what they warn of, and one line for what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import spes_p2p
+from tests.interop.test_upcycle import qwen3
+
+
+def test_upcycle_then_import(tmp_path: Path) -> None:
+    qwen3().save_pretrained(tmp_path / "dense")
+    dense, start = ("--dense", str(tmp_path / "dense")), tmp_path / "start"
+    made = spes_p2p("upcycle", *dense, "--output", str(start), "--experts", "4", "--dtype", "bf16")
+    assert (made.exit_code, made.errors) == (0, "")
+    assert f"--init-from {start}" in made.output
+    read = spes_p2p("import", str(start), "--output", str(tmp_path / "section.yaml"))
+    assert read.output == (start / "model.yaml").read_text() == (tmp_path / "section.yaml").read_text()
+    assert yaml.safe_load(read.output)["model"]["num_experts"] == 4
+    again = spes_p2p("upcycle", *dense, "--output", str(start))
+    assert (again.exit_code, "is there already" in again.errors) == (1, True)
+
+
+def test_a_router_of_zeros_is_warned_of(tmp_path: Path) -> None:
+    qwen3().save_pretrained(tmp_path / "dense")
+    command = ("upcycle", "--dense", str(tmp_path / "dense"), "--output", str(tmp_path / "start"))
+    assert "makes every top-k a tie" in spes_p2p(*command, "--router-init", "zeros").errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no --checkpoint is given"),
+        (("--checkpoint", "x", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm"), "both --checkpoint and"),
+        (("--checkpoint", "nowhere"), "there is no folder nowhere"),
+        (("--checkpoint", ".", "--max-shard-size", "big"), "--max-shard-size 'big' is no amount"),
+        (("--checkpoint", ".", "--tokenizer", "nowhere.json"), "cannot be loaded"),
+    ],
+)
+def test_export_says_what_is_wrong(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    answer = spes_p2p("export", "--output", str(tmp_path / "out"), *arguments)
+    assert answer.exit_code == 1
+    assert message in answer.errors
+    assert " / fix: " in answer.errors
+    assert list(tmp_path.iterdir()) == []

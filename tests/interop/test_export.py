@@ -1,0 +1,242 @@
+"""Exported folders: loaded by transformers alone, with our logits, in little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.tokenizers import ByteTokenizer
+from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.interop.card import CurvePoint, Facts, curve_of
+from spes_p2p.interop.export import export_model
+from spes_p2p.interop.folder import filled_folder
+from spes_p2p.interop.tokenizer import Publishable
+from spes_p2p.interop.weights import INDEX_FILE, SINGLE_FILE, Dtype, PublishedWeights
+from spes_p2p.observe.events import Eval, Event, Round, Step
+from spes_p2p.state.layout import BlockSource
+from tests.interop.states import LLAMA, OLMOE, QWEN2, QWEN3, layout_of, random_state, run_config
+from tests.model.tiny import tiny_tokens
+from tests.state.small import file_size_limit
+
+FAMILIES = [
+    pytest.param(OLMOE, "OlmoeForCausalLM", id="olmoe"),
+    pytest.param(QWEN3, "Qwen3MoeForCausalLM", id="qwen3"),
+    pytest.param(QWEN2, "Qwen2MoeForCausalLM", id="qwen2"),
+    pytest.param(LLAMA, "Qwen2MoeForCausalLM", id="llama"),
+]
+
+
+def facts_of(config: Config, **changes: Any) -> Facts:
+    known: dict[str, Any] = {"tokens": 12_345, "round": 7, "step": 140}
+    return Facts("a-run", "ab" * 32, "cd" * 32, config, **(known | changes))
+
+
+def exported(
+    folder: Path,
+    config: Config,
+    state: BlockSource,
+    dtype: Dtype = "fp32",
+    shard: int = 10**9,
+    tokenizer: Publishable | None = None,
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    export_model(state, layout_of(config), facts_of(config), folder, dtype, shard, tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize(("overrides", "family"), FAMILIES)
+@pytest.mark.parametrize("shard", [10**9, 3000])
+def test_transformers_computes_our_logits(overrides: dict[str, Any], family: str, shard: int, tmp_path: Path) -> None:
+    config = run_config(**overrides)
+    model, state = random_state(config)
+    exported(tmp_path, config, state, shard=shard)
+    assert (tmp_path / INDEX_FILE).exists() == (shard == 3000)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    theirs, info = loaded
+    assert (type(theirs).__name__, theirs.dtype) == (family, torch.float32)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = tiny_tokens(2, 17)
+    with torch.no_grad():
+        want, got = model.logits(tokens)[..., : config.model.vocab_size], theirs.eval()(tokens).logits
+    assert got.shape == want.shape  # rows beyond the vocabulary are gone
+    assert got.abs().max() > 0.5
+    assert (got - want).abs().max() < 1e-4
+
+
+def test_files_keep_to_their_size_and_are_all_indexed(tmp_path: Path) -> None:
+    config = run_config(**OLMOE)
+    exported(tmp_path, config, random_state(config)[1], shard=3000)
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values()))
+    with PublishedWeights.open(tmp_path) as weights:
+        assert weights.names == set(index["weight_map"])
+        sizes = {name: 4 * int(np.prod(weights.shape(name))) for name in weights.names}
+    assert sum(sizes.values()) == index["metadata"]["total_size"]
+    for file in files:
+        held = [sizes[name] for name, where in index["weight_map"].items() if where == file]
+        assert sum(held) <= 3000 or len(held) == 1
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_other_types_are_rounded_and_named(dtype: Dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+    config = run_config(**QWEN3)
+    model, state = random_state(config)
+    exported(tmp_path, config, state, dtype)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.dtype == wanted
+    head = model.head.weight.detach()[: config.model.vocab_size]
+    assert torch.equal(theirs.lm_head.weight, head.to(wanted))
+
+
+def test_the_byte_tokenizer_goes_along(tmp_path: Path) -> None:
+    config = run_config(**OLMOE, vocab_size=257)
+    exported(tmp_path, config, random_state(config)[1], tokenizer=Publishable("byte"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["a b\n\tc", "naïve “日本” \U0001f600", "\0\x7f\xa0\xad", " leading", ""]
+    ours = ByteTokenizer().encode(texts)
+    assert [tokenizer(text)["input_ids"] for text in texts] == [ids.tolist() for ids in ours]
+    assert [tokenizer.decode(ids) for ids in ours] == texts
+    assert (tokenizer.eos_token_id, len(tokenizer), tokenizer.model_max_length) == (256, 257, 32)
+    assert AutoConfig.from_pretrained(tmp_path).eos_token_id == 256
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == 256
+
+
+def test_a_tokenizer_of_others_goes_along(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    words = {"</s>": 0, "a": 1, "b": 2}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    for number, name in enumerate((tmp_path / "tokenizer.json", tmp_path)):
+        config = run_config(**OLMOE)
+        folder = exported(tmp_path / f"out-{number}", config, random_state(config)[1], tokenizer=Publishable(str(name)))
+        again = AutoTokenizer.from_pretrained(folder)
+        assert (again.get_vocab(), again.eos_token_id) == (words, 0)
+    small = run_config(**OLMOE, vocab_size=2)
+    with pytest.raises(ConfigError, match=r"has 3 ids, model.vocab_size is 2"):
+        exported(tmp_path / "small", small, random_state(small)[1], tokenizer=Publishable(str(tmp_path)))
+
+
+def test_the_card_says_what_it_is(tmp_path: Path) -> None:
+    config = run_config(**QWEN3)
+    exported(tmp_path, config, random_state(config)[1])
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for fact in ("# a-run", "Qwen3MoeForCausalLM", "12,345", "ab" * 32, "cd" * 32, "num_experts: 8", "| 7, 140 |"):
+        assert fact in card
+    assert "path:" not in card  # nothing of the organiser's own machine
+
+
+def test_curves_count_each_round_once() -> None:
+    def round(number: int, tokens: int) -> Round:
+        return Round(number, 10 * number, 3, "committed", tokens, 0, 0, {}, "")
+
+    def step(loss: float) -> Step:
+        return Step(1, loss, 8, 1.0, 1e-3, 1.0)
+
+    events: list[Event] = [
+        step(4.0),
+        step(3.0),
+        round(1, 100),
+        Eval(1, 10, 3.2, 64),
+        round(2, 50),
+        step(2.0),
+        round(3, 60),
+    ]
+    assert curve_of(events) == (
+        CurvePoint(1, 10, 100, 3.5, 3.2),
+        CurvePoint(2, 20, 150, None, None),
+        CurvePoint(3, 30, 210, 2.0, None),
+    )
+
+
+def test_a_long_curve_is_thinned_and_ends_with_the_last_round(tmp_path: Path) -> None:
+    config = run_config(**OLMOE)
+    curve = tuple(CurvePoint(at, 10 * at, 100 * at, 5.0 - at / 100, None) for at in range(1, 200))
+    tmp_path.mkdir(exist_ok=True)
+    facts = facts_of(config, curve=curve)
+    export_model(random_state(config)[1], layout_of(config), facts, tmp_path, "fp32", 10**9, None)
+    rows = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.count("|") == 6]
+    assert 20 <= len(rows) - 2 <= 24
+    assert rows[-1].startswith("| 199 | 1,990 | 19,900 |")
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+    config = run_config(**OLMOE)
+    target = tmp_path / "model"
+    with pytest.raises(StorageFull, match="no room"), file_size_limit(2000), filled_folder(target) as folder:
+        exported(folder, config, random_state(config)[1])
+    assert list(tmp_path.iterdir()) == []
+    with filled_folder(target) as folder:
+        exported(folder, config, random_state(config)[1])
+    assert (target / SINGLE_FILE).is_file()
+    with pytest.raises(ConfigError, match="is there already"), filled_folder(target):
+        pass
+    assert (target / SINGLE_FILE).is_file()
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+import numpy as np, torch
+from spes_p2p.interop import export, hf
+from spes_p2p.interop.card import Facts
+from spes_p2p.state.layout import Layout
+from tests.interop.states import layout_of, run_config
+
+torch.set_num_threads(1)
+folder, shard, spare = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+config = run_config(d_model=256, num_heads=8, expert_ffn=512, num_layers=8, vocab_size=4000)
+layout = Layout(hf.state_tensors(config.model), 2**20)
+
+class Mapped:
+    def block(self, index):
+        return np.memmap(folder / str(index), np.float32, mode="r", shape=(layout.blocks[index].size,))
+
+for block in layout.blocks:
+    np.zeros(block.size, np.float32).tofile(folder / str(block.index))
+hf.hf_config(config.model)  # imports what is needed
+(folder / "warm").mkdir(); (folder / "out").mkdir()
+small = run_config()
+zeros = [np.zeros(block.size, np.float32) for block in layout_of(small).blocks]
+def run(config, layout, source, where, shard):
+    facts = Facts("x", "", "", config, 0, 0, 0)
+    export.export_model(source, layout, facts, where, sys.argv[4], shard, None)
+class Held:
+    def block(self, index):
+        return zeros[index]
+run(small, layout_of(small), Held(), folder / "warm", 10**9)
+data = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(data.split()[1]) + spare,) * 2)
+run(config, layout, Mapped(), folder / "out", shard)
+total = sum(path.stat().st_size for path in (folder / "out").glob("*.safetensors"))
+assert total > 2 * shard, (total, shard)
+"""
+SHARD = 24_000_000
+
+
+def run_with_memory(folder: Path, spare: int, dtype: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MEMORY, str(folder), str(SHARD), str(spare), dtype]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_memory_stays_below_two_files(dtype: str, tmp_path: Path) -> None:
+    result = run_with_memory(tmp_path, 2 * SHARD, dtype)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_limit_on_memory_is_one(tmp_path: Path) -> None:
+    """Else the test above would say nothing."""
+    result = run_with_memory(tmp_path, SHARD // 2, "fp32")
+    assert result.returncode != 0
+    assert "memory" in result.stderr.lower()

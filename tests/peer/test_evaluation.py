@@ -1,0 +1,178 @@
+"""Scores of lm-evaluation-harness on tasks that lie here; nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from spes_p2p.cli.evaluate import table_of
+from spes_p2p.config.schema import EvalConfig
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.interop.evaluate import SUITES, Score, chosen_tasks, evaluate, flat
+from spes_p2p.interop.tokenizer import Publishable
+from spes_p2p.observe.events import Event, Tasks, Warning
+from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
+from spes_p2p.peer.evaluation import EvalOptions, Evaluation, run_eval
+from spes_p2p.peer.export import ExportOptions
+from spes_p2p.peer.task_runner import TaskRunner
+from tests.interop.states import OLMOE, model_of, random_state, run_config
+from tests.interop.tasks import write_samples, write_task
+from tests.interop.test_export import exported
+from tests.peer.test_export import saved
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+pytest.importorskip("accelerate", reason="the extra eval is not installed")
+pytestmark = pytest.mark.timeout(400)
+
+CONFIG = run_config(**OLMOE, vocab_size=257)
+SAMPLES = [(f"number {n} is", [" even", " odd", " neither of both"], n % 2) for n in range(12)]
+VARIABLE = "SPES_EVAL_DATA"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    write_task(tmp_path / "tasks", "parity", write_samples(tmp_path / "parity.jsonl", SAMPLES))
+    return tmp_path / "tasks"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def expected_accuracy(samples: list[tuple[str, list[str], int]]) -> float:
+    """With our own model: the choice with the highest log-probability after its query."""
+    model = model_of(CONFIG, random_state(CONFIG)[1])
+    right = 0
+    for query, choices, gold in samples:
+        scores = []
+        for choice in choices:
+            ids = list((query + choice).encode())
+            with torch.no_grad():
+                logits = model.logits(torch.tensor([ids]))[0].log_softmax(-1)
+            first = len(query.encode())
+            scores.append(sum(float(logits[at - 1, ids[at]]) for at in range(first, len(ids))))
+        right += scores.index(max(scores)) == gold
+    return right / len(samples)
+
+
+def test_a_folder_scores_as_our_own_model_does(tmp_path: Path, tasks: Path) -> None:
+    folder = exported(tmp_path / "hf", CONFIG, random_state(CONFIG)[1], tokenizer=Publishable("byte"))
+    scores = evaluate(folder, {"parity": 0}, include_path=tasks)
+    assert {score.metric for score in scores} == {"acc", "acc_norm"}
+    accuracy = next(score for score in scores if score.metric == "acc")
+    assert (accuracy.task, accuracy.shots, accuracy.samples) == ("parity", 0, 12)
+    assert accuracy.value == pytest.approx(expected_accuracy(SAMPLES))
+    assert accuracy.stderr is not None
+    limited = evaluate(folder, {"parity": 2}, limit=5, include_path=tasks)
+    assert {(score.shots, score.samples) for score in limited} == {(2, 5)}
+
+
+def test_a_checkpoint_is_scored_and_the_run_remembers(tmp_path: Path, tasks: Path) -> None:
+    peer = saved(tmp_path / "peer", CONFIG, tokenizer="byte")
+    JsonLines(peer / METRICS_FILE).close()
+    options = EvalOptions(None, ExportOptions(Path(), peer), "parity:0", 4, tasks, device="cpu")
+    found = run_eval(options, lambda text: None)
+    assert (found.round, found.step) == (7, 140)
+    ((_, event),) = EventReader(peer / METRICS_FILE).read()
+    assert event == Tasks(7, 140, flat(found.scores))
+
+
+def test_a_table_for_people() -> None:
+    scores = (Score("sciq", "acc", 0.5, 0.01, 0, 100), Score("mmlu", "acc", 0.25, None, None, None))
+    assert table_of(Evaluation(scores, 1, 2)) == (
+        "task  shots  samples  metric  value\n"
+        "sciq  0      100      acc     0.5000  ± 0.0100\n"
+        "mmlu                  acc     0.2500"
+    )
+
+
+def test_suites_and_lists() -> None:
+    assert chosen_tasks("spes") is SUITES["spes"]
+    assert chosen_tasks("sciq, arc_challenge:25") == {"sciq": None, "arc_challenge": 25}
+    for wrong in ("", "sciq,", "sciq:many"):
+        with pytest.raises(ConfigError, match="is no list of tasks"):
+            chosen_tasks(wrong)
+
+
+def test_what_cannot_be_evaluated_is_named(tmp_path: Path, tasks: Path) -> None:
+    folder = exported(tmp_path / "hf", CONFIG, random_state(CONFIG)[1])
+    with pytest.raises(ConfigError, match="is no folder"):
+        evaluate(folder, {"parity": 0}, include_path=tmp_path / "nowhere")
+    with pytest.raises(DataError, match="has no tokenizer"):
+        evaluate(folder, {"parity": 0}, include_path=tasks)
+    Publishable("byte").save(folder, 32)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"the model in .* cannot be loaded"):
+        evaluate(folder, {"parity": 0}, include_path=tasks)
+    exported(tmp_path / "again", CONFIG, random_state(CONFIG)[1], tokenizer=Publishable("byte"))
+    with pytest.raises(DataError, match="does not fit into the 3 tokens"):
+        evaluate(tmp_path / "again", {"parity": 0}, include_path=tasks, max_length=3)
+    (tmp_path / "parity.jsonl").unlink()
+    with pytest.raises(DataError, match="the data of task parity cannot be loaded"):
+        evaluate(folder, {"parity": 0}, include_path=tasks)
+
+
+def run_beside(checkpoints: Path, config: EvalConfig) -> Event:
+    """The event that a peer's task runner gives."""
+    events, came = list[Event](), threading.Event()
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        came.set()
+
+    runner = TaskRunner(checkpoints, config, emit)
+    runner.start()
+    runner.start()  # one at a time
+    assert came.wait(300)
+    runner.close()
+    assert len(events) == 1
+    return events[0]
+
+
+def test_beside_the_training_it_becomes_an_event(tmp_path: Path, tasks: Path) -> None:
+    peer = saved(tmp_path / "peer", CONFIG, tokenizer="byte")
+    config = EvalConfig(tasks="parity:0", tasks_limit=3, include_path=str(tasks))
+    event = run_beside(peer / "checkpoints", config)
+    assert isinstance(event, Tasks)
+    assert (event.round, event.step, set(event.scores)) == (7, 140, {"parity/acc", "parity/acc_norm"})
+
+
+def test_beside_the_training_a_failure_is_a_warning(tmp_path: Path) -> None:
+    event = run_beside(tmp_path, EvalConfig(tasks="parity"))
+    assert isinstance(event, Warning)
+    assert "no usable checkpoint" in event.message
+
+
+def test_a_peer_that_ends_takes_its_evaluation_along(tmp_path: Path) -> None:
+    events: list[Event] = []
+    runner = TaskRunner(saved(tmp_path / "peer", CONFIG), EvalConfig(tasks="parity"), events.append)
+    runner.start()
+    runner.close()
+    assert events == []
+
+
+@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no folder of evaluation data")
+def test_real_tasks_over_files_of_ones_own(tmp_path: Path) -> None:
+    data = Path(os.environ[VARIABLE])
+    names = sorted(path.stem for path in data.glob("*.jsonl"))
+    assert names
+    for name in names:
+        write_task(tmp_path / "tasks", f"local_{name}", data / f"{name}.jsonl")
+    folder = exported(tmp_path / "hf", CONFIG, random_state(CONFIG)[1], tokenizer=Publishable("byte"))
+    scores = evaluate(
+        folder, {f"local_{name}": 0 for name in names}, limit=10, include_path=tmp_path / "tasks", max_length=2000
+    )
+    found = {score.task: score for score in scores if score.metric == "acc"}
+    assert set(found) == {f"local_{name}" for name in names}
+    for name in names:
+        lines = [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()[:10]]
+        samples = [(line["query"], [f" {choice}" for choice in line["choices"]], line["gold"]) for line in lines]
+        assert found[f"local_{name}"].value == pytest.approx(expected_accuracy(samples), abs=0.11)

@@ -1,0 +1,189 @@
+"""Exporting from a peer's checkpoint, and from a live run by its newest manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spes_p2p.checkpoint.save import save_checkpoint
+from spes_p2p.config.load import published_yaml
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import CheckpointError, ConfigError, NetworkError
+from spes_p2p.ids import PeerId
+from spes_p2p.interop.card import Facts
+from spes_p2p.interop.export import export_model
+from spes_p2p.observe.events import Eval, Round
+from spes_p2p.observe.sinks import METRICS_FILE, JsonLines
+from spes_p2p.peer.export import ExportOptions, facts_of_run, run_export
+from spes_p2p.peer.fetching import Fetched, fetch_newest
+from spes_p2p.state.store import StateStore
+from spes_p2p.state.version import Version
+from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
+from spes_p2p.sync.announce import head_record
+from spes_p2p.sync.core.messages import WIRE_VERSION
+from spes_p2p.testing.memory_swarm import MemorySwarm
+from spes_p2p.wire import pack
+from tests.interop.states import OLMOE, layout_of, model_of, random_state, run_config
+from tests.model.tiny import tiny_tokens
+from tests.sync.swarm_cases import in_swarm, small_config
+
+ADDRESSES = ("/ip4/203.0.113.7/tcp/31337",)
+
+
+def saved(folder: Path, config: Config, step: int = 140, tokenizer: str | None = None) -> Path:
+    """The output folder of a peer with one checkpoint."""
+    store = StateStore(folder / "run" / "state", layout_of(config))
+    version = store.create_initial(random_state(config)[1], 7)
+    run = {"run_id": "a-run", "fingerprint": "ab" * 32, "config": published_yaml(config), "tokens": 999}
+    save_checkpoint(folder / "checkpoints", version, step, {}, run | {"tokenizer": tokenizer}, 3)
+    store.close()
+    return folder
+
+
+def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path) -> None:
+    config = run_config(**OLMOE, vocab_size=257)
+    peer = saved(tmp_path / "peer", config, tokenizer="byte")
+    metrics = JsonLines(peer / METRICS_FILE)
+    for number in (7, 8):
+        metrics.write(0.0, Round(number, 140, 3, "committed", 10, 0, 0, {}, ""))
+        metrics.write(0.0, Eval(number, 140, 3.25, 64))
+    metrics.close()
+    said: list[str] = []
+    told: list[tuple[str, int, int]] = []
+    for source in (peer, peer / "checkpoints", peer / "checkpoints" / "step-00000140"):
+        output = tmp_path / f"out-{source.name}"
+        facts = run_export(
+            ExportOptions(output, source), said.append, lambda what, done, total: told.append((what, done, total))
+        )
+        assert (facts.round, facts.step, facts.tokens, facts.run_id) == (7, 140, 999, "a-run")
+        assert [point.held_out for point in facts.curve] == [3.25]  # the round after it is not in it
+        theirs = AutoModelForCausalLM.from_pretrained(output)
+        tokens = tiny_tokens()
+        with torch.no_grad():
+            want = model_of(config, random_state(config)[1]).logits(tokens)
+            assert (theirs.eval()(tokens).logits - want).abs().max() < 1e-4
+        assert (output / "tokenizer.json").is_file()
+    assert said == []
+    assert told[-1][0] == "export"
+    assert told[-1][1] == told[-1][2] > 0
+
+
+def test_without_a_known_tokenizer_it_says_so(tmp_path: Path) -> None:
+    peer, said = saved(tmp_path / "peer", run_config(**OLMOE)), list[str]()
+    run_export(ExportOptions(tmp_path / "out", peer), said.append)
+    assert "--tokenizer" in said[0]
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
+    peer = saved(tmp_path / "peer", run_config(**OLMOE))
+    block = peer / "checkpoints" / "step-00000140" / "state" / "block-00001.f32"
+    data = bytearray(block.read_bytes())
+    data[5] ^= 1
+    block.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"block-00001.f32 is damaged"):
+        run_export(ExportOptions(tmp_path / "out", peer), lambda text: None)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        run_export(ExportOptions(tmp_path / "out", tmp_path / "nowhere"), lambda text: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["peer"]
+
+
+async def announce(swarm: MemorySwarm, names: Iterable[str], with_head: bool = True) -> None:
+    """What peers put into the DHT: the run, themselves, and their newest commit."""
+    info = swarm.info
+    for name in names:
+        peer, directory = swarm.peers[PeerId(name)], swarm.network.peer(name).directory
+        records: dict[str, object] = {
+            RUNS_KEY: RunRecord(
+                info.run_id, info.fingerprint, info.organiser, WIRE_VERSION, peer.round, b"", ADDRESSES
+            ),
+            peers_key(info.run_id): PeerRecord(
+                info.run_id, PeerId(name), (), "0.1.0", peer.round, 1, 1, 1.0, (), "peer", False, 1, 1
+            ),
+        }
+        if with_head and peer.chain.newest is not None:
+            records[heads_key(info.run_id)] = head_record(peer.chain.newest, 1)
+        for key, record in records.items():
+            await directory.publish(key, pack(record), 60.0)
+
+
+async def fetch(swarm: MemorySwarm, folder: Path) -> Fetched:
+    """As somebody who is no peer of the run."""
+    reader = swarm.network.peer("reader")
+    return await fetch_newest(reader.directory, reader.transport, reader.verifier, folder)
+
+
+def test_the_newest_state_of_a_live_run_is_fetched_and_exported(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> Facts:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await announce(swarm, "abc")
+        fetched = await fetch(swarm, tmp_path / "reader")
+        manifest = fetched.commit.manifest
+        assert manifest.round >= 3
+        fetched.version.verify()
+        assert fetched.version.root == manifest.state_root
+        store = swarm.peers[PeerId("a")].store
+        if manifest.round in store.rounds():
+            assert store.version(manifest.round).root == fetched.version.root
+        facts = facts_of_run(fetched)
+        (tmp_path / "model").mkdir()
+        export_model(fetched.version, swarm.layout, facts, tmp_path / "model", "fp32", 10**9, None)
+        return facts
+
+    facts = in_swarm(tmp_path / "swarm", play)
+    assert facts.tokens
+    assert facts.config.model == small_config().model
+    version = Version(tmp_path / "reader" / "state" / f"round-{facts.round:08d}", facts.round, layout_of(facts.config))
+    theirs, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tiny_tokens()
+    with torch.no_grad():
+        assert (theirs.eval()(tokens).logits - model_of(facts.config, version).logits(tokens)).abs().max() < 1e-4
+
+
+def test_a_run_that_goes_on_meanwhile_is_followed(tmp_path: Path) -> None:
+    """The state that was found is gone when its tiles are asked for: what changed since is fetched instead."""
+
+    async def play(swarm: MemorySwarm) -> tuple[int, int]:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        await announce(swarm, "abc")
+        stale = swarm.peers[PeerId("a")].round
+        await swarm.until_round(stale + 3)  # the records still say `stale`
+        fetched = await fetch(swarm, tmp_path / "reader")
+        fetched.version.verify()
+        return stale, fetched.commit.manifest.round
+
+    stale, found = in_swarm(tmp_path / "swarm", play)
+    assert found >= stale + 3
+
+
+def test_who_says_more_than_it_proves_does_not_hide_the_newest_state(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> tuple[int, int]:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        await announce(swarm, "abc")
+        commit = swarm.peers[PeerId("c")].chain.newest
+        assert commit is not None
+        boast = dataclasses.replace(head_record(commit, 1), round=10**6, certificate=b"", manifest=b"")
+        key = heads_key(swarm.info.run_id)
+        await swarm.network.peer("c").directory.publish(key, pack(boast), 60.0)
+        fetched = await fetch(swarm, tmp_path / "reader")
+        return swarm.peers[PeerId("a")].round, fetched.commit.manifest.round
+
+    newest, found = in_swarm(tmp_path / "swarm", play)
+    assert found >= newest - 1
+
+
+def test_nobody_to_fetch_from_is_one_error(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await announce(swarm, "abc", with_head=False)
+        with pytest.raises(NetworkError, match="has not begun"):
+            await fetch(swarm, tmp_path / "reader")
+
+    in_swarm(tmp_path / "swarm", play)

@@ -1,0 +1,70 @@
+"""bootstrap/run_peer.sh: environment variables to one exec; and the Containerfile, whose steps name what is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONTAINERFILE = (ROOT / "bootstrap" / "Containerfile").read_text()
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """With a program that prints its arguments in the place of spes-p2p."""
+    program = folder / "program"
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPES_")}
+    return subprocess.run(
+        [str(ROOT / "bootstrap" / "run_peer.sh"), *arguments],
+        env=clean | {"SPES_PROGRAM": str(program)} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_an_address_is_enough(tmp_path: Path) -> None:
+    result = run(tmp_path, SPES_INITIAL_PEERS="/ip4/1.2.3.4/tcp/1/p2p/Qm")
+    wanted = ["join", "--output", "peer", "--resume", "--initial-peers", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
+    assert result.stdout.splitlines() == wanted
+
+
+def test_everything_can_be_set(tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        *("--max-experts", "4", "output.tensorboard=true"),
+        SPES_INITIAL_PEERS="/a /b",
+        SPES_DATA="/srv/my tokens",
+        SPES_FOLDER="/node",
+        SPES_RUN_ID="small",
+        SPES_FINGERPRINT="ab12",
+        SPES_PORT="4001",
+        SPES_ANNOUNCE="/c /d",
+        SPES_CLIENT_MODE="1",
+    )
+    assert result.stdout.splitlines() == [
+        *("join", "--output", "/node", "--resume", "--initial-peers", "/a", "--initial-peers", "/b"),
+        *("--data", "/srv/my tokens", "--run-id", "small", "--fingerprint", "ab12"),
+        *("--host-maddrs", "/ip4/0.0.0.0/tcp/4001", "--announce-maddrs", "/c", "--announce-maddrs", "/d"),
+        *("--client-mode", "--max-experts", "4", "output.tensorboard=true"),
+    ]
+
+
+def test_without_an_address_it_says_what_to_set(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    assert result.returncode != 0
+    assert "set SPES_INITIAL_PEERS" in result.stderr
+
+
+def test_what_the_container_is_made_of_is_there() -> None:
+    copied = re.findall(r"^COPY (.+) \S+$", CONTAINERFILE, re.MULTILINE)
+    assert copied
+    for name in (name for line in copied for name in line.split()):
+        assert (ROOT / name).exists(), name
+    for program in re.findall(r'^ENTRYPOINT \["(.+)"\]$', CONTAINERFILE, re.MULTILINE):
+        assert os.access(ROOT / "bootstrap" / program, os.X_OK), program
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", CONTAINERFILE, re.MULTILINE)
+    assert [name for _, name in stages] == ["program", "peer", "bootstrap"]  # the last one is the default
+    assert {source for source, _ in stages[1:]} == {"program"}

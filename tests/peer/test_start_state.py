@@ -1,0 +1,55 @@
+"""A run that starts from a model: its root is in the fingerprint and in genesis, and peers get it from the swarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.config.fingerprint import fingerprint
+from spes_p2p.errors import CheckpointError, ConfigError
+from spes_p2p.interop.importing import StartModel
+from spes_p2p.interop.upcycle import Upcycling
+from spes_p2p.peer.start_state import make_start, start_from
+from spes_p2p.state.store import StateStore
+from tests.interop.states import layout_of
+from tests.interop.test_importing import config_for
+from tests.interop.test_upcycle import made, qwen3
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_the_root_is_part_of_the_fingerprint_and_of_what_is_stored(tmp_path: Path) -> None:
+    start = made(tmp_path, qwen3(), Upcycling())
+    plain = config_for(start)
+    config = start_from(start.folder, plain, tmp_path / "node", quiet)
+    store = StateStore(tmp_path / "store", layout_of(config))
+    assert make_start(store, store.layout, config, start.folder).root.hex() == config.run.initial_state
+    assert fingerprint(config) != fingerprint(plain)
+    (tmp_path / "other").mkdir()
+    other = start_from(made(tmp_path / "other", qwen3(), Upcycling()).folder, plain, tmp_path / "node", quiet)
+    assert fingerprint(other) != fingerprint(config)
+
+
+def test_a_folder_that_changed_or_is_not_given_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    a, b = made(tmp_path / "a", qwen3(), Upcycling()), made(tmp_path / "b", qwen3(), Upcycling())
+    config = start_from(a.folder, config_for(a), tmp_path / "node", quiet)
+    store = StateStore(tmp_path / "store", layout_of(config))
+    with pytest.raises(CheckpointError, match="the run starts from"):
+        make_start(store, store.layout, config, b.folder)
+    with pytest.raises(ConfigError, match="a state that is not here") as caught:
+        make_start(store, store.layout, config, None)
+    assert "--init-from" in caught.value.fix
+    assert store.latest() is None
+
+
+def test_another_model_than_the_configs_is_refused(tmp_path: Path) -> None:
+    start = made(tmp_path, qwen3(), Upcycling())
+    config = config_for(StartModel.open(start.folder))
+    wrong = config.model_copy(update={"model": config.model.model_copy(update={"top_k": 1})})
+    with pytest.raises(ConfigError, match=r"model.top_k is 1"):
+        start_from(start.folder, wrong, tmp_path / "node", quiet)

@@ -1,0 +1,76 @@
+"""Runs that start from a state that no seed gives: newcomers fetch it, before the run begins and later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from spes_p2p.config.schema import Config
+from spes_p2p.interop.hf import state_tensors
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import StateStore
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
+
+T = TypeVar("T")
+
+
+def started(folder: Path, play: Callable[[MemorySwarm], Awaitable[T]]) -> T:
+    """A swarm whose organiser has values of another seed than the run's."""
+    plain = small_config()
+    layout = Layout(state_tensors(plain.model), plain.sync.tile_values)
+    store = StateStore(folder / ORGANISER / "state", layout)
+    root = store.create_initial(InitialState(layout, plain.run.seed + 1, 0.5)).root
+    store.close()
+    config = small_config(f"run.initial_state={root.hex()}")
+    return in_swarm(folder, play, config)
+
+
+def root_of(config: Config) -> bytes:
+    return bytes.fromhex(config.run.initial_state)
+
+
+def test_the_first_peers_have_it_before_the_run_begins(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        for peer in swarm.peers.values():
+            assert peer.chain.commit(0).manifest.state_root == root_of(swarm.config)
+            assert any("that the run starts from" in text for text in peer.said)
+            assert not any("fetching the state of the run" in text for text in peer.said)
+        await swarm.until_round(2)
+        check_agreement(swarm)
+
+    started(tmp_path, play)
+
+
+def test_a_newcomer_fetches_the_newest_state_also_without_the_organiser(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await swarm.kill_organiser()
+        late = await swarm.add("late")
+        assert late.round >= 3
+        assert any("fetching the state of the run" in text for text in late.said)
+        await swarm.until_round(late.round + 1)
+        check_agreement(swarm)
+        await swarm.start_organiser()
+
+    started(tmp_path, play)
+
+
+def test_without_anybody_who_has_it_a_peer_waits(tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start_organiser()
+        await swarm.kill_organiser()
+        joining = [asyncio.create_task(swarm.add(name)) for name in "abc"]
+        await until(lambda: all(name in swarm.peers for name in "abc"))
+        await until(lambda: all(any("cannot be had" in text for text in p.said) for p in swarm.peers.values()))
+        await swarm.start_organiser()
+        await asyncio.gather(*joining)
+        assert swarm.organiser.chain.commit(0).manifest.state_root == root_of(swarm.config)
+        await swarm.until_round(1)
+
+    started(tmp_path, play)
