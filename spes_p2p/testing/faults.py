@@ -132,7 +132,8 @@ class Faults:
         self._me = me
         self._fits = fits
         self._claim = claim
-        self._rounds: dict[str, int] = {}
+        self.rounds: dict[str, int] = {}
+        """The round that each peer was making when it was last seen."""
         self._passed: dict[str, set[str]] = {}
         """Steps by peer, of the present round."""
         self._lock = threading.Lock()
@@ -168,8 +169,8 @@ class Faults:
 
     def _enter(self, peer: str, facts: Mapping[str, Any]) -> tuple[int, set[str]]:
         """(round that it is in, steps that it has passed there)."""
-        before = self._rounds.get(peer, 0)
-        round = self._rounds[peer] = facts.get("round", before)
+        before = self.rounds.get(peer, 0)
+        round = self.rounds[peer] = facts.get("round", before)
         if round != before or peer not in self._passed:
             self._passed[peer] = {""}
         return round, self._passed[peer]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import assign
 from spes_p2p.swarm.membership import LINK_PUBLIC
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.knowledge import Key
-from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status, manifest_hash
+from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status
 from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
@@ -23,9 +24,11 @@ class Reducing(CoreState):
 
     def handed_out(self, child: Manifest) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
         """Slices of a committed child of our tip with the hashes of their tiles, as far as we know: ours at least."""
-        proposal = self._proposal_of(manifest_hash(child))
-        if proposal is not None:
-            return child.slices, proposal.value.wire_hashes
+        for signed in self.round.proposals.values():  # anybody may sign other hashes to a manifest
+            hashes = signed.value.wire_hashes
+            fits = len(hashes) == len(child.slices) and sha256(*hashes) == child.wire_root
+            if fits and signed.value.manifest == child and _is_whole(child.slices, hashes):
+                return child.slices, hashes
         plan, pairs = self.round.plan, []
         for index, report in self.round.reports.items():
             if plan is None or report.author != self.me or not set(child.roster) <= set(plan.value.roster):
@@ -296,6 +299,10 @@ class Reducing(CoreState):
             return self.round.plan.value.roster
         used = {peer for piece in slices for peer in piece.contributors}
         return tuple(entry for entry in self.round.plan.value.roster if entry.peer in used)
+
+
+def _is_whole(slices: Sequence[Slice], hashes: Sequence[bytes]) -> bool:
+    return all(len(joined) == len(NO_HASH) * piece.tiles for piece, joined in zip(slices, hashes, strict=True))
 
 
 def _saw_all(void: Report, piece: Slice) -> bool:
