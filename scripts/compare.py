@@ -3,12 +3,12 @@
     python scripts/compare.py --steps 200 --seeds 0 1 --output docs/results.md
     python scripts/compare.py --config small --data shards --device cuda --steps 700
 
-Centralized (one peer), DiLoCo, SPES without and with merge, with two owners a column, and with a rising H. All but the
-named settings are those of the config; every method starts from the same values, and a step has the tokens of all
-peers together. The sync is that of real peers, on the in-memory network. Beside the table it writes two plots (SVG;
+Centralized (one peer), DiLoCo, SPES without and with merge, with two owners a column, a rising H, and two periods. All
+but the named settings are those of the config; every method starts from the same values, and a step has the tokens of
+all peers together. The sync is that of real peers, on the in-memory network. Beside the table it writes two plots (SVG;
 pip extra plot): held-out loss against tokens and against bytes. --json keeps the points.
 
-Not compared, because the sync has neither: an outer optimizer, and two periods for shared weights and experts.
+Not compared, because the sync has none: an outer optimizer.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from spes_p2p.testing.training_swarm import Point, Training, train
 CORPUS_BYTES = 8 * 2**20
 STATE_BYTES, TRAINED_BYTES = 4, 16
 """A value in fp32; one that is trained, with its gradient and two moments."""
+PERIODS = 4
+"""With two periods, so many times as often are shared weights averaged as a column is handed out."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Method:
 
 
 def methods_of(config: Config, peers: int, steps_per_round: int) -> list[Method]:
-    """What is compared. H is `steps_per_round` for all but the rising one."""
+    """What is compared. H is `steps_per_round` for all but the rising one, and for experts alone in two periods."""
     experts, batch = config.model.num_experts, config.optimizer.batch_sequences
     each = -(-experts // peers)
     plain = (f"sync.steps_per_round={steps_per_round}", "sync.merge_alpha=0")
@@ -57,6 +59,7 @@ def methods_of(config: Config, peers: int, steps_per_round: int) -> list[Method]
     everything = f"swarm.experts_per_peer={experts}"
     alone = ("swarm.min_peers=1", f"optimizer.batch_sequences={batch * peers}")
     merge = (f"sync.merge_alpha={config.sync.merge_alpha or 0.05}", f"sync.merge_interval={steps_per_round}")
+    often = max(1, steps_per_round // PERIODS)
     twice = (f"swarm.experts_per_peer={min(experts, 2 * each)}", "swarm.target_replicas=2")
     return [
         Method("centralized", (*plain, everything, *alone, f"optimizer.micro_batch_sequences={batch}")),
@@ -65,6 +68,7 @@ def methods_of(config: Config, peers: int, steps_per_round: int) -> list[Method]
         Method("SPES, merge", (*plain, *spes, *merge)),
         Method("SPES, 2 owners", (*plain, *spes, *twice)),
         Method("SPES, rising H", (*plain, *spes, rising)),
+        Method("SPES, two periods", (*plain, *spes, f"sync.steps_per_round={often}", f"sync.expert_rounds={PERIODS}")),
     ]
 
 
@@ -170,8 +174,9 @@ def page(
         *table(found, sizes.total),
         "",
         "Memory is what weights, gradients and moments take in fp32, without activations: 16 bytes a trained value, 4 "
-        "for the others. Bytes are counted on the in-memory network. Not compared, because the sync has neither yet: "
-        "an outer optimizer for DiLoCo, and two periods (shared weights often, experts seldom).",
+        "for the others. Bytes are counted on the in-memory network. Two periods: shared weights are averaged "
+        f"{PERIODS} times in H steps, a column is handed out once. Not compared, because the sync has none yet: an "
+        "outer optimizer for DiLoCo.",
         "",
         "A small model, few steps and few seeds: differences that are no larger than those between seeds mean nothing.",
         "",

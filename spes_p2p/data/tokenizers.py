@@ -106,7 +106,14 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     if (path / "tokenizer.json").is_file():
         rust = _from_file(path / "tokenizer.json")
         return HuggingFaceTokenizer(name, rust, eos_token or _configured_eos(path / "tokenizer_config.json"))
+    if path.suffix == ".json" or path.is_absolute():  # no name on the hub, which would be asked for minutes
+        raise _not_loaded(name, "there is no such file")
     return _from_transformers(name, eos_token)
+
+
+def _not_loaded(name: str, reason: str) -> DataError:
+    fix = "give byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub"
+    return DataError(f"tokenizer {name!r} cannot be loaded: {reason}", fix=fix)
 
 
 def _from_file(path: Path) -> RustTokenizer:
@@ -134,9 +141,7 @@ def _from_transformers(name: str, eos_token: str | None) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = first_line(error)
-        fix = "give byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub"
-        raise DataError(f"tokenizer {name!r} cannot be loaded: {reason}", fix=fix) from error
+        raise _not_loaded(name, first_line(error)) from error
     rust = getattr(loaded, "backend_tokenizer", None)
     if rust is None:
         raise DataError(f"tokenizer {name!r} has no fast version", fix="give a tokenizer that has a tokenizer.json")

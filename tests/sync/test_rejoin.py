@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,8 @@ class Fetched:
         self.commits: set[int] = set()
         real = MemoryTransport.fetch
 
-        async def fetch(
-            transport: MemoryTransport, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int
-        ) -> tuple[bytes, bytes]:
-            header, data = await real(transport, peer, request, timeout_seconds, max_bytes)
+        async def fetch(transport: MemoryTransport, peer: PeerId, request: bytes, *others: Any) -> tuple[bytes, bytes]:
+            header, data = await real(transport, peer, request, *others)
             if transport.peer_id == name:
                 self._note(unpack(Request, request), data)
             return header, data
