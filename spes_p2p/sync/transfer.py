@@ -29,6 +29,8 @@ from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
 TILES_A_FETCH = 4
 """Tiles asked for at once: large enough for the way, small enough for the memory of both sides."""
+IN_FLIGHT_BYTES = 64 * 2**20
+"""What tiles that are being fetched may take of memory; four streams there are in any case."""
 TakeTiles = Callable[[list[tuple[int, bytes, Hash]]], Awaitable[None]]
 """Is given tiles as (id, bytes, hash), the bytes checked."""
 
@@ -44,7 +46,8 @@ class Transfers:
     `on_refused(peer)` that a peer's process is gone. `patient`: what the running round needs goes first.
     """
 
-    PARALLEL = 4
+    PARALLEL = 12
+    """Streams at once: with few, an uplink idles while all of them wait for another one."""
     LEAST_SECONDS = 60.0
     """What a fetch may take where nothing else is said."""
 
@@ -65,7 +68,8 @@ class Transfers:
         self._stall_seconds = stall_seconds
         self._on_bytes = on_bytes
         self._on_refused = on_refused
-        self._slots = asyncio.Semaphore(self.PARALLEL)
+        largest = max((tile.size for tile in layout.tiles), default=1) * VALUE_BYTES * TILES_A_FETCH
+        self._slots = asyncio.Semaphore(min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // largest)))
 
     async def contribution(
         self, peer: PeerId, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
