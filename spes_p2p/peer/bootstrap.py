@@ -16,7 +16,7 @@ from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
@@ -102,6 +102,7 @@ async def _serve(
 ) -> None:
     network = await open_network(options.network, options.folder / "identity.key")
     try:
+        check_dialable(network)
         if run is None:
             say(f"DHT node at {' '.join(network.transport.addresses)}")
             await network.keep_alive(say)
@@ -111,6 +112,16 @@ async def _serve(
             await _organise(options, config, info, network, say, ready)
     finally:
         await network.close()
+
+
+def check_dialable(network: HivemindNetwork) -> None:
+    """Raises NetworkError where others have tried to dial this node and could not: nobody would come."""
+    if network.client_mode:
+        raise NetworkError(
+            "nobody can dial this machine (NAT or a firewall), so nobody could join through it",
+            fix="forward a TCP port to it, listen there with --host-maddrs /ip4/0.0.0.0/tcp/PORT, and name the address "
+            "that others see with --announce-maddrs /ip4/ADDRESS/tcp/PORT",
+        )
 
 
 async def _organise(
@@ -151,7 +162,7 @@ async def _organise(
         stack.push_async_callback(organiser.stop)
         await organiser.start()
         trouble = asyncio.get_running_loop().create_future()
-        describe = _describer(info, network, chain, options)
+        describe = _describer(info, network, chain)
 
         def newest() -> tuple[Commit, float] | None:
             commit = chain.newest
@@ -204,9 +215,7 @@ async def _herald(chain: Chain, say: Say) -> None:
         await asyncio.sleep(HERALD_SECONDS)
 
 
-def _describer(
-    info: RunInfo, network: HivemindNetwork, chain: Chain, options: BootstrapOptions
-) -> Callable[[], PeerRecord]:
+def _describer(info: RunInfo, network: HivemindNetwork, chain: Chain) -> Callable[[], PeerRecord]:
     started = int(time.time())
 
     def describe() -> PeerRecord:
@@ -222,7 +231,7 @@ def _describer(
             tokens_per_second=0.0,
             owned=(),
             role="bootstrap",
-            client_mode=options.network.client_mode,
+            client_mode=network.client_mode,
             joined_at_seconds=started,
         )
 

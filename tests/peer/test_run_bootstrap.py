@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+from functools import partial
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "bootstrap" / "run_bootstrap.sh"
+from tests.peer.shell import run_script
 
-
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """With a program that prints its arguments in the place of spes-p2p."""
-    program = folder / "program"
-    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    program.chmod(0o755)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPES_")}
-    return subprocess.run(
-        [str(SCRIPT), *arguments],
-        env=clean | {"SPES_PROGRAM": str(program)} | environment,
-        capture_output=True,
-        text=True,
-    )
+run = partial(run_script, "run_bootstrap.sh")
 
 
 def test_port_identity_and_folder_are_fixed(tmp_path: Path) -> None:

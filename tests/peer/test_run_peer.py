@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+from functools import partial
 from pathlib import Path
+
+from tests.peer.shell import run_script
 
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE = (ROOT / "bootstrap" / "Containerfile").read_text()
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """With a program that prints its arguments in the place of spes-p2p."""
-    program = folder / "program"
-    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    program.chmod(0o755)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPES_")}
-    return subprocess.run(
-        [str(ROOT / "bootstrap" / "run_peer.sh"), *arguments],
-        env=clean | {"SPES_PROGRAM": str(program)} | environment,
-        capture_output=True,
-        text=True,
-    )
+run = partial(run_script, "run_peer.sh")
 
 
 def test_an_address_is_enough(tmp_path: Path) -> None:

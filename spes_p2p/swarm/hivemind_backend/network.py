@@ -146,9 +146,9 @@ class HivemindNetwork:
         await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock), DialBackDesk(p2p, start_scout))
 
     async def _is_hidden(self, p2p: P2P, reached: list[Reached]) -> bool:
-        """Whether nobody can dial us; not asked where that is known, or of no use."""
+        """Whether nobody can dial us; not asked where we listen nowhere or on loopback, or were told our address."""
         ports = {parse_address(address).port for address in self.transport.addresses} - {0}
-        if not ports or self._options.get("announce_maddrs") or not self._options.get("auto_nat"):
+        if not ports or self._options.get("announce_maddrs") or _is_local(self._options["host_maddrs"] or ()):
             return False
         self.reach, address = await find_reach(p2p, [one.peer for one in reached], sorted(ports))
         if self.reach is Reach.PUBLIC and address:
@@ -247,11 +247,15 @@ def _daemon_options(
     if client_mode:
         options |= {"no_listen": True, "host_maddrs": None, "nat_port_map": False}
     else:
-        local = all(maddr.startswith(("/ip4/127.", "/ip6/::1/")) for maddr in host_maddrs)
+        local = _is_local(host_maddrs)
         options |= {"host_maddrs": list(host_maddrs), "nat_port_map": not local, "auto_nat": not local}
     if client_mode and use_relay and initial_peers:
         options |= {"use_auto_relay": True, "force_reachability": "private", "trusted_relays": list(initial_peers)}
     return options
+
+
+def _is_local(host_maddrs: Sequence[str]) -> bool:
+    return all(maddr.startswith(("/ip4/127.", "/ip6/::1/")) for maddr in host_maddrs)
 
 
 def _where_it_was(host_maddrs: list[str], addresses: Sequence[str]) -> list[str]:

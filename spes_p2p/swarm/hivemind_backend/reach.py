@@ -1,7 +1,8 @@
-"""Whether this machine can be dialled from outside: a peer that we are connected to is asked to try.
+"""Whether this machine can be dialled from outside: peers that we are connected to are asked to try.
 
-The helper dials only the address from which it sees the asker, so that nobody can be made to dial a third; with a fresh
-daemon, since its own would use the connection that is there. One try at a time.
+A helper dials only the address from which it sees the asker, so that nobody can be made to dial a third; with a fresh
+daemon, since its own would use the connection that is there. One word is enough to be public; to be private, all that
+tried must have failed, since a helper may be cut off itself, or lie.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from spes_p2p import wire
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.calls import NOT_SERVING
-from spes_p2p.swarm.hivemind_backend.dial import Dialled, dial, parse_address
+from spes_p2p.swarm.hivemind_backend.dial import Address, Dialled, dial, parse_address
 
 DIAL_BACK_NAME = "spes-p2p/1::SwarmServicer.rpc_dial_back"
 MAX_PORTS = 4
 HANDSHAKE_SECONDS = 3.0
 ANSWER_SECONDS = 5.5
-"""What one helper may take: its TCP dials, the start of its daemon, a handshake."""
+"""What the helpers may take: TCP dials, the start of a daemon, a handshake; and for who asks, their being busy."""
+ASKED_AT_ONCE = 3
+MOST_TRIES = 8
+"""How many askers a helper serves at once; their handshakes one after the other, by one daemon each."""
+_BUSY_SECONDS = 0.5
 _MAX_BYTES = 1024
 
 
@@ -55,6 +60,8 @@ class DialBackReply:
     """False: the helper is busy, or sees no plain address of the asker."""
     address: str = ""
     """The one that answered, with the asker's identity; empty: none did."""
+    busy: bool = False
+    """It may be asked again."""
 
 
 class DialBackDesk:
@@ -62,18 +69,29 @@ class DialBackDesk:
 
     def __init__(self, p2p: P2P, start_scout: Callable[[], Awaitable[P2P]]) -> None:
         self._p2p, self._start_scout = p2p, start_scout
-        self._busy = asyncio.Lock()
+        self._served: set[PeerId] = set()
+        self._scouting = asyncio.Lock()
 
     async def answer(self, caller: PeerId, request: bytes) -> bytes:
         try:
             ports = wire.unpack(DialBackRequest, request, max_bytes=_MAX_BYTES).ports
         except RemoteProtocolError:
             return NOT_SERVING
+        if caller in self._served or len(self._served) >= MOST_TRIES:
+            return wire.pack(DialBackReply(False, busy=True))
+        self._served.add(caller)
+        try:
+            return wire.pack(await self._try(caller, ports))
+        except TimeoutError:  # others' handshakes come first
+            return wire.pack(DialBackReply(False, busy=True))
+        finally:
+            self._served.remove(caller)
+
+    async def _try(self, caller: PeerId, ports: Sequence[int]) -> DialBackReply:
         hosts = await self._hosts_of(caller)
-        if self._busy.locked() or not hosts or not ports or len(ports) > MAX_PORTS:
-            return wire.pack(DialBackReply(False))
-        async with self._busy:
-            return wire.pack(DialBackReply(True, await self._dial(caller, hosts, ports)))
+        if not hosts or not ports or len(ports) > MAX_PORTS:
+            return DialBackReply(False)
+        return DialBackReply(True, await self._dial(caller, hosts, ports))
 
     async def _hosts_of(self, caller: PeerId) -> list[str]:
         """The IP addresses from which the caller is connected to us."""
@@ -88,9 +106,18 @@ class DialBackDesk:
         accepting = [one for one, how in zip(addresses, found, strict=True) if how is Dialled.ACCEPTED]
         if not accepting:
             return ""
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await self._scouting.acquire()
+        try:
+            return await self._shake_hands(caller, accepting)
+        finally:
+            self._scouting.release()
+
+    async def _shake_hands(self, caller: PeerId, addresses: Sequence[Address]) -> str:
+        """The first address at which it is really the caller that listens."""
         scout = await self._start_scout()
         try:
-            for address in accepting:
+            for address in addresses:
                 try:
                     async with asyncio.timeout(HANDSHAKE_SECONDS):
                         await scout._client.connect(PeerID.from_base58(caller), [address.maddr])
@@ -103,17 +130,45 @@ class DialBackDesk:
 
 
 async def find_reach(p2p: P2P, helpers: Sequence[PeerId], ports: Sequence[int]) -> tuple[Reach, str]:
-    """(what was found, the address at which we were dialled). Asks one helper after the other until one has tried."""
+    """(what was found, the address at which we were dialled). Asks a few at once, others where none of them tried."""
     asked = wire.pack(DialBackRequest(tuple(ports)[:MAX_PORTS]))
-    for helper in helpers:
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                reply = await p2p.call_protobuf_handler(
-                    PeerID.from_base58(helper), DIAL_BACK_NAME, BytesValue(value=asked), BytesValue
-                )
-            said = wire.unpack(DialBackReply, reply.value, max_bytes=_MAX_BYTES)
-        except (TimeoutError, P2PDaemonError, P2PHandlerError, NetworkError, RemoteProtocolError):
-            continue
-        if said.tried:
-            return (Reach.PUBLIC, said.address) if said.address else (Reach.PRIVATE, "")
+    for first in range(0, len(helpers), ASKED_AT_ONCE):
+        asking = [asyncio.ensure_future(_ask(p2p, one, asked)) for one in helpers[first : first + ASKED_AT_ONCE]]
+        reach, address = await _best_of(asking)
+        if reach is not Reach.UNKNOWN:
+            return reach, address
     return Reach.UNKNOWN, ""
+
+
+async def _best_of(asking: Sequence[asyncio.Future[DialBackReply]]) -> tuple[Reach, str]:
+    """Does not wait for the others once one has reached us."""
+    found = Reach.UNKNOWN
+    try:
+        for next_reply in asyncio.as_completed(asking):
+            reply = await next_reply
+            if reply.address:
+                return Reach.PUBLIC, reply.address
+            if reply.tried:
+                found = Reach.PRIVATE
+    finally:
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    return found, ""
+
+
+async def _ask(p2p: P2P, helper: PeerId, asked: bytes) -> DialBackReply:
+    """Again while it is busy; "not tried" where it does not answer in time."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            while (said := await _ask_once(p2p, helper, asked)).busy:
+                await asyncio.sleep(_BUSY_SECONDS)
+            return said
+    except (TimeoutError, P2PDaemonError, P2PHandlerError, NetworkError, RemoteProtocolError):
+        return DialBackReply(False)
+
+
+async def _ask_once(p2p: P2P, helper: PeerId, asked: bytes) -> DialBackReply:
+    value = BytesValue(value=asked)
+    reply = await p2p.call_protobuf_handler(PeerID.from_base58(helper), DIAL_BACK_NAME, value, BytesValue)
+    return wire.unpack(DialBackReply, reply.value, max_bytes=_MAX_BYTES)

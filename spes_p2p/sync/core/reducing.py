@@ -242,9 +242,9 @@ class Reducing(CoreState):
         return contact.status.head == self.round.head and contact.status.intent.can_vote
 
     def _holders(self, piece: Slice, first: PeerId, now: float) -> tuple[PeerId, ...]:
-        """Who may have a slice: its reducer, those who say so, then anybody of this round; the silent last.
+        """Who may have a slice: its reducer, those who say so, then anybody of this round; a silent reducer after them.
 
-        Before the silent come those who cannot be dialled, if we cannot either: who can has theirs soon.
+        If we cannot be dialled, those who cannot either come last, since no stream between us can be opened.
         """
         index = self._index_of(piece.key)
         said: list[PeerId] = []
