@@ -1,4 +1,4 @@
-"""Who is asked to dial us, what their words are worth, how many a helper serves. Real dials: tests/swarm/test_nat.py."""
+"""Who is asked to dial us, and how many a helper serves at once. Real dials: tests/swarm/test_nat.py."""
 
 from __future__ import annotations
 
