@@ -215,6 +215,12 @@ class SyncConfig(Section):
         "others keep its last committed ones. Shared parameters are averaged in every round.",
         1,
     )
+    overlap: bool = agreed(
+        "Train on while a round is synced; what was trained since its snapshot is added to what comes out of it. At "
+        "most one round is outstanding.",
+        False,
+    )
+    overlap_steps: Natural = agreed("Most inner steps made while a round is synced; 0: as many as a round has.", 0)
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(
         "How far an expert moves to its neighbours at step 0; 0 turns the merge off.", 0.05, ge=0, le=1

@@ -134,13 +134,18 @@ class Resumed:
         loader.load_state_dict(place)
         return True
 
-    def columns_ahead(self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer) -> Carried | None:
+    def columns_ahead(
+        self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer, overlap: bool = False
+    ) -> Carried | None:
         """The state of `tip` with what the trainer, restored, is ahead in columns that were not handed out since.
 
-        None where the checkpoint is of another history, or holds work that no round had counted: its data was leased
-        to others.
+        None where the checkpoint is of another history, or holds work that no round had counted, whose data was leased
+        to others; with `overlap`, where each checkpoint does, a few steps on data that others train on again are less
+        of a loss than the columns.
         """
-        if self.uncounted.tokens or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
+        if self.uncounted.tokens and not overlap:
+            return None
+        if self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None
         then = disk.chain.commit(self.round).manifest.ownership
         columns = [

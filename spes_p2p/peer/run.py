@@ -122,7 +122,9 @@ def _train(
     exactly = _restore(resumed, tip, loop, trainer, loader)
     carried = None
     if resumed is not None and not exactly and config.sync.expert_rounds > 1:
-        carried = resumed.columns_ahead(tip.manifest, me, connection.layout, connection.disk, trainer)
+        carried = resumed.columns_ahead(
+            tip.manifest, me, connection.layout, connection.disk, trainer, config.sync.overlap
+        )
     try:
         loop.run(tip.manifest, exactly, carried)
     finally:

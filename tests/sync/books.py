@@ -81,7 +81,16 @@ class Books:
                 expected = self._masters(parent, before, peer, block)
                 if (peer, block) in self.trained and self.lives[peer] is lives[peer]:
                     expected = expected + self.trained[peer, block]
+                expected = self._with_ahead(parent, lives[peer], block, expected)
                 assert np.array_equal(start, expected), f"block {block} at {peer} after round {parent.round}"
+
+    def _with_ahead(self, parent: Manifest, life: PretendPeer, block: int, start: Values) -> Values:
+        """And what it trained while the round of `parent` was synced."""
+        ahead = life.ahead.get(parent.round - 1, {}).get(block)
+        if ahead is None:
+            return start
+        snapshot = life.handed_in[parent.round - 1].values[block]
+        return start + ((snapshot + ahead) - snapshot)
 
     def _masters(self, manifest: Manifest, values: Mapping[int, Values], peer: PeerId, block: int) -> Values:
         """What a peer trains on after a manifest that counted all its work."""

@@ -131,9 +131,11 @@ class Reducing(CoreState):
         if trained == 0:  # nobody could train: an empty round gives new leases, but in no hurry
             patience = self.pace.close_after_seconds([0.0])
             return len(ready) == len(here) > 0 and now - self.round.started_at > patience
-        if len(ready) == len(here):
+        coming = self._coming(now)
+        if len(ready) == len(here) and not coming:
             return True
         total, wait = self._trained_by_now(here, now)
+        total += coming
         elapsed = now - self.round.started_at
         if trained >= self.pace.CLOSE_SHARE * total:
             return True
@@ -141,6 +143,19 @@ class Reducing(CoreState):
             return True
         seconds = [status.work.seconds for status in ready if status.work.tokens]
         return elapsed > self.pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
+
+    def _coming(self, now: float) -> int:
+        """Tokens to be expected of living members that are about to have our tip: they may be READY then (overlap)."""
+        if now - self.round.started_at > self.pace.arrival_seconds():
+            return 0
+        counted = {entry.peer: entry.tokens for entry in self.tip.roster}
+        full = self.tip.steps_per_round * self.rules.batch_sequences * self.rules.sequence_tokens
+        contacts = ((member.peer, self.contacts.get(member.peer)) for member in self.tip.members)
+        return sum(
+            counted.get(peer, full)
+            for peer, contact in contacts
+            if contact is not None and contact.status.head == self.tip.parent and self.alive(peer, now)
+        )
 
     def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
         """(tokens of all, seconds until the next one is ready), from the speed that those who still train told of.
