@@ -107,7 +107,7 @@ class TrainingLoop:
         self._dump = dump
         self._last_round = last_round
         self._me = connection.peer_id
-        self._takes_turns = config.sync.expert_rounds > 1
+        self._takes_turns = config.sync.column_rounds > 1
         self._overlaps = config.sync.overlap and config.sync.enabled
         self._is_ahead = self._takes_turns or self._overlaps or connection.layout.codec_of(1) != "fp32"
         """What is trained on is not what the run has."""
@@ -347,7 +347,7 @@ class TrainingLoop:
         if turn is not None and not events[0].handed_in and (events[0].counted is None or self._takes_turns):
             if self._handed_in != turn.head:  # decided while we trained
                 self._snapshot(turn)
-            uncounted = self._own_tiles(turn) if events[0].counted is None else self._columns_not_handed_out(turn)
+            uncounted = self._own_tiles(turn) if events[0].counted is None else self._not_handed_out(turn)
         used = self._note_counted(events[0])
         lead = self._take_lead()
         self._dump_round(events[0])
@@ -411,13 +411,11 @@ class TrainingLoop:
         blocks = (0, *(1 + column for column in turn.owned))
         return frozenset(tile_id for block in blocks for tile_id in layout.tile_ids_of(block))
 
-    def _columns_not_handed_out(self, turn: _Turn) -> frozenset[int]:
-        """Tiles of own columns that the child of a turn's manifest did not take, though it counts an earlier life."""
+    def _not_handed_out(self, turn: _Turn) -> frozenset[int]:
+        """Own tiles that the child of a turn's manifest did not take, though it counts an earlier life."""
         first = self._connection.disk.chain.commit(turn.manifest.round + 1).manifest
-        done = {piece.block - 1 for piece in first.slices if self._me in piece.contributors}
-        columns = [column for column in turn.owned if column not in done]
-        layout = self._connection.layout
-        return frozenset(tile_id for column in columns for tile_id in layout.tile_ids_of(1 + column))
+        done = {tile_id for piece in first.slices if self._me in piece.contributors for tile_id in piece.tile_ids}
+        return self._own_tiles(turn) - done
 
     def _note_counted(self, event: Applied) -> int:
         """Sequences that the round counted of ours; what it counted is no longer uncounted."""

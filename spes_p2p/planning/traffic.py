@@ -94,12 +94,15 @@ class Spread:
         return cls(peers, owned, max(1.0, owners / num_experts), min(num_experts, owners))
 
 
-def round_traffic(sizes: Sizes, spread: Spread, expert_rounds: int = 1) -> Traffic:
-    """The formula above; columns travel in every `expert_rounds`-th round. For one peer alone, nothing moves."""
+def round_traffic(sizes: Sizes, spread: Spread, column_rounds: int = 1, fragments: int = 1) -> Traffic:
+    """The formula above, on average: columns travel in every `column_rounds`-th round, of the shared a fragment.
+
+    For one peer alone, nothing moves.
+    """
     others, replicas, owned = spread.peers - 1, spread.replicas, spread.owned
     if not others:
         return Traffic(0.0, 0.0, 0.0, 0.0)
-    share, column = 2 * others / spread.peers * sizes.shared, sizes.column / expert_rounds
+    share, column = 2 * others / spread.peers * sizes.shared / fragments, sizes.column / column_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
     return Traffic(share, up, share, down)
@@ -114,7 +117,7 @@ def sync_costs(
     """
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
-    traffic = round_traffic(sizes, spread, config.sync.expert_rounds)
+    traffic = round_traffic(sizes, spread, config.sync.column_rounds, config.sync.fragments)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
     configured = config.sync.codec, config.sync.expert_codec
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]

@@ -229,8 +229,14 @@ class PretendPeer:
     def _ahead(self, turn: Turn, new: BlockSource) -> BlockSource:
         """What was trained since the snapshot, on top of what came out of the round."""
         self.ahead[turn.manifest.round] = turn.lead.values
-        snapshot = self.handed_in[turn.manifest.round].values
-        return RunAhead(new, lambda block: snapshot[block] + turn.lead.values[block], self.inputs, turn.lead.values)
+        blocks = tuple(turn.started)
+        return self.inputs.freeze(RunAhead(new, lambda block: self._now(turn, block), self.inputs, blocks), blocks)
+
+    def _now(self, turn: Turn, block: int) -> Values:
+        """The values of a block while a round is synced."""
+        if self.work.learner is not None:
+            return self.work.learner.values(block)
+        return self.handed_in[turn.manifest.round].values[block] + turn.lead.values[block]
 
     def _keeps_its_place(self, event: Applied, lead: Lead) -> bool:
         """Whether what was trained and not counted still has its place in the data; else it is lost."""
@@ -296,13 +302,20 @@ class PretendPeer:
         most = min(sync.overlap_steps or turn.manifest.steps_per_round, turn.manifest.steps_per_round)
         while lead.steps < most and (data := self._next_data(turn)) is not None:
             await asyncio.sleep(self.work.step_seconds)
-            lead.steps += 1
-            self._use(data)
-            lead.tokens += self._step_tokens
-            lead.values = {
-                block: np.float32(self.work.change * lead.steps) * self._change(turn, block, "ahead/")
-                for block in turn.started
-            }
+            self._step_ahead(turn, data)
+
+    def _step_ahead(self, turn: Turn, data: Ranges) -> None:
+        lead = turn.lead
+        lead.steps += 1
+        lead.tokens += self._step_tokens
+        self._use(data)
+        if self.work.learner is not None:
+            self.work.learner.train(data)
+            return
+        lead.values = {
+            block: np.float32(self.work.change * lead.steps) * self._change(turn, block, "ahead/")
+            for block in turn.started
+        }
 
     @property
     def _step_tokens(self) -> int:
@@ -342,7 +355,7 @@ class PretendPeer:
             self._training.cancel()
         self._snapshot(turn)
         self.driver.ready(self._report(turn, ready=True))
-        if self.swarm.config.sync.overlap and not self.intent.leaving and self.work.learner is None:
+        if self.swarm.config.sync.overlap and not self.intent.leaving:
             self._training = asyncio.get_running_loop().create_task(self._run_ahead(turn))
 
     def _snapshot(self, turn: Turn) -> None:

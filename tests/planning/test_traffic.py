@@ -61,7 +61,7 @@ def test_the_7b_run_moves_what_the_design_says() -> None:
     traffic = round_traffic(seven, four)
     assert traffic.up_values == pytest.approx(traffic.down_values) == pytest.approx(6.2e9, rel=0.01)
     assert traffic.bytes_up("fp32") / 1e9 == pytest.approx(24.7, abs=0.05)
-    assert round_traffic(seven, four, expert_rounds=4).up_values == pytest.approx(2.5e9, rel=0.02)
+    assert round_traffic(seven, four, column_rounds=4).up_values == pytest.approx(2.5e9, rel=0.02)
     many = round_traffic(seven, Spread(peers=1000, owned=32 / 1000, replicas=1, covered=32))
     assert many.down_values == pytest.approx(many.up_values)
     assert 8.0e9 < many.down_values < 8.5e9

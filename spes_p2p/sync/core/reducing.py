@@ -9,9 +9,10 @@ from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import assign
 from spes_p2p.swarm.membership import LINK_PUBLIC
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
+from spes_p2p.sync.core.fragments import due_columns, due_tiles
 from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status
-from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
+from spes_p2p.sync.core.plan import plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
 
@@ -214,9 +215,11 @@ class Reducing(CoreState):
         able = [s.peer for s in self._members_here(now) if s.intent.can_vote]
         helpers = [peer for peer in sorted(able) if peer not in private]
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
+        shared = due_tiles(tiles[0], self.tip.round + 1, self.rules.fragments)
         slices = plan_slices(
-            peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers
-        )
+            peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers,
+            shared,
+        )  # fmt: skip
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
     def _due_columns(self, now: float) -> frozenset[int]:
