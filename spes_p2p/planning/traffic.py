@@ -73,7 +73,7 @@ class SyncCost:
     seconds: float | None
     """One sync; needs a link."""
     share: float | None
-    """Of all time that goes into syncing, since training waits; needs tokens a second, too."""
+    """Of all time that training waits for syncs; needs tokens a second, too."""
     bytes_per_day: float | None
     """Up and down together; needs the same."""
 
@@ -119,9 +119,10 @@ def sync_costs(
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
     traffic = round_traffic(sizes, spread, config.sync.column_rounds, config.sync.fragments)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
+    hidden = 0.0 if training is None else training * _overlapped(config)
     configured = config.sync.codec, config.sync.expert_codec
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]
-    return tuple(_cost(shared, columns, traffic, link, training) for shared, columns in pairs)
+    return tuple(_cost(shared, columns, traffic, link, training, hidden) for shared, columns in pairs)
 
 
 def round_tokens(config: Config) -> int:
@@ -130,12 +131,21 @@ def round_tokens(config: Config) -> int:
     return steps * config.optimizer.batch_sequences * config.data.sequence_length
 
 
-def _cost(shared: Codec, columns: Codec, traffic: Traffic, link: Link, training_seconds: float | None) -> SyncCost:
+def _overlapped(config: Config) -> float:
+    """Share of a round's steps that may be made while the round before is synced."""
+    sync, steps = config.sync, steps_per_round_at(config, config.scheduler.total_steps)
+    return min(sync.overlap_steps or steps, steps) / steps if sync.overlap else 0.0
+
+
+def _cost(
+    shared: Codec, columns: Codec, traffic: Traffic, link: Link, training_seconds: float | None, hidden_seconds: float
+) -> SyncCost:
     up, down = traffic.bytes_up(shared, columns), traffic.bytes_down(shared, columns)
     seconds = link.seconds(up, down) if link.is_known else None
     share = per_day = None
     if seconds is not None and training_seconds is not None:
-        share = seconds / (seconds + training_seconds)
-        per_day = (up + down) * DAY_SECONDS / (seconds + training_seconds)
+        waits = max(0.0, seconds - hidden_seconds)
+        share = waits / (waits + training_seconds)
+        per_day = (up + down) * DAY_SECONDS / (waits + training_seconds)
     name = shared if shared == columns else f"{shared}, experts {columns}"
     return SyncCost(name, up, down, seconds, share, per_day)
