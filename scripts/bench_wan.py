@@ -8,8 +8,8 @@
 Real peers in network namespaces of this machine, links of token buckets (tc tbf), homes behind routers of their own
 (`spes_p2p/testing/nat_box.py`), which also delay what they carry, each way; peers outside a home have no delay. The
 limit of a sync is the most that any peer must move over the slower direction of its link, by what it really moved.
-Time spent training is that of the steps made between the first and the last commit that are looked at, of all time. With
-`--step-seconds` each step sleeps so long on top of its computing: the cores of one machine are not the limit then.
+Time spent training is that of the steps made between the first and the last commit that are looked at, of all time.
+With `--step-seconds` each step sleeps so long on top of its computing: the cores of one machine are not the limit then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from spes_p2p.codecs.sizes import CODECS, Codec
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.planning.sizes import Sizes
@@ -43,7 +44,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """One peer over the rounds after warm-up; medians of a round."""
+    """One peer over the rounds after warm-up: mean bytes of a round, medians of times."""
 
     name: str
     bytes_up: float
@@ -63,7 +64,7 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=float, default=20.0, help="of homes, each way")
     parser.add_argument("--steps", type=int, default=20, help="inner steps a round")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--codecs", nargs="+", default=["fp32"])
+    parser.add_argument("--codecs", nargs="+", default=["fp32"], choices=CODECS)
     parser.add_argument("--sync", nargs="*", default=[], help="changes of the run, such as sync.overlap=true")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="what each step sleeps")
     arguments = parser.parse_args()
@@ -115,8 +116,8 @@ def _measured(peer: Process, slept_seconds: float) -> Measured:
     synced = [sum(event.seconds.values()) - event.seconds.get("train", 0.0) for event in late]
     return Measured(
         name,
-        statistics.median(event.bytes_sent for event in late),
-        statistics.median(event.bytes_received for event in late),
+        statistics.mean(event.bytes_sent for event in late),
+        statistics.mean(event.bytes_received for event in late),
         statistics.median(trained),
         statistics.median(synced),
         stepping / (times[-1] - times[0]),
@@ -126,14 +127,13 @@ def _measured(peer: Process, slept_seconds: float) -> Measured:
 def _formula(arguments: argparse.Namespace) -> Traffic:
     sizes = Sizes.of(load_config(bundled_config(CONFIG), list(MODEL)).model)
     peers = arguments.public + arguments.homes
-    sync = load_config(
-        bundled_config(CONFIG), [*MODEL, f"sync.steps_per_round={arguments.steps}", *arguments.sync]
-    ).sync
+    overrides = [*MODEL, f"sync.steps_per_round={arguments.steps}", *arguments.sync]
+    sync = load_config(bundled_config(CONFIG), overrides).sync
     spread = Spread(peers, sizes.num_experts / peers, 1.0, sizes.num_experts)
     return round_traffic(sizes, spread, sync.column_rounds, sync.fragments)
 
 
-def _show(codec: str, arguments: argparse.Namespace, found: list[Measured]) -> None:
+def _show(codec: Codec, arguments: argparse.Namespace, found: list[Measured]) -> None:
     formula = _formula(arguments)
     up, down = formula.bytes_up(codec), formula.bytes_down(codec)
     sent = statistics.mean(one.bytes_up for one in found)
