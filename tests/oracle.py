@@ -131,12 +131,16 @@ def _block_result(
     flat = {p.peer: _flat(p.before, names) for p in peers if p.peer in everybody}
     weights = {peer.peer: peer.weight for peer in peers}
     size = len(flat[some.peer])
-    result = np.empty(size)
-    if len({piece.contributors for piece in pieces}) == 1:
+    known = all(name in committed for name in names)
+    result = _flat(committed, names) if known else np.full(size, np.nan)
+    is_whole = tile_values is None or sum(piece.tiles for piece in pieces) * tile_values >= size
+    if is_whole and len({piece.contributors for piece in pieces}) == 1:
         result[:] = _mean(flat, weights, pieces[0].contributors, slice(0, size))
     else:
         assert tile_values is not None, f"slices of block {block} have different contributors: the tile size is needed"
-        start = min(piece.first_tile for piece in pieces)
+        start = (
+            min(piece.first_tile for piece in pieces) if block else 0
+        )  # of the shared block a round may bring a part
         for piece in pieces:
             at = (piece.first_tile - start) * tile_values
             part = slice(at, min(at + piece.tiles * tile_values, size))

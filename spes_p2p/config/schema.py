@@ -65,11 +65,12 @@ class Config(Section):
 
 
 def steps_per_round_at(config: Config, step: int) -> int:
-    """H of a round that starts at global step `step`."""
+    """Steps until the next sync, for a round that starts at global step `step`: H, or a fragment's share of it."""
     schedule = config.sync.steps_per_round
     if isinstance(schedule, int):
-        return schedule
-    return next(steps for until, steps in schedule if step < until or until == 0)
+        return schedule // config.sync.fragments
+    steps = next(steps for until, steps in schedule if step < until or until == 0)
+    return steps // config.sync.fragments
 
 
 def fields_of_tree() -> Iterator[tuple[str, FieldInfo]]:

@@ -215,6 +215,17 @@ class SyncConfig(Section):
         "others keep its last committed ones. Shared parameters are averaged in every round.",
         1,
     )
+    overlap: bool = agreed(
+        "Train on while a round is synced; what was trained since its snapshot is added to what comes out of it. At "
+        "most one round is outstanding.",
+        False,
+    )
+    overlap_steps: Natural = agreed("Most inner steps made while a round is synced; 0: as many as a round has.", 0)
+    fragments: Positive = agreed(
+        "Syncs that a round is spread over: each brings one part of the shared parameters and of the columns, after "
+        "H / fragments steps. The same bytes in all, and a part of them at a time.",
+        1,
+    )
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(
         "How far an expert moves to its neighbours at step 0; 0 turns the merge off.", 0.05, ge=0, le=1
@@ -235,7 +246,23 @@ class SyncConfig(Section):
     def _check(self) -> SyncConfig:
         if isinstance(self.steps_per_round, tuple):
             _check_schedule(self.steps_per_round)
+        _check_fragments(self.steps_per_round, self.fragments)
         return self
+
+    @property
+    def column_rounds(self) -> int:
+        """Syncs between two that hand out the same column."""
+        return self.expert_rounds * self.fragments
+
+
+def _check_fragments(steps_per_round: int | tuple[tuple[int, int], ...], fragments: int) -> None:
+    every = (steps_per_round,) if isinstance(steps_per_round, int) else [steps for _, steps in steps_per_round]
+    for steps in every:
+        if steps % fragments:
+            raise ConfigError(
+                f"sync.steps_per_round is {steps}, not a multiple of sync.fragments ({fragments})",
+                fix=f"{steps // fragments * fragments or fragments} steps, for example",
+            )
 
 
 def _check_schedule(schedule: tuple[tuple[int, int], ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from spes_p2p.checkpoint.load import Checkpoint, load_latest
 from spes_p2p.checkpoint.save import save_checkpoint
-from spes_p2p.config.schema import Config
+from spes_p2p.config.schema import Config, SyncConfig
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StorageFull
 from spes_p2p.ids import Hash, PeerId
@@ -18,6 +18,7 @@ from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.training import Uncounted
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
+from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.driver import Disk
 from spes_p2p.sync.genesis import RunInfo
@@ -134,13 +135,18 @@ class Resumed:
         loader.load_state_dict(place)
         return True
 
-    def columns_ahead(self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer) -> Carried | None:
-        """The state of `tip` with what the trainer, restored, is ahead in columns that were not handed out since.
+    def values_ahead(
+        self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer, sync: SyncConfig
+    ) -> Carried | None:
+        """The state of `tip` with what the trainer, restored, is ahead in what has not had its turn since.
 
-        None where the checkpoint is of another history, or holds work that no round had counted: its data was leased
-        to others.
+        None where the checkpoint is of another history, or holds work that no round had counted, whose data was leased
+        to others; with overlap, where each checkpoint does, a few steps on data that others train on again are less of
+        a loss than the rest.
         """
-        if self.uncounted.tokens or self.round > tip.round or not disk.chain.has(self.manifest, self.round):
+        if self.uncounted.tokens and not sync.overlap:
+            return None
+        if self.round > tip.round or not disk.chain.has(self.manifest, self.round):
             return None
         then = disk.chain.commit(self.round).manifest.ownership
         columns = [
@@ -150,7 +156,12 @@ class Resumed:
             and tip.column_rounds[column] <= self.round
             and (then[column] == (me,)) == (tip.ownership[column] == (me,))  # what rounding left is where it was
         ]
-        disk.inputs.take(self.manifest, [1 + column for column in columns], trainer.contribution)
-        tiles = itertools.chain(*(layout.tile_ids_of(1 + column) for column in columns))
+        shared = set(layout.tile_ids_of(0) if sync.fragments > 1 else ())
+        for round in range(self.round + 1, tip.round + 1):
+            first, number = due_tiles(len(layout.tile_ids_of(0)), round, sync.fragments)
+            shared.difference_update(range(first, first + number))
+        blocks = [*([0] if shared else []), *(1 + column for column in columns)]
+        disk.inputs.take(self.manifest, blocks, trainer.contribution)
+        tiles = itertools.chain(shared, *(layout.tile_ids_of(1 + column) for column in columns))
         new, old = disk.store.version(tip.round), self._version
         return Carried(layout, new, old, disk.inputs, frozenset(tiles), old.is_sound)

@@ -121,8 +121,8 @@ def _train(
     loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks)
     exactly = _restore(resumed, tip, loop, trainer, loader)
     carried = None
-    if resumed is not None and not exactly and config.sync.expert_rounds > 1:
-        carried = resumed.columns_ahead(tip.manifest, me, connection.layout, connection.disk, trainer)
+    if resumed is not None and not exactly and config.sync.column_rounds > 1:
+        carried = resumed.values_ahead(tip.manifest, me, connection.layout, connection.disk, trainer, config.sync)
     try:
         loop.run(tip.manifest, exactly, carried)
     finally:

@@ -1,7 +1,8 @@
 """The loop over rounds of one peer: adopt the committed state, train, hand in, wait for the commit.
 
 Runs in the main thread. What a round does not count is carried: theta <- new + (theta - old), and its tokens count
-once, when a roster lists them (design section 4).
+once, when a roster lists them. With `sync.overlap` it does not wait: theta <- new + (theta - snapshot), with one round
+outstanding (design section 4).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from spes_p2p.swarm.membership import leader_order
 from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
-from spes_p2p.sync.inputs import Carried
+from spes_p2p.sync.inputs import Carried, RunAhead
 from spes_p2p.sync.outgoing import Masters
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
@@ -50,6 +51,15 @@ class Uncounted:
 
 
 @dataclass
+class _Lead:
+    """What was trained since the snapshot of a round that is still being synced; not in `Uncounted` yet."""
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class _Turn:
     """One round of this peer: the manifest it trains on, and what it trains from."""
 
@@ -58,6 +68,8 @@ class _Turn:
     base: Version
     masters: Masters
     owned: tuple[int, ...]
+    seconds_before: float = 0.0
+    """Training time of what was made of it while the round before was synced."""
 
 
 class Save(Protocol):
@@ -95,8 +107,10 @@ class TrainingLoop:
         self._dump = dump
         self._last_round = last_round
         self._me = connection.peer_id
-        self._takes_turns = config.sync.expert_rounds > 1
-        self._is_ahead = self._takes_turns or connection.layout.codec_of(1) != "fp32"
+        self._takes_turns = config.sync.column_rounds > 1
+        self._overlaps = config.sync.overlap and config.sync.enabled
+        self._is_ahead = self._takes_turns or self._overlaps or connection.layout.codec_of(1) != "fp32"
+        """What is trained on is not what the run has."""
         self._moments = HandOver(connection, config, trainer, emit)
         self._turn: _Turn | None = None
         self._handed_in = NO_HASH
@@ -104,7 +118,9 @@ class TrainingLoop:
         self._explained = ""
         self._taken = 0
         """The newest round that training has heard of."""
+        self._started = 0.0
         self.uncounted = Uncounted()
+        self._lead = _Lead()
 
     # ---------------------------------------------------------------- life
 
@@ -120,6 +136,8 @@ class TrainingLoop:
         while not self._gate.stopping and not self._is_over():
             if self._turn is not None and self._handed_in != self._turn.head:
                 self._train()
+            if self._turn is not None and self._may_run_ahead(self._turn):
+                self._run_ahead(self._turn)
             news = self._gate.wait(time.monotonic() + PATIENCE_SECONDS)
             if news.applied:
                 self._take(news.applied)
@@ -163,6 +181,8 @@ class TrainingLoop:
         Where nobody else is there, nothing is handed in: a later life goes on from this very step.
         """
         until = time.monotonic() + LEAVE_SECONDS
+        if self._lead.tokens:  # it is handed in on top of the round that is being synced
+            self._take_next(time.monotonic() + LEAVE_SECONDS / 2)
         turn = self._turn
         if turn is None or not self._connection.is_member():
             return
@@ -191,6 +211,15 @@ class TrainingLoop:
                     self._moments.wait_until_taken(newest, until)
                     self._wait_for_archive(newest, until)
                     return
+
+    def _take_next(self, until: float) -> None:
+        """Goes on from the round that is being synced, if it comes in time."""
+        news = self._gate.wait(until, heed_stop=False)
+        if news.applied:
+            self._take(news.applied)
+        else:
+            text = f"{self._lead.tokens:,} tokens are lost: the round that they came after was not synced in time"
+            self._emit(Warning(text))
 
     def _hand_in_again(self, turn: _Turn, events: tuple[Applied, ...]) -> _Turn:
         """Who is still named when it leaves had columns to hand out that the round did not take."""
@@ -228,14 +257,31 @@ class TrainingLoop:
     def _train(self) -> None:
         turn = self._turn
         assert turn is not None
+        before = turn.seconds_before
+        self._started = time.monotonic() - before
         wanted = turn.manifest.steps_per_round - self._trainer.round_steps
-        self._started = time.monotonic()
         work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.should_stop, self._on_step, self._emit)
         self.uncounted.tokens += work.tokens
         self.uncounted.steps += work.steps
         self._look_at_memory(work.steps)
         if not self._gate.stopping:  # how to leave is decided in `_leave`
-            self._hand_in(turn, work.seconds)
+            self._hand_in(turn, before + work.seconds)
+
+    def _may_run_ahead(self, turn: _Turn) -> bool:
+        """Handed in, with another round to come."""
+        is_last = self._last_round is not None and turn.manifest.round + 1 >= self._last_round
+        return self._overlaps and self._handed_in == turn.head and not is_last and not self._gate.stopping
+
+    def _run_ahead(self, turn: _Turn) -> None:
+        """Trains on while the round is synced, at most the next round's steps; ends with the first news."""
+        if not self._lead.steps:
+            self._trainer.run_ahead()
+        most = min(self._config.sync.overlap_steps or turn.manifest.steps_per_round, turn.manifest.steps_per_round)
+        wanted = most - self._lead.steps
+        work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.has_news, self._on_step, self._emit)
+        self._lead.tokens += work.tokens
+        self._lead.steps += work.steps
+        self._lead.seconds += work.seconds
 
     def _look_at_memory(self, steps: int) -> None:
         """Owns no more from now on than the steps that were made leave room for."""
@@ -261,7 +307,8 @@ class TrainingLoop:
             self._emit(
                 Step(result.step, result.loss, result.tokens, speed, result.lr, result.grad_norm),
             )
-        if now - self._reported > REPORT_SECONDS:
+        is_ahead = self._turn is not None and self._handed_in == self._turn.head  # READY is what counts then
+        if now - self._reported > REPORT_SECONDS and not is_ahead:
             self._reported = now
             work = self._work(ready=False, seconds=now - self._started, step_seconds=result.seconds)
             self._gate.report(work, self._turn.head if self._turn else NO_HASH)
@@ -300,8 +347,9 @@ class TrainingLoop:
         if turn is not None and not events[0].handed_in and (events[0].counted is None or self._takes_turns):
             if self._handed_in != turn.head:  # decided while we trained
                 self._snapshot(turn)
-            uncounted = self._own_tiles(turn) if events[0].counted is None else self._columns_not_handed_out(turn)
+            uncounted = self._own_tiles(turn) if events[0].counted is None else self._not_handed_out(turn)
         used = self._note_counted(events[0])
+        lead = self._take_lead()
         self._dump_round(events[0])
         newest = events[-1].commit.manifest
         self._taken = newest.round
@@ -311,15 +359,34 @@ class TrainingLoop:
             self._turn = None
             self._gate.use(newest.round)
             return
-        carried = None
         if turn is not None and self._keep_place(newest, used):
-            carried = self._carried(turn, newest, uncounted)
-        self._begin(newest, carried, resumed=False)
+            self._begin(newest, self._go_on(turn, newest, uncounted, lead), False, lead)
+        else:
+            self._begin(newest, None, False)
+
+    def _take_lead(self) -> _Lead:
+        """What was trained ahead is now work of the round that begins."""
+        lead, self._lead = self._lead, _Lead()
+        self.uncounted.tokens += lead.tokens
+        self.uncounted.steps += lead.steps
+        return lead
+
+    def _go_on(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int], lead: _Lead) -> BlockSource:
+        """What training goes on from after `newest`."""
+        carried = self._carried(turn, newest, uncounted)
+        if not lead.steps:
+            return carried
+        inputs, owned = self._connection.disk.inputs, columns_of(newest.ownership, self._me)
+        blocks = (0, *(1 + column for column in turn.owned if column in owned))
+        ahead = RunAhead(carried, self._trainer.contribution, inputs, blocks)
+        stays = owned == turn.owned and not self._evaluates(newest)
+        return ahead if stays else inputs.freeze(ahead, blocks)  # else the model changes before it is read
 
     def _go_over(self, events: tuple[Applied, ...]) -> None:
         """Another history of the run won: what was trained on ours, and not counted before, has no place in it."""
         if not events[0].switched:
             self._note_counted(events[0])
+        self._take_lead()
         if self.uncounted.tokens:
             self._emit(Warning(f"{self.uncounted.tokens:,} tokens that no round had counted are lost with it"))
         newest = events[-1].commit.manifest
@@ -344,13 +411,11 @@ class TrainingLoop:
         blocks = (0, *(1 + column for column in turn.owned))
         return frozenset(tile_id for block in blocks for tile_id in layout.tile_ids_of(block))
 
-    def _columns_not_handed_out(self, turn: _Turn) -> frozenset[int]:
-        """Tiles of own columns that the child of a turn's manifest did not take, though it counts an earlier life."""
+    def _not_handed_out(self, turn: _Turn) -> frozenset[int]:
+        """Own tiles that the child of a turn's manifest did not take, though it counts an earlier life."""
         first = self._connection.disk.chain.commit(turn.manifest.round + 1).manifest
-        done = {piece.block - 1 for piece in first.slices if self._me in piece.contributors}
-        columns = [column for column in turn.owned if column not in done]
-        layout = self._connection.layout
-        return frozenset(tile_id for column in columns for tile_id in layout.tile_ids_of(1 + column))
+        done = {tile_id for piece in first.slices if self._me in piece.contributors for tile_id in piece.tile_ids}
+        return self._own_tiles(turn) - done
 
     def _note_counted(self, event: Applied) -> int:
         """Sequences that the round counted of ours; what it counted is no longer uncounted."""
@@ -379,13 +444,14 @@ class TrainingLoop:
         self.uncounted = Uncounted()
         self._loader.load_state_dict({"ranges": [list(span) for span in ranges], "offset": 0})
 
-    def _begin(self, manifest: Manifest, carried: BlockSource | None, resumed: bool) -> None:
-        """Starts a round on top of `manifest`."""
+    def _begin(self, manifest: Manifest, carried: BlockSource | None, resumed: bool, lead: _Lead | None = None) -> None:
+        """Starts a round on top of `manifest`, of which `lead` is made already."""
+        lead = lead or _Lead()
         base = self._connection.disk.store.version(manifest.round)
         owned = columns_of(manifest.ownership, self._me)
         first = self._turn is None
         masters = self._masters(manifest)
-        self._turn = _Turn(manifest, manifest_hash(manifest), base, masters, owned)
+        self._turn = _Turn(manifest, manifest_hash(manifest), base, masters, owned, lead.seconds)
         if not resumed:
             if first:
                 self.uncounted = Uncounted()
@@ -395,7 +461,7 @@ class TrainingLoop:
             if self._is_ahead and self._evaluates(manifest):  # what is trained on is not what the run has
                 self._trainer.adopt(owned, base, manifest.step)
                 self._evaluate(manifest)
-            self._trainer.adopt(owned, carried or masters, manifest.step)
+            self._trainer.adopt(owned, carried or masters, manifest.step, round_steps=lead.steps)
             self._moments.take(manifest, new)
             self._save(manifest, base, self.uncounted)
         self._gate.use(manifest.round)
@@ -426,7 +492,7 @@ class TrainingLoop:
         if not self._config.sync.enabled:
             return True
         order = leader_order(manifest_hash(manifest), manifest.members)
-        return order[:1] == (self._me,) and not self.uncounted.tokens
+        return order[:1] == (self._me,) and (self._is_ahead or not self.uncounted.tokens)
 
     def _dump_round(self, event: Applied) -> None:
         manifest = event.commit.manifest

@@ -73,7 +73,7 @@ class SyncCost:
     seconds: float | None
     """One sync; needs a link."""
     share: float | None
-    """Of all time that goes into syncing, since training waits; needs tokens a second, too."""
+    """Of all time that training waits for syncs; needs tokens a second, too."""
     bytes_per_day: float | None
     """Up and down together; needs the same."""
 
@@ -94,12 +94,15 @@ class Spread:
         return cls(peers, owned, max(1.0, owners / num_experts), min(num_experts, owners))
 
 
-def round_traffic(sizes: Sizes, spread: Spread, expert_rounds: int = 1) -> Traffic:
-    """The formula above; columns travel in every `expert_rounds`-th round. For one peer alone, nothing moves."""
+def round_traffic(sizes: Sizes, spread: Spread, column_rounds: int = 1, fragments: int = 1) -> Traffic:
+    """The formula above, on average: columns travel in every `column_rounds`-th round, of the shared a fragment.
+
+    For one peer alone, nothing moves.
+    """
     others, replicas, owned = spread.peers - 1, spread.replicas, spread.owned
     if not others:
         return Traffic(0.0, 0.0, 0.0, 0.0)
-    share, column = 2 * others / spread.peers * sizes.shared, sizes.column / expert_rounds
+    share, column = 2 * others / spread.peers * sizes.shared / fragments, sizes.column / column_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
     return Traffic(share, up, share, down)
@@ -114,11 +117,12 @@ def sync_costs(
     """
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
-    traffic = round_traffic(sizes, spread, config.sync.expert_rounds)
+    traffic = round_traffic(sizes, spread, config.sync.column_rounds, config.sync.fragments)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
+    hidden = 0.0 if training is None else training * _overlapped(config)
     configured = config.sync.codec, config.sync.expert_codec
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]
-    return tuple(_cost(shared, columns, traffic, link, training) for shared, columns in pairs)
+    return tuple(_cost(shared, columns, traffic, link, training, hidden) for shared, columns in pairs)
 
 
 def round_tokens(config: Config) -> int:
@@ -127,12 +131,21 @@ def round_tokens(config: Config) -> int:
     return steps * config.optimizer.batch_sequences * config.data.sequence_length
 
 
-def _cost(shared: Codec, columns: Codec, traffic: Traffic, link: Link, training_seconds: float | None) -> SyncCost:
+def _overlapped(config: Config) -> float:
+    """Share of a round's steps that may be made while the round before is synced."""
+    sync, steps = config.sync, steps_per_round_at(config, config.scheduler.total_steps)
+    return min(sync.overlap_steps or steps, steps) / steps if sync.overlap else 0.0
+
+
+def _cost(
+    shared: Codec, columns: Codec, traffic: Traffic, link: Link, training_seconds: float | None, hidden_seconds: float
+) -> SyncCost:
     up, down = traffic.bytes_up(shared, columns), traffic.bytes_down(shared, columns)
     seconds = link.seconds(up, down) if link.is_known else None
     share = per_day = None
     if seconds is not None and training_seconds is not None:
-        share = seconds / (seconds + training_seconds)
-        per_day = (up + down) * DAY_SECONDS / (seconds + training_seconds)
+        waits = max(0.0, seconds - hidden_seconds)
+        share = waits / (waits + training_seconds)
+        per_day = (up + down) * DAY_SECONDS / (waits + training_seconds)
     name = shared if shared == columns else f"{shared}, experts {columns}"
     return SyncCost(name, up, down, seconds, share, per_day)

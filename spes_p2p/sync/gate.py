@@ -116,7 +116,11 @@ class Gate:
 
     def should_stop(self) -> bool:
         """Whether to end the round after the running step: it closes, is over, or the peer should stop."""
-        return self._closing or self._stopping or bool(self._applied) or self._failure is not None
+        return self._closing or self.has_news()
+
+    def has_news(self) -> bool:
+        """Whether there is a commit to go on from, or a reason to stop."""
+        return self._stopping or bool(self._applied) or self._failure is not None
 
     def wait(self, until: float = float("inf"), heed_stop: bool = True) -> News:
         """Waits for commits. Comes back empty when the peer should stop (if heeded) or at `until` (monotonic seconds).

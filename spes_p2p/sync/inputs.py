@@ -7,7 +7,7 @@ copy in memory. It is lost with a restart: then this peer's work since its last 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.state.files import reserve, storing, write_at
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.version import DTYPE, block_file, bytes_of, map_block
+
+_FROZEN = "frozen"
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ class Inputs:
             raise LocalProtocolError(f"block {block} has {size} values, the snapshot {values.shape}")
         return on_disk(folder / block_file(block), values)
 
+    def freeze(self, source: BlockSource, blocks: Sequence[int]) -> BlockSource:
+        """`source` as it is now for `blocks`, kept beside the snapshot until the next one is taken."""
+        return _Frozen(
+            source,
+            {block: on_disk(self._directory / _FROZEN / block_file(block), source.block(block)) for block in blocks},
+        )
+
     @property
     def parent(self) -> Hash:
         """The manifest that the snapshot was trained on; NO_HASH when there is none."""
@@ -78,6 +87,15 @@ class Inputs:
         if len(tiles) != count or tiles[0].block != tiles[-1].block or tiles[0].block not in snapshot.arrays:
             return None
         return snapshot.arrays[tiles[0].block][tiles[0].start : tiles[-1].stop]
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    source: BlockSource
+    arrays: Mapping[int, Values]
+
+    def block(self, index: int) -> Values:
+        return self.arrays[index] if index in self.arrays else self.source.block(index)
 
 
 def on_disk(path: Path, values: Values) -> Values:
@@ -134,3 +152,26 @@ class Carried:
             if np.isfinite(change).all():
                 carried[part] = new[part] + change
         return carried
+
+
+class RunAhead:
+    """The state to go on from after a commit where training went on meanwhile: theta <- new + (theta - snapshot).
+
+    `trained(block)` is theta now, for each of `blocks`, which are in the snapshot too (design section 4, overlap). What
+    is not finite in a block drops all that was trained ahead in it.
+    """
+
+    def __init__(
+        self, new: BlockSource, trained: Callable[[int], Values], inputs: Inputs, blocks: Collection[int]
+    ) -> None:
+        self._new = new
+        self._trained = trained
+        self._inputs = inputs
+        self._blocks = frozenset(blocks)
+
+    def block(self, index: int) -> Values:
+        new = self._new.block(index)
+        if index not in self._blocks:
+            return new
+        ahead = self._trained(index) - self._inputs.block(index)
+        return new + ahead if np.isfinite(ahead).all() else new

@@ -64,7 +64,8 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         merge_interval=sync.merge_interval,
         merge_alpha=alpha,
         exchange=sync.enabled,
-        expert_rounds=sync.expert_rounds,
+        expert_rounds=sync.column_rounds,
+        fragments=sync.fragments,
         organiser=info.organiser,
     )
 

@@ -204,7 +204,8 @@ class Making:
         """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`."""
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
-        lossy, late = self._layout.codec_of(piece.block) != "fp32", piece.block and self._core.rules.expert_rounds > 1
+        lossy, rules = self._layout.codec_of(piece.block) != "fp32", self._core.rules
+        late = (rules.expert_rounds if piece.block else rules.fragments) > 1
         steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
         out |= screen(found, before, steps, LARGEST_ENCODED if lossy else math.inf)
         fit = tuple(peer for peer in piece.contributors if peer not in out)

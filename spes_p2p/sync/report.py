@@ -151,7 +151,7 @@ async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
         _, config = await load_run(transport, group, ANSWER_SECONDS)
     except (NetworkError, RemoteProtocolError, ConfigError):
         return 1
-    return config.sync.expert_rounds
+    return config.sync.column_rounds
 
 
 async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> tuple[Commit | None, tuple[PeerId, ...]]:

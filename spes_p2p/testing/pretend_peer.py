@@ -28,7 +28,7 @@ from spes_p2p.sync.core.messages import Intent, Manifest, Work, manifest_hash
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
-from spes_p2p.sync.inputs import Carried, Inputs
+from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
 from spes_p2p.sync.joining import Joining, Place
 from spes_p2p.sync.outgoing import Masters
 from spes_p2p.sync.residuals import Residuals
@@ -90,7 +90,18 @@ class HandedIn:
 
 
 @dataclass
+class Lead:
+    """What was trained since a snapshot whose round is still being synced (`sync.overlap`), block by block."""
+
+    steps: int = 0
+    tokens: int = 0
+    values: dict[int, Values] = field(default_factory=dict)
+
+
+@dataclass
 class Turn:
+    """`first_steps` of the `steps` were made while the round before was synced: they are in `started`."""
+
     manifest: Manifest
     base: Version
     masters: Masters
@@ -98,6 +109,8 @@ class Turn:
     steps: int = 0
     handed_in: bool = False
     closing: bool = False
+    first_steps: int = 0
+    lead: Lead = field(default_factory=Lead)
 
 
 @dataclass
@@ -113,6 +126,8 @@ class PretendPeer:
     applied_events: list[Applied] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     handed_in: dict[int, HandedIn] = field(default_factory=dict)
+    ahead: dict[int, dict[int, Values]] = field(default_factory=dict)
+    """By round that it stood on: what it trained since its snapshot, until the round's commit came."""
     is_up: bool = True
     joined: bool = False
     _ended: bool = False
@@ -188,18 +203,22 @@ class PretendPeer:
         self.applied_events.append(event)
         self.swarm.watch(self, event.commit.manifest)
         manifest, turn, uncounted = event.commit.manifest, self._turn, event.uncounted
+        lead = Lead() if turn is None else turn.lead
         if self._training is not None:
             self._training.cancel()
         if turn is not None and not turn.handed_in:  # decided without us
             self._snapshot(turn)
             uncounted = frozenset(at for block in turn.started for at in self.swarm.layout.tile_ids_of(block))
-        carried = None
-        if self._keeps_its_place(event) and turn is not None:
+        carried: BlockSource | None = None
+        keeps = self._keeps_its_place(event, lead)
+        if keeps and turn is not None:
             masters = self._masters(manifest)
             carried = Carried(self.swarm.layout, masters, turn.masters, self.inputs, uncounted, turn.base.is_sound)
+            if lead.steps:
+                carried = self._ahead(turn, carried)
         self._turn = None
         if self.driver.core.is_member():
-            self._begin(manifest, carried)
+            self._begin(manifest, carried, lead.steps if keeps else 0)
         else:
             self._gone.set()
 
@@ -207,7 +226,19 @@ class PretendPeer:
         committed, ahead = self.store.version(manifest.round), self.residuals.ahead(manifest_hash(manifest))
         return Masters(self.swarm.layout, committed, ahead)
 
-    def _keeps_its_place(self, event: Applied) -> bool:
+    def _ahead(self, turn: Turn, new: BlockSource) -> BlockSource:
+        """What was trained since the snapshot, on top of what came out of the round."""
+        self.ahead[turn.manifest.round] = turn.lead.values
+        blocks = tuple(turn.started)
+        return self.inputs.freeze(RunAhead(new, lambda block: self._now(turn, block), self.inputs, blocks), blocks)
+
+    def _now(self, turn: Turn, block: int) -> Values:
+        """The values of a block while a round is synced."""
+        if self.work.learner is not None:
+            return self.work.learner.values(block)
+        return self.handed_in[turn.manifest.round].values[block] + turn.lead.values[block]
+
+    def _keeps_its_place(self, event: Applied, lead: Lead) -> bool:
         """Whether what was trained and not counted still has its place in the data; else it is lost."""
         left = self._used
         if event.switched:
@@ -216,6 +247,8 @@ class PretendPeer:
         if event.counted is not None:
             left = take(left, event.counted.sequences)[1]
             self._tokens = self._steps = 0
+        self._tokens += lead.tokens
+        self._steps += lead.steps
         front, _ = take(event.commit.manifest.leases.of(self.name), count(left))
         self._used = left
         if joined(front) == joined(left):
@@ -225,7 +258,7 @@ class PretendPeer:
 
     # ---- training ----
 
-    def _begin(self, manifest: Manifest, carried: BlockSource | None) -> None:
+    def _begin(self, manifest: Manifest, carried: BlockSource | None, first_steps: int = 0) -> None:
         base = self.store.version(manifest.round)
         masters = self._masters(manifest)
         source = carried or masters
@@ -238,7 +271,8 @@ class PretendPeer:
         if self.work.saves:
             save_checkpoint(self.folder / "checkpoints", base, manifest.step, {"round": manifest.round}, {}, 2)
         self._started = self._told = self.swarm.clock.now()
-        self._turn = Turn(manifest, base, masters, {block: np.array(source.block(block)) for block in blocks})
+        started = {block: np.array(source.block(block)) for block in blocks}
+        self._turn = Turn(manifest, base, masters, started, steps=first_steps, first_steps=first_steps)
         if self.intent.leaving and self.swarm.rules.expert_rounds > 1:  # named again: there is something to hand out
             self._hand_in_a_step()
         else:
@@ -246,12 +280,9 @@ class PretendPeer:
 
     async def _train(self, turn: Turn) -> None:
         """H steps, or as far as the lease goes. Ended from outside when the round closes."""
-        config = self.swarm.config
-        batch = config.optimizer.batch_sequences
-        leased = turn.manifest.leases.of(self.name)
         while turn.steps < turn.manifest.steps_per_round and not turn.closing:
-            data, _ = take(take(leased, count(self._used))[1], batch)
-            if self.swarm.rules.leased and count(data) < batch:
+            data = self._next_data(turn)
+            if data is None:
                 break
             await asyncio.sleep(self.work.step_seconds)
             self._step(turn, data)
@@ -259,14 +290,47 @@ class PretendPeer:
         self._training = None
         self._hand_in()
 
+    def _next_data(self, turn: Turn) -> Ranges | None:
+        """What the next step trains on; None where the lease ends."""
+        batch = self.swarm.config.optimizer.batch_sequences
+        data, _ = take(take(turn.manifest.leases.of(self.name), count(self._used))[1], batch)
+        return None if self.swarm.rules.leased and count(data) < batch else data
+
+    async def _run_ahead(self, turn: Turn) -> None:
+        """Steps of the next round, from the snapshot on; ended from outside by its commit."""
+        sync, lead = self.swarm.config.sync, turn.lead
+        most = min(sync.overlap_steps or turn.manifest.steps_per_round, turn.manifest.steps_per_round)
+        while lead.steps < most and (data := self._next_data(turn)) is not None:
+            await asyncio.sleep(self.work.step_seconds)
+            self._step_ahead(turn, data)
+
+    def _step_ahead(self, turn: Turn, data: Ranges) -> None:
+        lead = turn.lead
+        lead.steps += 1
+        lead.tokens += self._step_tokens
+        self._use(data)
+        if self.work.learner is not None:
+            self.work.learner.train(data)
+            return
+        lead.values = {
+            block: np.float32(self.work.change * lead.steps) * self._change(turn, block, "ahead/")
+            for block in turn.started
+        }
+
+    @property
+    def _step_tokens(self) -> int:
+        return self.swarm.config.optimizer.batch_sequences * self.swarm.config.data.sequence_length
+
+    def _use(self, data: Ranges) -> None:
+        self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
+
     def _step(self, turn: Turn, data: Ranges) -> None:
         turn.steps += 1
         if self.work.learner is not None:
             self.work.learner.train(data)
-        config = self.swarm.config
-        self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
+        self._use(data)
         self._steps += 1
-        self._tokens += config.optimizer.batch_sequences * config.data.sequence_length
+        self._tokens += self._step_tokens
 
     def _tell(self, turn: Turn) -> None:
         now = self.swarm.clock.now()
@@ -291,6 +355,8 @@ class PretendPeer:
             self._training.cancel()
         self._snapshot(turn)
         self.driver.ready(self._report(turn, ready=True))
+        if self.swarm.config.sync.overlap and not self.intent.leaving:
+            self._training = asyncio.get_running_loop().create_task(self._run_ahead(turn))
 
     def _snapshot(self, turn: Turn) -> None:
         round = turn.manifest.round
@@ -302,10 +368,11 @@ class PretendPeer:
     def _trained(self, turn: Turn, block: int) -> Values:
         if self.work.learner is not None:
             return self.work.learner.values(block)
-        return turn.started[block] + np.float32(self.work.change * turn.steps) * self._change(turn, block)
+        steps = turn.steps - turn.first_steps
+        return turn.started[block] + np.float32(self.work.change * steps) * self._change(turn, block)
 
-    def _change(self, turn: Turn, block: int) -> Values:
-        seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{block}".encode())
+    def _change(self, turn: Turn, block: int, kind: str = "") -> Values:
+        seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{kind}{block}".encode())
         return np.random.default_rng(seed).standard_normal(turn.started[block].shape, dtype=np.float32)
 
     def _hand_in_a_step(self) -> None:

@@ -37,7 +37,9 @@ BATCH_SEQUENCES = 2
 STEPS = 4
 
 
-def run_rules(columns: int, shared_tiles: int = 2, replicas: int = 1, expert_rounds: int = 1) -> RunRules:
+def run_rules(
+    columns: int, shared_tiles: int = 2, replicas: int = 1, expert_rounds: int = 1, fragments: int = 1
+) -> RunRules:
     """A small run: `columns` columns of one tile each, a merge every third round."""
     return RunRules(
         fingerprint=sha256(b"simulated run"),
@@ -52,6 +54,7 @@ def run_rules(columns: int, shared_tiles: int = 2, replicas: int = 1, expert_rou
         merge_interval=3 * STEPS,
         merge_alpha=lambda step: 0.01,
         expert_rounds=expert_rounds,
+        fragments=fragments,
     )
 
 

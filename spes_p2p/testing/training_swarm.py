@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from spes_p2p.config.schema import Config
+from spes_p2p.data.leases import Ranges
 from spes_p2p.data.loader import LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
-from spes_p2p.state.layout import BlockSource
+from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.sync.core.messages import Manifest, manifest_hash
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer, Turn
@@ -53,16 +54,17 @@ class TrainingPeer(PretendPeer):
         self.loader = LocalLoader(swarm.dataset, swarm.config, self.name)
         await super().start()
 
-    def _begin(self, manifest: Manifest, carried: BlockSource | None) -> None:
+    def _begin(self, manifest: Manifest, carried: BlockSource | None, first_steps: int = 0) -> None:
         base, masters = self.store.version(manifest.round), self._masters(manifest)
         owned = columns_of(manifest.ownership, self.name)
-        if not self._tokens:
+        if not self._tokens or self.swarm.config.sync.overlap:
             self.trainer.adopt(owned, base, manifest.step)
             self._measure(manifest)
-        self.trainer.adopt(owned, carried or masters, manifest.step)
+        self.trainer.adopt(owned, carried or masters, manifest.step, round_steps=first_steps)
         blocks = (0, *(1 + column for column in owned))
         self._started = self._told = self.swarm.clock.now()
-        self._turn = Turn(manifest, base, masters, {block: np.empty(0, np.float32) for block in blocks})
+        started = {block: np.empty(0, np.float32) for block in blocks}
+        self._turn = Turn(manifest, base, masters, started, steps=first_steps, first_steps=first_steps)
         self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
 
     async def _train(self, turn: Turn) -> None:
@@ -80,6 +82,16 @@ class TrainingPeer(PretendPeer):
     def _snapshot(self, turn: Turn) -> None:
         turn.handed_in = True
         self.inputs.take(manifest_hash(turn.manifest), tuple(turn.started), self.trainer.contribution)
+
+    def _step_ahead(self, turn: Turn, data: Ranges) -> None:
+        if not turn.lead.steps:
+            self.trainer.run_ahead()
+        result = self.trainer.train_step(self.loader.next_batch(self.swarm.config.optimizer.batch_sequences))
+        turn.lead.steps += 1
+        turn.lead.tokens += result.tokens
+
+    def _now(self, turn: Turn, block: int) -> Values:
+        return self.trainer.contribution(block)
 
     def _measure(self, manifest: Manifest) -> None:
         """The held-out loss, by one peer."""

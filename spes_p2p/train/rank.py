@@ -55,13 +55,23 @@ class RankTrainer:
     def owned(self) -> tuple[int, ...]:
         return self.model.owned
 
-    def adopt(self, owned: tuple[int, ...], values: BlockSource | None, step: int, keep_moments: bool) -> None:
-        """Loads the state of global step `step` (`values` on rank 0) and starts a round that trains `owned`."""
+    def adopt(
+        self, owned: tuple[int, ...], values: BlockSource | None, step: int, keep_moments: bool, round_steps: int = 0
+    ) -> None:
+        """Loads the state of global step `step` (`values` on rank 0) and starts a round that trains `owned`.
+
+        `round_steps`: own steps of the round that `values` have already.
+        """
         self.set_owned(owned, keep_moments, ramp_fresh=step > 0)
         for block in self.layout.blocks:
             own = None if values is None else values.block(block.index)
             load_block(self.model, self._table, block.index, broadcast_array(self.ranks, own, block.size))
-        self.step, self.round_steps = step, 0
+        self.step, self.round_steps = step, round_steps
+
+    def run_ahead(self) -> None:
+        """Steps from here on belong to the next round, though the state that it begins with is not known yet."""
+        self.step += min(self.round_steps, steps_per_round_at(self.config, self.step))
+        self.round_steps = 0
 
     def set_owned(self, owned: tuple[int, ...], keep_moments: bool, ramp_fresh: bool) -> None:
         """Changes what is trained; optimizer and DDP are built again only where that is needed."""

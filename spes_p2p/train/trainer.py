@@ -98,24 +98,38 @@ class Trainer:
         """Bytes of gradients that this rank held in the last step; they are freed after each."""
         return self._rank.gradient_bytes
 
-    def adopt(self, owned: tuple[int, ...], values: BlockSource | None, step: int, keep_moments: bool = True) -> None:
+    def adopt(
+        self,
+        owned: tuple[int, ...],
+        values: BlockSource | None,
+        step: int,
+        keep_moments: bool = True,
+        round_steps: int = 0,
+    ) -> None:
         """Loads the state of committed global step `step` and starts a round in which columns `owned` are trained.
 
         Moments of the shared parameters and of columns that stay owned are kept, unless `keep_moments` is False. What
         is newly trained starts with fresh moments, its own bias-correction count and, when the run is past step 0, a
-        learning rate that rises over its first steps.
+        learning rate that rises over its first steps. `round_steps`: own steps of the round that `values` have already.
+        A block is asked for when it is its turn, so `values` may read what is in the model until then, but only while
+        `owned` stays the same.
         """
         if values is None:
             raise LocalProtocolError("adopt without values on rank 0")
         if owned != self.owned:
             _check_owned(owned, self.config.model.num_experts)
-        with self._command("adopt", owned=owned, step=step, keep_moments=keep_moments):
+        with self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps):
             try:
-                self._rank.adopt(owned, values, step, keep_moments)
+                self._rank.adopt(owned, values, step, keep_moments, round_steps)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 raise out_of_memory(error, len(owned)) from error
+
+    def run_ahead(self) -> None:
+        """The round is over here and its outcome not known yet: steps from now on are the next round's."""
+        with self._command("run_ahead"):
+            self._rank.run_ahead()
 
     def train_step(self, batch: Batch | None) -> StepResult:
         """One inner step on `batch` (the whole peer's; rank 0 always has one).

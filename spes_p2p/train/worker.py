@@ -64,11 +64,14 @@ def _build(ranks: Ranks, config: str, threads: int) -> RankTrainer:
 
 
 def _adopt(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
-    trainer.adopt(tuple(arguments["owned"]), None, arguments["step"], arguments["keep_moments"])
+    trainer.adopt(
+        tuple(arguments["owned"]), None, arguments["step"], arguments["keep_moments"], arguments["round_steps"]
+    )
 
 
 _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "adopt": _adopt,
+    "run_ahead": lambda trainer, arguments: trainer.run_ahead(),
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
     "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),

@@ -33,6 +33,7 @@ OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would n
     "optimizer.micro_batch_sequences": 4,
     "optimizer.betas": (0.8, 0.9),
     "sync.steps_per_round": 7,
+    "sync.fragments": 5,
     "swarm.experts_per_peer": 2,
 }
 ONLY_ONE_VALUE = {key for key, field in fields_of_tree() if len(get_args(field.annotation)) == 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from spes_p2p.peer import resume
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.training import Uncounted
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.train.trainer import Trainer
 from tests.sync.chains import A, MadeRun
@@ -199,7 +201,7 @@ def test_what_a_checkpoint_has_of_columns_that_were_not_handed_out_since_goes_on
     resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
     assert resumed is not None
     resumed.restore(later.trainer, later.loader)
-    carried = resumed.columns_ahead(tip.manifest, A, life.run.layout, tip, later.trainer)  # type: ignore[arg-type]
+    carried = resumed.values_ahead(tip.manifest, A, life.run.layout, tip, later.trainer, life.config.sync)  # type: ignore[arg-type]
     assert carried is not None
     new, old = tip.store.version(3), life.store.version(0)
     assert np.array_equal(carried.block(1), new.block(1) + (trained[0] - old.block(1)))
@@ -214,12 +216,38 @@ def test_uncounted_work_or_that_of_another_history_does_not(tmp_path: Path) -> N
     life.saver(life.commits[1].manifest, life.store.version(0), Uncounted(tokens=7, steps=1))
     tip = Tip(life, tmp_path, 3, (1, 1, 1, 1))
 
-    def ahead() -> object:
+    def ahead(overlap: bool = False) -> object:
         resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
         assert resumed is not None
-        return resumed.columns_ahead(tip.manifest, A, life.run.layout, tip, life.trainer)  # type: ignore[arg-type]
+        sync = life.config.sync.model_copy(update={"overlap": overlap})
+        return resumed.values_ahead(tip.manifest, A, life.run.layout, tip, life.trainer, sync)  # type: ignore[arg-type]
 
     assert ahead() is None
+    assert ahead(overlap=True) is not None, "or each checkpoint would have nothing"
     stranger = replace(life.commits[2].manifest, step=7)
     life.saver(stranger, life.store.version(0), Uncounted())
     assert ahead() is None
+
+
+def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(tmp_path: Path) -> None:
+    fragments = ("sync.fragments=3", "sync.steps_per_round=6", "sync.tile_values=128")
+    life = Life(tmp_path, *fragments)
+    life.begin()
+    life.train(2)
+    life.saver(life.commits[1].manifest, life.store.version(0), Uncounted())
+    trained = life.trainer.contribution(0)
+    tip = Tip(life, tmp_path, 2, (1, 1, 1, 1))
+    later = Life(tmp_path, *fragments)
+    resumed = Resumed.load(tmp_path / "checkpoints", life.run.info, life.run.layout, life.events.append)
+    assert resumed is not None
+    resumed.restore(later.trainer, later.loader)
+    disk: Any = tip
+    carried = resumed.values_ahead(tip.manifest, A, life.run.layout, disk, later.trainer, life.config.sync)
+    assert carried is not None
+    new, old = tip.store.version(2).block(0), life.store.version(0).block(0)
+    tiles = life.run.layout.tiles_of(0)
+    first, number = due_tiles(len(tiles), 2, 3)
+    done = slice(tiles[first].start, tiles[first + number - 1].stop)
+    expected = new + (trained - old)
+    expected[done] = new[done]
+    assert np.array_equal(carried.block(0), expected)

@@ -26,6 +26,7 @@ from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.residuals import Residuals
+from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer
 from tests.peer.test_resume import config_with_data
 from tests.sync.chains import A, MadeRun
@@ -197,8 +198,8 @@ def test_what_a_decided_round_did_not_wait_for_is_carried_into_the_next(story: S
         trained.append(story.values())
         story.commit(counted=False)
 
-    def note_start(owned: tuple[int, ...], values: Any, step: int, keep_moments: bool = True) -> None:
-        adopt(owned, values, step, keep_moments)
+    def note_start(*given: Any, **named: Any) -> None:
+        adopt(*given, **named)
         started.append(story.values())
 
     story.trainer.adopt = note_start  # type: ignore[method-assign]
@@ -297,8 +298,8 @@ def test_a_round_that_counts_an_earlier_life_leaves_what_columns_are_ahead(tmp_p
 
     adopt = story.trainer.adopt
 
-    def note_start(owned: tuple[int, ...], values: Any, step: int, keep_moments: bool = True) -> None:
-        adopt(owned, values, step, keep_moments)
+    def note_start(*given: Any, **named: Any) -> None:
+        adopt(*given, **named)
         started.append((story.values(), story.trainer.contribution(1)))
 
     story.trainer.adopt = note_start  # type: ignore[method-assign]
@@ -368,3 +369,149 @@ def test_who_waits_is_told_for_what(story: Story) -> None:
     assert "has the state of round 7" in story.said[-1]
     assert "--resume" in story.said[-1]
     assert len(story.said) == 2
+
+
+# ---- overlap ----
+
+
+class Overlapping:
+    """A story in which each round is synced for `late` inner steps; what training went on from, and what it brought."""
+
+    def __init__(self, folder: Path, late: int, *overrides: str, counted: bool = True) -> None:
+        self.story = Story(folder, "sync.overlap=true", *overrides)
+        self.story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+        self.late, self.counted = late, counted
+        self.now: list[dict[int, Values]] = []
+        self.started: list[dict[int, Values]] = []
+        self.brought: list[dict[int, Values]] = []
+        self.story.on_ready = self._ready
+        self._adopt = self.story.trainer.adopt
+        self.story.trainer.adopt = self._note_start  # type: ignore[method-assign]
+
+    def _values(self) -> dict[int, Values]:
+        return {block: self.story.trainer.contribution(block) for block in self.story.inputs.blocks}
+
+    def _ready(self, work: Work) -> None:
+        inputs = self.story.inputs
+        self.brought.append({block: np.array(inputs.block(block)) for block in inputs.blocks})
+        self.story.at_step[self.story.steps + self.late] = self._decide
+
+    def _decide(self) -> None:
+        self.now.append(self._values())
+        self.story.commit(self.counted)
+
+    def _note_start(self, *given: Any, **named: Any) -> None:
+        self._adopt(*given, **named)
+        self.started.append({0: self.story.values(), 1: self.story.trainer.contribution(1)})
+
+    def committed(self, round: int, block: int) -> Values:
+        return self.story.store.version(round).block(block)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_training_goes_on_while_a_round_is_synced(tmp_path: Path, block: int) -> None:
+    told = Overlapping(tmp_path, late=2)
+    told.story.at_step[2 * STEPS + 1] = told.story.gate.stop  # two of the second round's steps were made ahead
+    told.story.play()
+    ahead = told.now[0][block] - told.brought[0][block]
+    assert np.abs(ahead).max() > 0
+    np.testing.assert_array_equal(told.started[1][block], told.committed(1, block) + ahead)
+    assert [(work.steps, work.tokens) for work in told.story.ready[:2]] == [(STEPS, STEPS * 64)] * 2
+    counted = told.story.commits[1].manifest.roster[0].sequences
+    assert [work.sequences for work in told.story.ready[:2]] == [STEPS * 4, 2 * STEPS * 4 - counted]
+    assert told.story.saved[1][2:] == (Uncounted(tokens=2 * 64, steps=2), False, 2)
+
+
+@pytest.mark.parametrize(("override", "most"), [("sync.overlap_steps=0", STEPS), ("sync.overlap_steps=2", 2)])
+def test_only_so_many_steps_are_made_ahead(tmp_path: Path, override: str, most: int) -> None:
+    story = Story(tmp_path, "sync.overlap=true", override)
+    story.on_ready = lambda work: None
+    wait = story.gate.wait
+
+    def commit_when_it_waits(*given: Any, **named: Any) -> Any:
+        if story.ready and story.round == 0:
+            story.commit(counted=True)
+        elif story.round:
+            story.gate.stop()
+        return wait(*given, **named)
+
+    story.gate.wait = commit_when_it_waits  # type: ignore[method-assign]
+    story.play()
+    assert story.steps == 2 * STEPS + most, "after the second round too"
+    assert [work.steps for work in story.ready] == [STEPS, STEPS]
+    assert story.saved[1][2] == Uncounted(tokens=most * 64, steps=most)
+
+
+def test_what_a_round_did_not_count_and_what_came_after_it_go_on_together(tmp_path: Path) -> None:
+    told = Overlapping(tmp_path, late=1, counted=False)
+    told.story.at_step[STEPS + 2] = told.story.gate.stop
+    told.story.play()
+    trained = told.brought[0][0] - told.committed(0, 0)
+    ahead = told.now[0][0] - told.brought[0][0]
+    np.testing.assert_array_equal(told.started[1][0], (told.committed(1, 0) + trained) + ahead)
+    assert told.story.saved[1][2] == Uncounted(tokens=(STEPS + 1) * 64, steps=STEPS + 1)
+
+
+def test_steps_ahead_have_the_learning_rate_of_the_round_that_they_belong_to(tmp_path: Path) -> None:
+    told = Overlapping(tmp_path, late=2)
+    rates: list[float] = []
+    train_step = told.story.trainer.train_step
+
+    def note(batch: Any) -> Any:
+        rates.append((result := train_step(batch)).lr)
+        return result
+
+    told.story.trainer.train_step = note  # type: ignore[method-assign]
+    told.story.at_step[2 * STEPS] = told.story.gate.stop
+    told.story.play()
+    config = told.story.trainer.config
+    assert rates[: STEPS + 2] == [learning_rate(config, step) for step in range(1, STEPS + 3)]
+
+
+def test_the_committed_model_is_evaluated_though_training_went_on(tmp_path: Path) -> None:
+    told = Overlapping(tmp_path, 2, "eval.every_rounds=1")
+    seen: list[Values] = []
+
+    def evaluate(batches: object) -> float:
+        seen.append(told.story.values())
+        return 1.0
+
+    told.story.trainer.evaluate = evaluate  # type: ignore[method-assign]
+    told.story.at_step[2 * STEPS] = told.story.gate.stop
+    told.story.play()
+    np.testing.assert_array_equal(seen[1], told.committed(1, 0))
+    ahead = told.now[0][0] - told.brought[0][0]
+    starts = [started[0] for started in told.started]
+    assert any(np.array_equal(start, told.committed(1, 0) + ahead) for start in starts)
+
+
+def test_another_history_takes_what_was_trained_ahead_too(tmp_path: Path) -> None:
+    told = Overlapping(tmp_path, late=2)
+    told._decide = told.story.switch  # type: ignore[method-assign]
+    told.story.at_step[STEPS + 3] = told.story.gate.stop
+    told.story.play()
+    np.testing.assert_array_equal(told.started[1][0], told.committed(1, 0))
+    lost = [text for text in told.story.said if "lost with it" in text]
+    assert lost == [f"{(STEPS + 2) * 64:,} tokens that no round had counted are lost with it"]
+
+
+def test_who_leaves_hands_in_what_it_trained_ahead(tmp_path: Path) -> None:
+    told = Overlapping(tmp_path, late=2)
+    stop = told.story.gate.stop
+
+    def decide_and_stop() -> None:
+        told.story.on_ready = lambda work: told.story.commit(counted=True)
+        Overlapping._decide(told)
+        stop()
+
+    told._decide = decide_and_stop  # type: ignore[method-assign]
+    told.story.play()
+    assert [work.steps for work in told.story.ready] == [STEPS, 2]
+    assert told.story.left
+
+
+def test_the_last_round_is_not_run_beyond(tmp_path: Path) -> None:
+    story = Story(tmp_path, "sync.overlap=true")
+    story.loop._last_round = 1
+    story.play()
+    assert story.steps == STEPS

@@ -61,7 +61,7 @@ def test_the_7b_run_moves_what_the_design_says() -> None:
     traffic = round_traffic(seven, four)
     assert traffic.up_values == pytest.approx(traffic.down_values) == pytest.approx(6.2e9, rel=0.01)
     assert traffic.bytes_up("fp32") / 1e9 == pytest.approx(24.7, abs=0.05)
-    assert round_traffic(seven, four, expert_rounds=4).up_values == pytest.approx(2.5e9, rel=0.02)
+    assert round_traffic(seven, four, column_rounds=4).up_values == pytest.approx(2.5e9, rel=0.02)
     many = round_traffic(seven, Spread(peers=1000, owned=32 / 1000, replicas=1, covered=32))
     assert many.down_values == pytest.approx(many.up_values)
     assert 8.0e9 < many.down_values < 8.5e9
@@ -76,6 +76,25 @@ def test_time_and_share_on_a_link() -> None:
     assert cost.seconds == pytest.approx(seconds, rel=0.001)
     assert cost.share == pytest.approx(seconds / (seconds + training), rel=0.001)
     assert cost.bytes_per_day == pytest.approx(2 * 24.67e9 * 86400 / (seconds + training), rel=0.001)
+
+
+def test_overlap_hides_as_much_of_a_sync_as_its_steps_take() -> None:
+    link, training = Link(up=2.5e6, down=12.5e6), 100 * 1024 * 2048 / 20_000
+    half = sync_costs(run_named("spes-7b", "sync.overlap=true", "sync.overlap_steps=50"), 4, 8, link, 20_000)
+    whole = sync_costs(run_named("spes-7b", "sync.overlap=true", "sync.codec=int8"), 4, 8, link, 20_000)
+    waits = 24.67e9 / 2.5e6 - training / 2
+    assert half[0].share == pytest.approx(waits / (waits + training), rel=0.001)
+    assert whole[0].seconds is not None
+    assert 0 < whole[0].seconds < training
+    assert whole[0].share == 0
+
+
+def test_a_fragment_has_its_share_of_the_bytes_and_of_the_time() -> None:
+    whole, parts = (
+        sync_costs(run_named("spes-7b", *more), 4, 8, Link(up=2.5e6), 20_000)[0] for more in ((), ("sync.fragments=4",))
+    )
+    assert parts.bytes_up == pytest.approx(whole.bytes_up / 4)
+    assert parts.share == pytest.approx(whole.share)
 
 
 def test_what_is_not_known_is_not_made_up() -> None:

@@ -27,7 +27,7 @@ class Books:
         self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.blocks])
         self.merges = 0
         self.trained: dict[tuple[PeerId, int], Values] = {}
-        """By how much an owner has trained a column that was not handed out in this round."""
+        """By how much a peer has trained what had no turn in this round; zeros elsewhere."""
         self.lives: dict[PeerId, PretendPeer] = {}
         """Which life of a peer the last round counted."""
 
@@ -46,12 +46,10 @@ class Books:
         brought = {peer: life.handed_in[parent.round] for peer, life in lives.items()}
         self._check_starts(parent, before, brought, lives)
         values = {peer: handed.values for peer, handed in brought.items()}
-        done = {piece.block for piece in child.slices}
         self.trained = {
-            (peer, block): value - self._masters(parent, before, peer, block)
+            (peer, block): self._not_done(child, block, value - self._masters(parent, before, peer, block))
             for peer, blocks in values.items()
             for block, value in blocks.items()
-            if block not in done
         }
         expected = self.ledger.round(parent, child, before, values)
         self.lives = lives
@@ -72,7 +70,7 @@ class Books:
         brought: Mapping[PeerId, HandedIn],
         lives: Mapping[PeerId, PretendPeer],
     ) -> None:
-        """Who owns a column alone goes on from its own values, everybody else from the committed ones."""
+        """What had its turn is begun from the committed values, or what a sole owner is ahead; the rest goes on."""
         counted = {entry.peer for entry in parent.roster}
         for peer, handed in brought.items():
             if peer not in counted:  # it may have had work that was not counted yet
@@ -81,7 +79,23 @@ class Books:
                 expected = self._masters(parent, before, peer, block)
                 if (peer, block) in self.trained and self.lives[peer] is lives[peer]:
                     expected = expected + self.trained[peer, block]
+                expected = self._with_ahead(parent, lives[peer], block, expected)
                 assert np.array_equal(start, expected), f"block {block} at {peer} after round {parent.round}"
+
+    def _with_ahead(self, parent: Manifest, life: PretendPeer, block: int, start: Values) -> Values:
+        """And what it trained while the round of `parent` was synced."""
+        ahead = life.ahead.get(parent.round - 1, {}).get(block)
+        if ahead is None:
+            return start
+        snapshot = life.handed_in[parent.round - 1].values[block]
+        return start + ((snapshot + ahead) - snapshot)
+
+    def _not_done(self, child: Manifest, block: int, change: Values) -> Values:
+        for tile_id in (tile_id for piece in child.slices for tile_id in piece.tile_ids):
+            tile = self.swarm.layout.tiles[tile_id]
+            if tile.block == block:
+                change[tile.start : tile.stop] = 0.0
+        return change
 
     def _masters(self, manifest: Manifest, values: Mapping[int, Values], peer: PeerId, block: int) -> Values:
         """What a peer trains on after a manifest that counted all its work."""

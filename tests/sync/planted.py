@@ -7,9 +7,9 @@ from dataclasses import replace
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.membership import is_majority
 from spes_p2p.sync.core.actions import Action, Send
+from spes_p2p.sync.core.fragments import due_columns
 from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Ballots, Contribution, Manifest, Proposal, Signed, Status, manifest_hash
-from spes_p2p.sync.core.plan import due_columns
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import Outcome, child_manifest
 from spes_p2p.sync.core.votes import VoteRecord

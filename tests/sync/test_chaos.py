@@ -74,8 +74,9 @@ class Misfortune:
         self.swarm.network.set_link(self.rng.choice(self.names), None, shape)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_swarm_outlives_misfortune(folder: Path, seed: int) -> None:
+def test_a_swarm_outlives_misfortune(folder: Path, seed: int, overlap: bool) -> None:
     rng = random.Random(seed)
     names = "abcde"[: 3 + seed % 3]
 
@@ -93,4 +94,5 @@ def test_a_swarm_outlives_misfortune(folder: Path, seed: int) -> None:
         if all(commit.certificate.kind != DEGRADED for commit in commits(swarm)):
             recorder.check(commits(swarm))
 
-    in_swarm(folder, play, small_config("sync.merge_interval=15", peers=len(names)), seed, max_virtual_seconds=600)
+    config = small_config("sync.merge_interval=15", f"sync.overlap={overlap}", peers=len(names))
+    in_swarm(folder, play, config, seed, max_virtual_seconds=600)

@@ -83,6 +83,13 @@ def test_no_schedule_breaks_a_rule_where_columns_take_turns() -> None:
     assert not summary.findings, report(summary)
 
 
+def test_no_schedule_breaks_a_rule_where_a_round_is_several_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three parts of two shared tiles: one of the syncs has none."""
+    monkeypatch.setattr(sim, "run_rules", partial(run_rules, expert_rounds=3, fragments=3))
+    summary = explore(range(100))
+    assert not summary.findings, report(summary)
+
+
 @pytest.mark.usefixtures("turns")
 def test_columns_that_move_without_their_turn_are_found() -> None:
     summary = explore(range(400), planted.TakesWhatWasNotHandedOut)

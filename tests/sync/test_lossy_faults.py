@@ -18,8 +18,8 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of, sole_columns
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
+from spes_p2p.sync.core.fragments import due_columns
 from spes_p2p.sync.core.messages import Intent
-from spes_p2p.sync.core.plan import due_columns
 from spes_p2p.sync.requests import VALUES, Request
 from spes_p2p.testing.faults import Fault, MemoryFaults
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.sync.core.fragments import due_columns, due_tiles
 from spes_p2p.sync.core.messages import Slice
-from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
+from spes_p2p.sync.core.plan import plan_slices, reducer_order
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
 
@@ -103,6 +105,19 @@ def test_small_blocks_are_cut_so_that_everybody_gets_a_part() -> None:
 def test_a_column_with_one_owner_is_its_owners_alone() -> None:
     slices = plan_slices(NAMES[:3], ((NAMES[1],),), {}, [3, 5], 16)
     assert {(piece.reducer, piece.contributors) for piece in slices if piece.block == 1} == {(NAMES[1], (NAMES[1],))}
+
+
+@pytest.mark.parametrize(("tiles", "fragments"), [(12, 4), (7, 3), (2, 5), (0, 2), (5, 1)])
+def test_shared_tiles_take_turns(tiles: int, fragments: int) -> None:
+    parts = [due_tiles(tiles, round, fragments) for round in range(fragments, 2 * fragments)]
+    assert [at for first, number in parts for at in range(first, first + number)] == list(range(tiles))
+    assert max(number for _, number in parts) - min(number for _, number in parts) <= 1
+
+
+def test_a_part_of_the_shared_block_is_planned_where_it_stands() -> None:
+    slices = plan_slices(NAMES[:2], ((NAMES[0],),), {}, [9, 3], 2, shared=(3, 3))
+    assert [piece.key for piece in slices if piece.block == 0] == [(3, 2), (5, 1)]
+    assert [piece.key for piece in slices if piece.block == 1] == [(9, 2), (11, 1)]
 
 
 def test_columns_take_turns() -> None:

@@ -14,6 +14,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest, Merge, Slice
 from spes_p2p.sync.core.plan import plan_slices
 from spes_p2p.sync.core.rules import (
@@ -109,6 +110,23 @@ TAMPERED: dict[str, Callable[[Manifest], Manifest]] = {
 def test_what_does_not_follow_is_refused(what: str) -> None:
     with pytest.raises(RemoteProtocolError):
         check_child(RUN.rules, PARENT, TAMPERED[what](CHILD))
+
+
+@pytest.mark.parametrize(("shift", "is_due"), [(0, True), (1, False), (-1, False)])
+def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(shift: int, is_due: bool) -> None:
+    rules = replace(RUN.rules, fragments=3)
+    tiles = rules.block_tiles[0]
+    parts = [due_tiles(tiles, round, 3) for round in range(3)]
+    shared = parts[(PARENT.round + 1 + shift) % 3]
+    slices = plan_slices([A, B], PARENT.ownership, {}, rules.block_tiles, rules.slice_tiles, shared=shared)
+    outcome = Outcome(CHILD.roster, slices, CHILD.wire_root, CHILD.state_root, None)
+    made = child_manifest(rules, PARENT, outcome, MEMBERS, WISHES)
+    whole = replace(made, slices=CHILD.slices)
+    if is_due:
+        check_child(rules, PARENT, made)
+    for wrong in [whole] if is_due else [made, whole]:
+        with pytest.raises(RemoteProtocolError, match=r"does not fit the plan|covered in part"):
+            check_child(rules, PARENT, wrong)
 
 
 def test_a_column_without_owner_in_the_roster_keeps_its_round() -> None:

@@ -22,13 +22,14 @@ def plan_slices(
     due: Collection[int] | None = None,
     private: Collection[PeerId] = (),
     helpers: Sequence[PeerId] = (),
+    shared: tuple[int, int] | None = None,
 ) -> tuple[Slice, ...]:
     """All slices of a round, in block order.
 
     `roster` is in protocol order (it is the order of summation). `block_tiles[b]` is the number of tiles of block b
     (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second; missing ones count
-    as the median of the others). `due` are the columns whose turn it is, by default all. A column without an owner in
-    the roster has no slice: nobody has values for it.
+    as the median of the others). `due` are the columns whose turn it is, `shared` the (first, number) of shared tiles,
+    by default all. A column without an owner in the roster has no slice: nobody has values for it.
 
     `private` peers cannot be dialled: they reduce only what they alone contribute to, and what is of several of them
     goes to `helpers`, who can be dialled and contribute nothing themselves.
@@ -43,18 +44,11 @@ def plan_slices(
             reducers = tuple(peer for peer in contributors if peer not in private)
             reducers = reducers or (tuple(helpers) if len(contributors) > 1 else ()) or contributors
             dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
-            for start, count in _cut(tiles, slice_tiles, len(reducers)):
-                slices.append(Slice(block, first_tile + start, count, next(dealer), contributors))
+            offset, number = (0, tiles) if block or shared is None else shared
+            for start, count in _cut(number, slice_tiles, len(reducers)):
+                slices.append(Slice(block, first_tile + offset + start, count, next(dealer), contributors))
         first_tile += tiles
     return tuple(slices)
-
-
-def due_columns(num_columns: int, round: int, expert_rounds: int) -> frozenset[int]:
-    """Columns whose turn it is in a round: each in every `expert_rounds`-th, about as many in one round as in another.
-
-    In between its owners' masters run ahead, and the others keep its last committed values.
-    """
-    return frozenset(column for column in range(num_columns) if (column - round) % expert_rounds == 0)
 
 
 def reducer_order(piece: Slice) -> tuple[PeerId, ...]:

@@ -9,9 +9,10 @@ from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import assign
 from spes_p2p.swarm.membership import LINK_PUBLIC
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
+from spes_p2p.sync.core.fragments import due_columns, due_tiles
 from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status
-from spes_p2p.sync.core.plan import due_columns, plan_slices, reducer_order
+from spes_p2p.sync.core.plan import plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
 
@@ -131,9 +132,11 @@ class Reducing(CoreState):
         if trained == 0:  # nobody could train: an empty round gives new leases, but in no hurry
             patience = self.pace.close_after_seconds([0.0])
             return len(ready) == len(here) > 0 and now - self.round.started_at > patience
-        if len(ready) == len(here):
+        coming = self._coming(now)
+        if len(ready) == len(here) and not coming:
             return True
         total, wait = self._trained_by_now(here, now)
+        total += coming
         elapsed = now - self.round.started_at
         if trained >= self.pace.CLOSE_SHARE * total:
             return True
@@ -141,6 +144,19 @@ class Reducing(CoreState):
             return True
         seconds = [status.work.seconds for status in ready if status.work.tokens]
         return elapsed > self.pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
+
+    def _coming(self, now: float) -> int:
+        """Tokens to be expected of living members that are about to have our tip: they may be READY then (overlap)."""
+        if now - self.round.started_at > self.pace.arrival_seconds():
+            return 0
+        counted = {entry.peer: entry.tokens for entry in self.tip.roster}
+        full = self.tip.steps_per_round * self.rules.batch_sequences * self.rules.sequence_tokens
+        contacts = ((member.peer, self.contacts.get(member.peer)) for member in self.tip.members)
+        return sum(
+            counted.get(peer, full)
+            for peer, contact in contacts
+            if contact is not None and contact.status.head == self.tip.parent and self.alive(peer, now)
+        )
 
     def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
         """(tokens of all, seconds until the next one is ready), from the speed that those who still train told of.
@@ -199,9 +215,11 @@ class Reducing(CoreState):
         able = [s.peer for s in self._members_here(now) if s.intent.can_vote]
         helpers = [peer for peer in sorted(able) if peer not in private]
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
+        shared = due_tiles(tiles[0], self.tip.round + 1, self.rules.fragments)
         slices = plan_slices(
-            peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers
-        )
+            peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers,
+            shared,
+        )  # fmt: skip
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
     def _due_columns(self, now: float) -> frozenset[int]:

@@ -278,7 +278,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """`commit` is the committed state here, whether voted or caught up with."""
         if commit.manifest.round > self.tip.round:
             if commit.manifest.parent == self.head and self.round.closed_at is not None:
-                self.pace.observe_round(self.round.closed_at - self.round.started_at)
+                trained = self.round.closed_at - self.round.started_at
+                self.pace.observe_round(max(trained, self.round.work.seconds))  # some of it may have been made ahead
             self._commit = commit
             self._enter(commit.manifest, now)
         return self._advance(now)

@@ -16,6 +16,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish, assign
 from spes_p2p.ownership.expert_map import Ownership, nobody
 from spes_p2p.swarm.membership import Member, electors, is_majority, with_votes
+from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import (
     DEGRADED,
     MAJORITY,
@@ -60,6 +61,8 @@ class RunRules:
     """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
     expert_rounds: int = 1
     """Each column is handed out in every so many rounds."""
+    fragments: int = 1
+    """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
     organiser: PeerId = NOBODY
     """Who may sign a renewal (see `renewed_manifest`); nobody in a run without an organiser."""
 
@@ -244,13 +247,15 @@ def _check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
 
 
 def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contribution], slices: Sequence[Slice]) -> None:
-    """Slices are in order, do not overlap, stay in their block, and cover a block wholly or not at all."""
+    """Slices are in order, do not overlap, stay in their block, and cover what is due of it wholly or not at all."""
     where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster}
     members = {member.peer for member in parent.members}
     if slices and not rules.exchange:
         raise RemoteProtocolError(f"{where}: slices in a run without exchange")
     covered = [0] * len(rules.block_tiles)
     starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
+    due = list(rules.block_tiles)
+    starts[0], due[0] = due_tiles(rules.block_tiles[0], parent.round + 1, rules.fragments)
     for piece in slices:
         if not 0 <= piece.block < len(covered) or not 0 < piece.tiles <= rules.slice_tiles:
             raise RemoteProtocolError(f"{where}: slice of block {piece.block} is malformed")
@@ -262,7 +267,7 @@ def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
         if piece.reducer not in members:  # it need not contribute: it may help those who cannot be dialled
             raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a stranger")
         covered[piece.block] += piece.tiles
-    if any(have not in (0, tiles) for have, tiles in zip(covered, rules.block_tiles, strict=True)):
+    if any(have not in (0, tiles) for have, tiles in zip(covered, due, strict=True)):
         raise RemoteProtocolError(f"{where}: a block is covered in part")
 
 

@@ -67,7 +67,7 @@ class Pace:
             self._deadline = max(6 * self.heartbeat_seconds, 1.5 * self.suspect_seconds, 3 * self._quiet.high)
 
     def observe_round(self, seconds: float) -> None:
-        """Training time of a round, from commit to close."""
+        """Training time of a round: from commit to close, or more where it began before the commit."""
         self._rounds.append(seconds)
 
     @property
@@ -90,6 +90,10 @@ class Pace:
         """How long a majority must be unheard before a minority goes on without it (design section 4)."""
         deadline = self.deadline_seconds(0)
         return deadline if all_refused else max(10 * deadline, self.round_seconds)
+
+    def arrival_seconds(self) -> float:
+        """For so long after a commit members that have not got it yet are counted as training on it."""
+        return max(2 * self.heartbeat_seconds, self.WAIT_SHARE * self.round_seconds)
 
     def close_after_seconds(self, ready_seconds: list[float], most: bool = False) -> float:
         """Training time after which the round closes without those who are late.

@@ -1,0 +1,21 @@
+"""Whose turn it is: which columns, and which part of the shared parameters, a round brings. Pure functions."""
+
+from __future__ import annotations
+
+
+def due_columns(num_columns: int, round: int, expert_rounds: int) -> frozenset[int]:
+    """Columns whose turn it is in a round: each in every `expert_rounds`-th, about as many in one round as in another.
+
+    In between its owners' masters run ahead, and the others keep its last committed values.
+    """
+    return frozenset(column for column in range(num_columns) if (column - round) % expert_rounds == 0)
+
+
+def due_tiles(tiles: int, round: int, fragments: int) -> tuple[int, int]:
+    """(first, number) of the shared tiles whose turn it is: one of `fragments` consecutive parts, nearly equal.
+
+    In between each peer goes on from its own values of the others. After Streaming DiLoCo (arXiv 2501.18512).
+    """
+    part = round % fragments
+    first = tiles * part // fragments
+    return first, tiles * (part + 1) // fragments - first

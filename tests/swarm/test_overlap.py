@@ -1,0 +1,66 @@
+"""Four real peers that train on while they sync, a part of the state at a time: exact, agreed, the bytes of `plan`."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.observe.events import Eval, Round, Step
+from spes_p2p.planning.traffic import Link, sync_costs
+from tests import oracle
+from tests.swarm.micro import Finished, dump_initial_state, recomputed_state, run_to_the_end
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+PEERS = ("p0", "p1", "p2", "p3")
+ROUNDS = 8
+STEPS = 10
+AGREED = (
+    "swarm.experts_per_peer=2", "sync.overlap=true", "sync.fragments=2", f"sync.steps_per_round={2 * STEPS}",
+    "model.d_model=96", "model.num_layers=3", "model.num_heads=4", "model.expert_ffn=192", "sync.tile_values=32768",
+    "swarm.heartbeat_seconds=1.0",
+)  # fmt: skip
+"""1.5 million values: messages are few beside them."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished:
+    folder = tmp_path_factory.mktemp("overlap")
+    return run_to_the_end(folder, tokens, PEERS, ROUNDS, AGREED, ("eval.sequences=32",))
+
+
+def test_every_sync_is_what_the_formulas_give(finished: Finished) -> None:
+    dump_initial_state(finished.folder, finished.config, "p0")
+    dumps = finished.folder / "dumps"
+    assert oracle.check_dumps(dumps, finished.config.sync.tile_values) == list(range(ROUNDS + 1))
+
+
+def test_all_peers_end_with_the_same_state(finished: Finished) -> None:
+    hashes = {recomputed_state(finished.folder / name, finished.config) for name in PEERS}
+    assert hashes == {(events[-1].round, events[-1].model_hash) for events in finished.of(Round).values()}
+    assert len(hashes) == 1
+
+
+def test_steps_are_made_while_rounds_are_synced(finished: Finished) -> None:
+    """More than those that the committed rounds have: the last one's are not even begun by some."""
+    for name, steps in finished.of(Step).items():
+        assert len(steps) >= ROUNDS * STEPS * 0.9, name
+    first, last = (
+        statistics.mean(event.loss for events in finished.of(Eval).values() for event in events if event.round == round)
+        for round in (0, ROUNDS)
+    )
+    assert last < first - 0.3
+
+
+def test_the_bytes_are_those_that_plan_says(finished: Finished) -> None:
+    cost = sync_costs(finished.config, len(PEERS), 2, Link(), None)[0]
+    rounds = [event for events in finished.of(Round).values() for event in events if event.round > 1]
+    full = [event for event in rounds if event.roster_size == len(PEERS)]
+    by_round = {event.round for event in full}
+    halves = [[e for e in full if e.round % 2 == half] for half in (0, 1)]
+    assert all(halves), by_round
+    sent = statistics.mean(statistics.mean(event.bytes_sent for event in half) for half in halves)
+    received = statistics.mean(statistics.mean(event.bytes_received for event in half) for half in halves)
+    assert sent == pytest.approx(cost.bytes_up, rel=0.05)
+    assert received == pytest.approx(cost.bytes_down, rel=0.05)
