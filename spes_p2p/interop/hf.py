@@ -76,7 +76,8 @@ def state_tensors(model: ModelConfig) -> list[StateTensor]:
 def state_layout(config: Config) -> Layout:
     """The grid of a run: where every value of its state lies, and how it travels."""
     sync = config.sync
-    return Layout(state_tensors(config.model), sync.tile_values, sync.codec, sync.expert_codec)
+    tensors = state_tensors(config.model)
+    return Layout(tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum=sync.outer != "none")
 
 
 def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:

@@ -31,6 +31,7 @@ from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
@@ -116,7 +117,8 @@ def _train(
     saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
     dump = None
     if options.dump_rounds is not None:
-        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k)
+        outer = outer_optimizer(config.sync)
+        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
     tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
     loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks)
     exactly = _restore(resumed, tip, loop, trainer, loader)

@@ -12,7 +12,7 @@ from pathlib import Path
 from spes_p2p.config.load import config_from_tree
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import CheckpointError, ConfigError
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.importing import StartModel
 from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.state.layout import Layout
@@ -32,7 +32,7 @@ def start_from(source: Path, config: Config, folder: Path, say: Callable[[str], 
         start = StartModel.open(source)
         start.check_fits(config)
         say(f"hashing the model in {source}")
-        root = start.root(Layout(state_tensors(config.model), config.sync.tile_values)).hex()
+        root = start.root(state_layout(config)).hex()
     tree = config.model_dump()
     tree["run"]["initial_state"] = root
     return config_from_tree(tree)

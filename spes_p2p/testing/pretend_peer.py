@@ -30,6 +30,7 @@ from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Carried, Inputs
 from spes_p2p.sync.joining import Joining, Place
+from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.outgoing import Masters
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -150,7 +151,8 @@ class PretendPeer:
         self.driver = Driver(
             core, swarm.info, self.net.transport, self.checker,
             Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
-            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self, swarm.clock,
+            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k, outer_optimizer(swarm.config.sync)), self,
+            swarm.clock,
         )  # fmt: skip
         await self.driver.start()
         self.joined = True

@@ -58,7 +58,7 @@ class RankTrainer:
     def adopt(self, owned: tuple[int, ...], values: BlockSource | None, step: int, keep_moments: bool) -> None:
         """Loads the state of global step `step` (`values` on rank 0) and starts a round that trains `owned`."""
         self.set_owned(owned, keep_moments, ramp_fresh=step > 0)
-        for block in self.layout.blocks:
+        for block in self.layout.model_blocks:
             own = None if values is None else values.block(block.index)
             load_block(self.model, self._table, block.index, broadcast_array(self.ranks, own, block.size))
         self.step, self.round_steps = step, 0

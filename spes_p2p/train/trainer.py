@@ -90,7 +90,7 @@ class Trainer:
         if spare is None:
             return None
         _, total = free_and_total_bytes(self._ranks.device)
-        column_values, options = self._rank.layout.blocks[-1].size, Options.of(self.config)
+        column_values, options = self._rank.layout.model_blocks[-1].size, Options.of(self.config)
         return columns_by_experience(len(self.owned), spare, total, column_values, options)
 
     @property
