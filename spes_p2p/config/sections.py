@@ -37,6 +37,12 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The decoder-only Mixture-of-Experts transformer."""
 
+    own_layout: str = agreed(
+        "Hash of a model of one's own that is trained in the place of this one (set by spes_p2p.Run(model=...), see "
+        "docs/api.md): of this section only vocab_size, num_experts (its columns) and this field count then.",
+        "",
+        pattern=r"^([0-9a-f]{64})?$",
+    )
     vocab_size: Positive = agreed("Number of token ids of the tokenizer.")
     embedding_rows: Positive = agreed("Rows of the embedding and of the output head (default: vocab_size).")
     d_model: Positive = agreed("Width of the residual stream.")
