@@ -156,11 +156,13 @@ def page(
     from spes_p2p.planning.sizes import Sizes
 
     sizes = Sizes.of(config.model)
-    command = (
-        f"python scripts/compare.py --config {arguments.config} --steps {arguments.steps} --peers {arguments.peers}"
-    )
-    command += f" --steps-per-round {arguments.steps_per_round} --seeds {' '.join(map(str, seeds))}"
-    command += "".join(f" {override}" for override in arguments.overrides)
+    words = [
+        "python scripts/compare.py",
+        *arguments.overrides,
+        f"--config {arguments.config}",
+    ]  # seeds take what follows
+    words += [f"--steps {arguments.steps}", f"--peers {arguments.peers}"]
+    words += [f"--steps-per-round {arguments.steps_per_round}", f"--seeds {' '.join(map(str, seeds))}"]
     corpus = "a copy of the standard library's sources" if arguments.data is None else "a corpus of its own"
     tokens = arguments.peers * config.optimizer.batch_sequences * config.data.sequence_length
     lines = [
@@ -173,7 +175,7 @@ def page(
         f"{len(seeds)} seed(s), on {arguments.device.type}, trained on {corpus}. Loss: cross entropy in nats a "
         f"token on {config.eval.sequences} held-out sequences, of the committed model after the last round.",
         "",
-        "    " + command,
+        "    " + " ".join(words),
         "",
         *table(found, sizes.total),
         "",

@@ -100,7 +100,7 @@ class Model:
         model = self.build()
         for block in range(1 + self.num_columns):
             model.load_block(block, state.block(block))
-        return model.module
+        return model.module.eval()
 
     def config_of(self, config: Config, initial_state: Hash) -> Config:
         """The same run with this model. Raises ConfigError for settings that need our own."""

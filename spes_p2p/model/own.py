@@ -83,6 +83,7 @@ class OwnModel(nn.Module):
 
         Raises ConfigError where the loss is no number that can be differentiated.
         """
+        self.module.train(torch.is_grad_enabled())  # no dropout where it is only measured
         if counted_B is not None:
             token_BS = token_BS[counted_B]
         zero = torch.zeros((), device=token_BS.device)

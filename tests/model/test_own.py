@@ -78,6 +78,16 @@ def test_masked_sequences_do_not_count() -> None:
     assert not model.module.get_parameter("table.weight").grad.any()
 
 
+def test_it_is_measured_without_dropout() -> None:
+    model = OwnModel(
+        nn.Sequential(Two(), nn.Dropout(0.5)), next_token, [[f"0.{n}" for n, _ in Two().named_parameters()]]
+    )
+    with torch.no_grad():
+        assert model(TOKENS).cross_entropy == model(TOKENS).cross_entropy
+    model.set_owned([])
+    assert model(TOKENS).cross_entropy != model(TOKENS).cross_entropy
+
+
 def test_what_the_head_weighs_scales_the_total_alone() -> None:
     model = made()
     parts = model(TOKENS, None, 1.0, 0.5)
