@@ -3,19 +3,20 @@
     python scripts/compare.py --steps 200 --seeds 0 1 --output docs/results.md
     python scripts/compare.py --config small --data shards --device cuda --steps 700
 
-Centralized (one peer), DiLoCo, SPES without and with merge, with two owners a column, a rising H, and two periods. All
-but the named settings are those of the config; every method starts from the same values, and a step has the tokens of
-all peers together. The sync is that of real peers, on the in-memory network. Beside the table it writes two plots (SVG;
-pip extra plot): held-out loss against tokens and against bytes. --json keeps the points.
-
-Not compared, because the sync has none: an outer optimizer.
+Centralized (one peer), DiLoCo with plain averaging and with its outer Nesterov step, SPES without and with merge, with
+two owners a column, a rising H, and two periods. All but the named settings are those of the config; every method
+starts from the same values, and a step has the tokens of all peers together. The sync is that of real peers, on the
+in-memory network. Beside the table it writes two plots (SVG; pip extra plot): held-out loss against tokens and against
+bytes. --json keeps the points.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from spes_p2p.observe.metrics import bytes_text, count_text
 from spes_p2p.peer.options import config_path
 from spes_p2p.peer.run import choose_device
 from spes_p2p.testing.training_swarm import Point, Training, train
+from spes_p2p.train.scratch import Scratch
 
 CORPUS_BYTES = 8 * 2**20
 STATE_BYTES, TRAINED_BYTES = 4, 16
@@ -61,9 +63,11 @@ def methods_of(config: Config, peers: int, steps_per_round: int) -> list[Method]
     merge = (f"sync.merge_alpha={config.sync.merge_alpha or 0.05}", f"sync.merge_interval={steps_per_round}")
     often = max(1, steps_per_round // PERIODS)
     twice = (f"swarm.experts_per_peer={min(experts, 2 * each)}", "swarm.target_replicas=2")
+    diloco = (*plain, f"swarm.min_peers={peers}", everything, f"swarm.target_replicas={peers}")
     return [
         Method("centralized", (*plain, everything, *alone, f"optimizer.micro_batch_sequences={batch}")),
-        Method("DiLoCo", (*plain, f"swarm.min_peers={peers}", everything, f"swarm.target_replicas={peers}")),
+        Method("DiLoCo, plain averaging", diloco),
+        Method("DiLoCo, outer Nesterov", (*diloco, "sync.outer=nesterov")),
         Method("SPES", (*plain, *spes)),
         Method("SPES, merge", (*plain, *spes, *merge)),
         Method("SPES, 2 owners", (*plain, *spes, *twice)),
@@ -86,15 +90,15 @@ class Outcome:
         return self.training.points[-1]
 
 
-def run(arguments: argparse.Namespace, data: Path, seed: int) -> Iterator[Outcome]:
-    """Every method with one seed."""
+def run(arguments: argparse.Namespace, data: Path, seed: int, folder: Path) -> Iterator[Outcome]:
+    """Every method with one seed; `folder` takes what its peers keep, for as long as it trains."""
     common = (f"data.path={data}", *arguments.overrides)
     base = load_config(config_path(arguments.config), common)
     for method in methods_of(base, arguments.peers, arguments.steps_per_round):
         config = load_config(config_path(arguments.config), (*common, *method.overrides, f"run.seed={seed}"))
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="spes-p2p-compare-") as folder:
-            training = train(config, Path(folder), open_dataset(config), arguments.steps, arguments.device)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            training = train(config, Path(own), open_dataset(config), arguments.steps, arguments.device)
         outcome = Outcome(method.name, seed, config.swarm.min_peers, training)
         seconds = time.perf_counter() - started
         print(f"seed {seed}, {method.name}: {outcome.last.held_out_loss:.4f} ({seconds:.0f} s)", flush=True)
@@ -152,11 +156,13 @@ def page(
     from spes_p2p.planning.sizes import Sizes
 
     sizes = Sizes.of(config.model)
-    command = (
-        f"python scripts/compare.py --config {arguments.config} --steps {arguments.steps} --peers {arguments.peers}"
-    )
-    command += f" --steps-per-round {arguments.steps_per_round} --seeds {' '.join(map(str, seeds))}"
-    command += "".join(f" {override}" for override in arguments.overrides)
+    words = [
+        "python scripts/compare.py",
+        *arguments.overrides,
+        f"--config {arguments.config}",
+    ]  # seeds take what follows
+    words += [f"--steps {arguments.steps}", f"--peers {arguments.peers}"]
+    words += [f"--steps-per-round {arguments.steps_per_round}", f"--seeds {' '.join(map(str, seeds))}"]
     corpus = "a copy of the standard library's sources" if arguments.data is None else "a corpus of its own"
     tokens = arguments.peers * config.optimizer.batch_sequences * config.data.sequence_length
     lines = [
@@ -169,14 +175,15 @@ def page(
         f"{len(seeds)} seed(s), on {arguments.device.type}, trained on {corpus}. Loss: cross entropy in nats a "
         f"token on {config.eval.sequences} held-out sequences, of the committed model after the last round.",
         "",
-        "    " + command,
+        "    " + " ".join(words),
         "",
         *table(found, sizes.total),
         "",
         "Memory is what weights, gradients and moments take in fp32, without activations: 16 bytes a trained value, 4 "
         "for the others. Bytes are counted on the in-memory network. Two periods: shared weights are averaged "
-        f"{PERIODS} times in H steps, a column is handed out once. Not compared, because the sync has none yet: an "
-        "outer optimizer for DiLoCo.",
+        f"{PERIODS} times in H steps, a column is handed out once. Outer Nesterov: learning rate "
+        f"{config.sync.outer_lr}, momentum {config.sync.outer_momentum}, as published; its momentum is on disk, and is "
+        "not in the memory counted here.",
         "",
         "A small model, few steps and few seeds: differences that are no larger than those between seeds mean nothing.",
         "",
@@ -207,15 +214,32 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@contextlib.contextmanager
+def working_folder() -> Iterator[Path]:
+    """Removed on the way out, also after a signal; what a SIGKILL leaves is removed by the next comparison."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    handlers = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    scratch = Scratch("spes-p2p-compare-")
+    try:
+        yield scratch.path
+    finally:
+        scratch.remove()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
     if isinstance(arguments.device, str):
         arguments.device = choose_device(arguments.device)
-    with tempfile.TemporaryDirectory(prefix="spes-p2p-compare-") as folder:
-        data = arguments.data or make_data(Path(folder))
+    with working_folder() as folder:
+        data = arguments.data or make_data(folder)
         found: list[Outcome] = []
         for at, seed in enumerate(arguments.seeds, 1):
-            found += run(arguments, data, seed)
+            found += run(arguments, data, seed, folder)
             write(arguments, found, arguments.seeds[:at])  # a later seed may take too long
     print(f"{arguments.output} is written")
 

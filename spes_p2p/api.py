@@ -1,4 +1,4 @@
-"""The handful of names for programs of one's own: `Run`, `Peer`, `Swarm`, `evaluate`; docs/api.md shows them at work.
+"""The handful of names for programs of one's own, `Run`, `Peer`, `Swarm` and more; docs/api.md shows them at work.
 
 Thin on purpose: the command line calls the same functions of `peer`. `spes_p2p` hands these names out on first use, so
 that importing the package stays cheap. Errors are those of `spes_p2p.errors`, each with the fix.
@@ -16,22 +16,26 @@ from tempfile import TemporaryDirectory
 from threading import Event as Flag
 from typing import Any
 
+from torch import nn
+
 from spes_p2p.config.fingerprint import fingerprint
-from spes_p2p.config.load import load_config
+from spes_p2p.config.load import config_from_text, load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.errors import ConfigError
 from spes_p2p.interop.card import Facts
 from spes_p2p.interop.evaluate import Score, chosen_tasks
 from spes_p2p.interop.evaluate import evaluate as _evaluate
+from spes_p2p.interop.own import Model, OwnStart, run_layout
 from spes_p2p.observe.events import Event, EventBus
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
 from spes_p2p.peer.connection import open_network
-from spes_p2p.peer.export import ExportOptions, run_export
+from spes_p2p.peer.export import ExportOptions, find_checkpoint, run_export
 from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path
 from spes_p2p.peer.run import run_peer
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.report import RunReport, read_report
 
-__all__ = ["Peer", "Run", "Swarm", "evaluate"]
+__all__ = ["Model", "Peer", "Run", "Swarm", "evaluate"]
 
 Say = Callable[[str], None]
 
@@ -43,11 +47,18 @@ def _nothing(text: str) -> None:
 class Run:
     """A run as its organiser sees it: a config, and a bootstrap node for it."""
 
-    def __init__(self, config: str | Path, *overrides: str) -> None:
-        """`config` is a YAML file or the name of a bundled one; `overrides` as on the command line."""
+    def __init__(self, config: str | Path, *overrides: str, model: Model | None = None) -> None:
+        """`config` is a YAML file or the name of a bundled one; `overrides` as on the command line.
+
+        `model`: a model of one's own, trained in the place of the config's. Raises ConfigError where settings do not go
+        with it.
+        """
         self.path = Path(config)
         self.overrides = overrides
+        self.model = model
         self.config: Config = load_config(config_path(self.path), overrides)
+        if model is not None:
+            self.config = model.config_of(self.config, OwnStart(model, self.config).root())
 
     @property
     def fingerprint(self) -> str:
@@ -66,8 +77,9 @@ class Run:
         """A bootstrap node in this process while the block runs; gives the address for peers."""
         network = NetworkOptions(host_maddrs=host_maddrs, use_relay=False)
         options = BootstrapOptions(
-            network, Path(folder), self.path, None if data is None else str(data), self.overrides, init_from=init_from
-        )
+            network, Path(folder), self.path, None if data is None else str(data), self.overrides, init_from=init_from,
+            model=self.model,
+        )  # fmt: skip
         ready, said = Flag(), list[str]()
 
         def on_ready(command: str) -> None:
@@ -98,7 +110,10 @@ class Peer:
         host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS,
         **options: Any,
     ) -> None:
-        """`options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `resume`, `max_experts`."""
+        """`options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `resume`, `max_experts`.
+
+        Where the run trains a model of its organiser's own, `model` is the same one.
+        """
         addresses = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         network = NetworkOptions(addresses, host_maddrs, use_relay=False)
         if options.get("data") is not None:
@@ -117,6 +132,14 @@ class Peer:
             run_peer(self._options, bus, say, lambda peer, steps_per_round: None)
         finally:
             bus.close()
+
+    def load(self) -> nn.Module:
+        """A model of one's own with the committed values of this peer's newest checkpoint. Raises CheckpointError."""
+        if self._options.model is None:
+            raise ConfigError("this peer has no model of its own", fix="export it with spes_p2p.Swarm or the command")
+        checkpoint = find_checkpoint(self.output, _nothing)
+        config = config_from_text(checkpoint.run["config"], origin=f"the config in {checkpoint.folder}")
+        return self._options.model.load(checkpoint.version(run_layout(config, self._options.model)))
 
 
 class Swarm:

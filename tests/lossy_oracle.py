@@ -65,6 +65,13 @@ THROUGH: dict[str, Callable[[Values], Values]] = {
 """What arrives of a change."""
 
 
+def nesterov(mean: Values, before: Values, v: Values, lr: float, momentum: float) -> tuple[Values, Values]:
+    """(new values, new momentum) of the outer optimizer."""
+    d = mean - before
+    v = v * np.float32(momentum) + d
+    return before + (v * np.float32(momentum) + d) * np.float32(lr), v
+
+
 @dataclass
 class Ledger:
     """The residuals of all peers. `tiles[id]` is (block, start, stop); `codecs[block]` the codec of a block."""

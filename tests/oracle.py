@@ -1,4 +1,4 @@
-"""An independent computation of what a round must give: the algorithm's items 2 and 3, in plain numpy and float64.
+"""An independent computation of what a round must give: the algorithm's items 2, 3 and 6, in plain numpy and float64.
 
 Written from the formulas and the byte order of the protocol alone; it shares no code with the package. Everything is a
 dict of tensors under Hugging Face names. `round_result` computes one round, `check_dumps` holds the folders that
@@ -6,6 +6,8 @@ dict of tensors under Hugging Face names. `round_result` computes one round, `ch
 
     shared <- sum_p w_p x_p / sum_p w_p over a slice's contributors; a column: the same over its owners among them
     step   <- step + (2 a + b) // (2 b), a = sum_p w_p n_p, b = sum_p w_p
+    outer optimizer, where there is one, on what the slices cover: d = mean - before, v <- momentum v + d,
+              x <- before + lr (d + momentum v); else x <- mean
     merge, when floor(step / interval) grew and alpha = base * (1 - min(step / decay, 1)) > 0:
     e_i    <- e_i + alpha * mean_{j in T(i)} (e_j - e_i), T(i): the k others whose gate projections have the highest
               cosine similarity, layer by layer, all right-hand sides from before the merge
@@ -28,6 +30,8 @@ from safetensors.numpy import load_file
 Tensors = Mapping[str, NDArray[Any]]
 TOLERANCE = 1e-6
 """Of the largest value of a tensor."""
+MOMENTUM = "outer_momentum."
+"""Before the name of a tensor: v of it."""
 _EXPERT = re.compile(r"(.*\blayers\.)(\d+)(\..*\bexperts\.)(\d+)(\.)(gate|up|down)(_proj\.weight)")
 
 
@@ -49,6 +53,14 @@ class SliceOf:
     first_tile: int
     tiles: int
     contributors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer optimizer: SGD with Nesterov momentum."""
+
+    lr: float
+    momentum: float
 
 
 # ---- the order of bytes ----
@@ -73,13 +85,16 @@ def _place(name: str) -> tuple[Any, ...]:
 
 
 def root_of(state: Tensors, tile_values: int) -> str:
-    """The hash that names a state: SHA-256 over the SHA-256 of each tile, tiles cut inside each block."""
+    """The hash that names a state: SHA-256 over that of each tile, tiles cut inside each block, momentum last."""
     joined = hashlib.sha256()
-    blocks: dict[int, list[NDArray[Any]]] = {}
-    for name in in_order(state):
-        blocks.setdefault(block_of(name), []).append(np.asarray(state[name], "<f4").reshape(-1))
-    for block in sorted(blocks):
-        values = np.concatenate(blocks[block])
+    blocks: dict[tuple[bool, int], list[NDArray[Any]]] = {}
+    for prefix in ("", MOMENTUM):
+        names = [name.removeprefix(MOMENTUM) for name in state if name.startswith(MOMENTUM) is bool(prefix)]
+        for name in in_order(names):
+            values = np.asarray(state[prefix + name], "<f4").reshape(-1)
+            blocks.setdefault((bool(prefix), block_of(name)), []).append(values)
+    for parts in (blocks[key] for key in sorted(blocks)):
+        values = np.concatenate(parts)
         for start in range(0, len(values), tile_values):
             joined.update(hashlib.sha256(values[start : start + tile_values].tobytes()).digest())
     return joined.hexdigest()
@@ -109,16 +124,31 @@ def round_result(
     alpha: float,
     top_k: int,
     tile_values: int | None = None,
+    outer: Outer | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """The state after a round. `committed` is the state before; a tensor may be missing there if the round brings it.
 
-    `tile_values` is only needed where slices of one block have different contributors.
+    `tile_values` is only needed where slices of one block have different contributors. With `outer`, `committed` holds
+    the momentum of every tensor too.
     """
     after = {name: np.array(value, np.float64) for name, value in committed.items()}
     for block in sorted({piece.block for piece in slices}):
         pieces = [piece for piece in slices if piece.block == block]
-        after.update(_block_result(peers, pieces, committed, tile_values))
+        means = _block_result(peers, pieces, committed, tile_values)
+        after.update(means if outer is None else outer_step(means, committed, outer))
     return merged(after, alpha, top_k) if alpha > 0 else after
+
+
+def outer_step(means: Tensors, committed: Tensors, outer: Outer) -> dict[str, NDArray[np.float64]]:
+    """New values and new momentum of the tensors that a round averaged."""
+    after: dict[str, NDArray[np.float64]] = {}
+    for name, mean in means.items():
+        before = np.asarray(committed[name], np.float64)
+        gradient = before - mean  # as in torch.optim.SGD: the step goes against it
+        buffer = -outer.momentum * np.asarray(committed[MOMENTUM + name], np.float64) + gradient
+        after[name] = before - outer.lr * (gradient + outer.momentum * buffer)
+        after[MOMENTUM + name] = -buffer
+    return after
 
 
 def _block_result(
@@ -176,7 +206,7 @@ def merged(state: Tensors, alpha: float, top_k: int) -> dict[str, NDArray[np.flo
     after = {name: np.array(value, np.float64) for name, value in state.items()}
     experts: dict[int, dict[int, dict[str, str]]] = {}
     for name in state:
-        if match := _EXPERT.fullmatch(name):
+        if (match := _EXPERT.fullmatch(name)) and not name.startswith(MOMENTUM):
             experts.setdefault(int(match[2]), {}).setdefault(int(match[4]), {})[match[6]] = name
     for layer in experts.values():
         gates = {e: np.asarray(state[names["gate"]], np.float32).astype(np.float64) for e, names in layer.items()}
@@ -195,11 +225,12 @@ def _cosine(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 
 def check_equal(after: Tensors, expected: Tensors, where: str = "") -> None:
-    """Every tensor equals the expected one to TOLERANCE of its largest value."""
+    """Every tensor equals the expected one to TOLERANCE of its largest value (momentum: or of what it is of)."""
     assert set(after) == set(expected), f"{where}: {sorted(set(after) ^ set(expected))[:3]} are not on both sides"
     for name, value in expected.items():
         error = float(np.max(np.abs(np.asarray(after[name], np.float64) - value), initial=0.0))
-        limit = TOLERANCE * float(np.max(np.abs(value), initial=0.0))
+        scales = (np.max(np.abs(expected[key]), initial=0.0) for key in {name, name.removeprefix(MOMENTUM)})
+        limit = TOLERANCE * float(max(scales))
         assert error <= limit, f"{where}: {name} is off by {error:.3g}, more than {limit:.3g}"
 
 
@@ -248,7 +279,7 @@ def check_dumps(directory: Path, tile_values: int | None = None, complete: bool 
 def _check_agreement(round: int, dumps: Mapping[str, Dump], tile_values: int | None) -> None:
     first = next(iter(dumps.values()))
     for dump in dumps.values():
-        for key in ("model_hash", "step", "roster", "slices", "merge_alpha", "merge_top_k", "codec"):
+        for key in ("model_hash", "step", "roster", "slices", "merge_alpha", "merge_top_k", "codec", "outer"):
             same = dump.about[key] == first.about[key]
             assert same, f"round {round}: {key} is {dump.about[key]} at {dump.peer}, {first.about[key]} at {first.peer}"
         for name, value in first.after.items():
@@ -279,7 +310,10 @@ def _check_round(
     if about["slices"] and not committed:
         covered = {piece.block for piece in slices}
         assert covered == {block_of(name) for name in after}, f"round {round}: blocks without the state before"
-    result = round_result(peers, slices, committed, about["merge_alpha"], about["merge_top_k"], tile_values)
+    outer = None if about["outer"] is None else Outer(**about["outer"])
+    if outer is not None and not committed:
+        return  # nobody knows the momentum before
+    result = round_result(peers, slices, committed, about["merge_alpha"], about["merge_top_k"], tile_values, outer)
     if result:
         check_equal(after, result, f"round {round}")
 

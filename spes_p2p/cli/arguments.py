@@ -15,44 +15,38 @@ from typer.core import TyperCommand
 
 MADDRS = "MADDR [MADDR ...]"
 
+
+def optional(text: str, metavar: str, *names: str) -> Any:
+    """An option without which things go as its help `text` says."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False)
+
+
 InitialPeers = Annotated[
     list[str],
     typer.Option("--initial-peers", metavar=MADDRS, help="Addresses of live nodes of the run; any peer will do."),
 ]
 HostMaddrs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--host-maddrs", metavar=MADDRS, help="Where to listen (default: everywhere, a free port).", show_default=False
-    ),
+    list[str] | None, optional("Where to listen (default: everywhere, a free port).", MADDRS, "--host-maddrs")
 ]
 AnnounceMaddrs = Annotated[
-    list[str] | None,
-    typer.Option("--announce-maddrs", metavar=MADDRS, help="Where others should dial us instead.", show_default=False),
+    list[str] | None, optional("Where others should dial us instead.", MADDRS, "--announce-maddrs")
 ]
 IdentityPath = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Key file of this node (default: identity.key in the output folder).", show_default=False
-    ),
+    Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE")
 ]
 UseRelay = Annotated[bool, typer.Option("--use-relay/--no-relay", help="Use libp2p relays where they help.")]
-MaxUpload = Annotated[
+MaxUpload = Annotated[str | None, optional("Most to send, such as 20Mbit (default: no limit).", "RATE")]
+MaxDownload = Annotated[str | None, optional("Most to receive, such as 100Mbit (default: no limit).", "RATE")]
+RunId = Annotated[str | None, optional("Which run, where several are announced.", "NAME")]
+Fingerprint = Annotated[str | None, optional("Only the run with this fingerprint (its first digits will do).", "HEX")]
+
+# of what takes a model from a checkpoint or from a live run
+CheckpointFolder = Annotated[Path | None, optional("A peer's output folder, or one of its checkpoints.", "DIR")]
+LivePeers = Annotated[list[str] | None, optional("Take the newest state of the live run.", MADDRS, "--initial-peers")]
+TokenizerOption = Annotated[
     str | None,
-    typer.Option(metavar="RATE", help="Most to send, such as 20Mbit (default: no limit).", show_default=False),
-]
-MaxDownload = Annotated[
-    str | None,
-    typer.Option(metavar="RATE", help="Most to receive, such as 100Mbit (default: no limit).", show_default=False),
-]
-RunId = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Which run, where several are announced.", show_default=False)
-]
-Fingerprint = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HEX",
-        help="Only the run with this fingerprint (its first digits will do).",
-        show_default=False,
+    optional(
+        "As for tokenize: byte, a file, a folder, a name on the hub (default: what the checkpoint names).", "NAME"
     ),
 ]
 

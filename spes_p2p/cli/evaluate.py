@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, RunId
-from spes_p2p.cli.export import CheckpointFolder, Dtype, DtypeOption, OptionalPeers, TokenizerOption, one_source
+from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, LivePeers, RunId, TokenizerOption
+from spes_p2p.cli.export import Dtype, DtypeOption, one_source
 from spes_p2p.cli.showing import shown_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def evaluate(
         Path | None, typer.Argument(metavar="HF_DIR", help="A Hugging Face folder.", show_default=False)
     ] = None,
     checkpoint: CheckpointFolder = None,
-    initial_peers: OptionalPeers = None,
+    initial_peers: LivePeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     tokenizer: TokenizerOption = None,

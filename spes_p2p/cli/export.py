@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import MADDRS, Fingerprint, RunId
+from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, LivePeers, RunId, TokenizerOption
 from spes_p2p.cli.showing import shown_bytes
 
 
@@ -22,28 +22,12 @@ class Dtype(StrEnum):
 
 DtypeOption = Annotated[Dtype, typer.Option(help="Type of the values written; fp32 is exact.")]
 MaxShardSize = Annotated[str, typer.Option(metavar="5GB", help="Largest size of one safetensors file.")]
-OptionalPeers = Annotated[
-    list[str] | None,
-    typer.Option("--initial-peers", metavar=MADDRS, help="Take the newest state of the live run.", show_default=False),
-]
-CheckpointFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="A peer's output folder, or one of its checkpoints.", show_default=False),
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="As for tokenize: byte, a file, a folder, a name on the hub (default: what the checkpoint names).",
-        show_default=False,
-    ),
-]
 
 
 def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
     checkpoint: CheckpointFolder = None,
-    initial_peers: OptionalPeers = None,
+    initial_peers: LivePeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     dtype: DtypeOption = Dtype.FP32,

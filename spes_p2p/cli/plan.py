@@ -110,6 +110,7 @@ def _show(found: Answer, is_guess: bool) -> None:
             console.print(f'{EIGHT_BIT} needs: pip install "spes-p2p[optim8bit]"', markup=False)
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
+    console.print(_stored(found))
     for line in _hints(found.question, is_guess):
         console.print(line)
 
@@ -191,6 +192,15 @@ def _sync_table(found: Answer) -> Table:
             "-" if cost.bytes_per_day is None else bytes_text(cost.bytes_per_day),
         )
     return table
+
+
+def _stored(found: Answer) -> str:
+    from spes_p2p.observe.metrics import bytes_text
+    from spes_p2p.planning.traffic import stored_bytes
+
+    config = found.question.config
+    half = "" if config.sync.outer == "none" else ", half of it outer momentum, which no round sends"
+    return f"A state takes {bytes_text(stored_bytes(config))} of disk, which a newcomer fetches once{half}."
 
 
 def _hints(question: Question, is_guess: bool) -> Iterable[str]:

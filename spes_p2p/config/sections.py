@@ -37,6 +37,12 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The decoder-only Mixture-of-Experts transformer."""
 
+    own_layout: str = agreed(
+        "Hash of a model of one's own that is trained in the place of this one (set by spes_p2p.Run(model=...), see "
+        "docs/api.md): of this section only vocab_size, num_experts (its columns) and this field count then.",
+        "",
+        pattern=r"^([0-9a-f]{64})?$",
+    )
     vocab_size: Positive = agreed("Number of token ids of the tokenizer.")
     embedding_rows: Positive = agreed("Rows of the embedding and of the output head (default: vocab_size).")
     d_model: Positive = agreed("Width of the residual stream.")
@@ -234,7 +240,13 @@ class SyncConfig(Section):
     merge_top_k: Positive = agreed("Neighbours of an expert in a merge (at most E - 1 are taken).", 4)
     tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=2**26)
     slice_tiles: Positive = agreed("Most tiles that are reduced together.", 16)
-    outer: Literal["none"] = agreed("Outer optimizer on the averaged change.", "none")
+    outer: Literal["none", "nesterov"] = agreed(
+        "Outer optimizer on the averaged change of a round, as in DiLoCo: none takes it as it is; nesterov is SGD with "
+        "Nesterov momentum, which makes the state twice as large.",
+        "none",
+    )
+    outer_lr: float = agreed("Its learning rate (only with nesterov).", 0.7, gt=0, le=10)
+    outer_momentum: float = agreed("Its momentum (only with nesterov).", 0.9, ge=0, lt=1)
 
     @model_validator(mode="before")
     @classmethod

@@ -74,9 +74,18 @@ def state_tensors(model: ModelConfig) -> list[StateTensor]:
 
 
 def state_layout(config: Config) -> Layout:
-    """The grid of a run: where every value of its state lies, and how it travels."""
+    """The grid of a run: where every value of its state lies, and how it travels.
+
+    Raises ConfigError where the run trains another model than the config's (see `own`).
+    """
+    if config.model.own_layout:
+        raise ConfigError(
+            f"run {config.run.run_id} trains a model of its organiser's own ({config.model.own_layout[:16]})",
+            fix="join it from Python with the same model: spes_p2p.Peer(..., model=...), see docs/api.md",
+        )
     sync = config.sync
-    return Layout(state_tensors(config.model), sync.tile_values, sync.codec, sync.expert_codec)
+    tensors = state_tensors(config.model)
+    return Layout(tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum=sync.outer != "none")
 
 
 def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:

@@ -18,12 +18,12 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.interop.hf import state_layout
+from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.options import NetworkOptions, config_path
-from spes_p2p.peer.start_state import make_start, start_from
+from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
@@ -48,7 +48,7 @@ class BootstrapOptions:
     """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
 
     `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder whose values the
-    run starts from (None: made from its seed).
+    run starts from (None: made from its seed). `model`: a model of one's own that the run trains.
     """
 
     network: NetworkOptions
@@ -58,6 +58,7 @@ class BootstrapOptions:
     overrides: tuple[str, ...] = ()
     archive: Path | None = None
     init_from: Path | None = None
+    model: Model | None = None
 
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
@@ -87,6 +88,8 @@ def _read_run(options: BootstrapOptions, say: Say) -> tuple[Config, Hash]:
     config = load_config(config_path(options.config_path), overrides)
     if options.init_from is not None:
         config = start_from(options.init_from, config, options.folder, say)
+    elif options.model is not None:
+        config = start_from_own(options.model, config, options.folder)
     if config.data.source == "local":
         return config, NO_HASH
     if not config.data.path:
@@ -132,14 +135,14 @@ async def _organise(
     say: Say,
     ready: Callable[[str], None],
 ) -> None:
-    layout = state_layout(config)
+    layout = run_layout(config, options.model)
     folder = options.folder / "run"
     claim_folder(folder, info, layout)
     async with contextlib.AsyncExitStack() as stack:
         store = StateStore(folder / "state", layout)
         stack.callback(store.close)
         chain = Chain(folder / "chain")
-        await _make_initial(store, layout, config, options.init_from, say)
+        await _make_initial(store, layout, config, options, say)
         archive = None
         if options.archive is not None:
             archive = StateStore(claim_archive(options.archive, info), layout)
@@ -179,11 +182,13 @@ async def _organise(
         await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))
 
 
-async def _make_initial(store: StateStore, layout: Layout, config: Config, init_from: Path | None, say: Say) -> None:
+async def _make_initial(store: StateStore, layout: Layout, config: Config, options: BootstrapOptions, say: Say) -> None:
     if store.latest() is not None:
         return
-    if config.run.initial_state:
-        work = partial(make_start, store, layout, config, init_from)
+    if options.model is not None:
+        work = partial(make_own_start, store, config, options.model)
+    elif config.run.initial_state:
+        work = partial(make_start, store, layout, config, options.init_from)
     else:
         say("computing the initial state")
         initial = InitialState(layout, config.run.seed, config.model.init_std)

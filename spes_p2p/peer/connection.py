@@ -18,7 +18,7 @@ from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.interop.hf import state_layout
+from spes_p2p.interop.own import run_layout
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
@@ -40,6 +40,7 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.moments import MomentShelf
+from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -227,7 +228,7 @@ class Connection:
         if options.data is not None:
             overrides.append(f"data.path={options.data}")
         self.config = apply_peer_overrides(agreed, overrides)
-        self.layout = state_layout(self.config)
+        self.layout = run_layout(self.config, options.model)
         if options.owned_experts is not None:
             check_columns(options.owned_experts, self.layout.num_columns)
         column_budget(options, self.config.swarm.experts_per_peer, 0, self.layout.num_columns)
@@ -282,7 +283,7 @@ class Connection:
             FlightRecorder(
                 self._options.output / "flight", info, say=lambda text: self.gate.notice(Notice("recorder", text))
             ).attach(core)
-        arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
+        arithmetic = Arithmetic(self.layout, config.sync.merge_top_k, outer_optimizer(config.sync))
         self._driver = Driver(core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock)
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()

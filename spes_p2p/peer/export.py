@@ -15,7 +15,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
 from spes_p2p.interop.export import export_model
 from spes_p2p.interop.folder import filled_folder
-from spes_p2p.interop.hf import state_tensors
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import Dtype
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
@@ -24,7 +24,6 @@ from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.folder import CHECKPOINTS
 from spes_p2p.peer.options import NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 
@@ -94,7 +93,7 @@ def find_checkpoint(folder: Path, say: Say) -> Checkpoint:
 def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Version, Facts]:
     run = checkpoint.run
     config = config_from_text(run["config"], origin=f"the config in {checkpoint.folder}")
-    version = checkpoint.version(Layout(state_tensors(config.model), config.sync.tile_values))
+    version = checkpoint.version(state_layout(config))
     curve = read_curve(checkpoint.folder.parent.parent / METRICS_FILE, checkpoint.round)
     root, step = version.root.hex(), checkpoint.step
     facts = Facts(run["run_id"], run["fingerprint"], root, config, checkpoint.round, step, run.get("tokens"), curve)

@@ -17,8 +17,8 @@ from typing import TypeVar
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.interop.hf import state_tensors
-from spes_p2p.state.layout import VALUE_BYTES, Layout
+from spes_p2p.interop.hf import state_layout
+from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
@@ -66,7 +66,7 @@ async def fetch_newest(
     """
     group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
     info, config = await load_run(transport, group, ANSWER_SECONDS)
-    layout = Layout(state_tensors(config.model), config.sync.tile_values)
+    layout = state_layout(config)
     store = StateStore(folder / "state", layout)
     try:
         fetching = _Fetching(directory, transport, verifier, info, config, store, Chain(folder / "chain"), report)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spes_p2p.config.load import bundled_config
 from spes_p2p.errors import ConfigError
 from spes_p2p.planning.units import parse_rate
 from spes_p2p.swarm.pacing import LEAST_BYTES_PER_SECOND
+
+if TYPE_CHECKING:
+    from spes_p2p.interop.own import Model
 
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
 
@@ -38,7 +42,8 @@ class PeerOptions:
     `fingerprint`: hexadecimal digits with which the run's fingerprint must begin. `owned_experts`: columns to claim
     (None: none by number). `max_experts`: most columns that it ever owns (None: what fits into memory). `rounds`: stop
     once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
-    out of each round. `config_path`: the run must have this config.
+    out of each round. `config_path`: the run must have this config. `model`: the model of one's own that the run
+    trains.
     """
 
     network: NetworkOptions
@@ -55,6 +60,7 @@ class PeerOptions:
     dump_rounds: Path | None = None
     overrides: tuple[str, ...] = ()
     config_path: Path | None = None
+    model: Model | None = None
 
 
 def parse_limit(text: str | None, flag: str) -> float | None:

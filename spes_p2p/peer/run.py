@@ -13,6 +13,7 @@ from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
 from spes_p2p.peer.connection import Connection
@@ -24,6 +25,7 @@ from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
+from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit
@@ -31,7 +33,9 @@ from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.own import own_trainer
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
 
@@ -79,16 +83,26 @@ def _run_connected(
         dataset = open_dataset(config)
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks:
-            memory = measure(device, ranks.world_size)
-            config, words = fit_config(config, options, memory)
-            if words:
-                say(words)
-            fit = columns_that_fit(config, memory)
+            if options.model is None:
+                memory = measure(device, ranks.world_size)
+                config, words = fit_config(config, options, memory)
+                if words:
+                    say(words)
+                fit = columns_that_fit(config, memory)
+            else:  # nobody can say what it needs
+                check_own_settings(config)
+                fit = 0
             # memory runs out here, before others count on us
-            with closing(Trainer(config, connection.layout, device, ranks)) as trainer:
+            with closing(_make_trainer(options, config, connection.layout, device, ranks)) as trainer:
                 _train(connection, options, config, info, trainer, loader, dataset, bus, say, show, fit)
     finally:
         connection.close()
+
+
+def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: torch.device, ranks: Ranks) -> Trainer:
+    if options.model is not None:
+        return own_trainer(options.model, config, layout, device)
+    return Trainer(config, layout, device, ranks)
 
 
 def _train(
@@ -116,7 +130,8 @@ def _train(
     saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
     dump = None
     if options.dump_rounds is not None:
-        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k)
+        outer = outer_optimizer(config.sync)
+        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
     tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
     loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks)
     exactly = _restore(resumed, tip, loop, trainer, loader)
@@ -151,10 +166,16 @@ def _ranks(
     lost: Callable[[SpesError], None],
 ) -> Iterator[Ranks]:
     """Those of an outer torchrun, else processes of our own; `lost` is told when one of these ends."""
+    if outer is not None and options.model is not None:
+        raise ConfigError("a model of your own cannot be trained under torchrun", fix="start it without torchrun")
     if outer is not None:
         yield outer
         return
     count = _rank_count(options, device)
+    if options.model is not None and count > 1:
+        raise ConfigError(
+            f"a model of your own is trained by one rank, not by {count}", fix="start a peer for each GPU instead"
+        )
     if batch_sequences % count:  # the trainer would say so too, but only when all ranks are up
         raise ConfigError(
             f"a batch of {batch_sequences} sequences cannot be split over {count} ranks",
@@ -192,7 +213,7 @@ def choose_device(name: str) -> torch.device:
 def _rank_count(options: PeerOptions, device: torch.device) -> int:
     if options.local_ranks is not None:
         return options.local_ranks
-    if device.type != "cuda" or device.index is not None:  # one GPU, by its number
+    if device.type != "cuda" or device.index is not None or options.model is not None:  # one GPU, by its number
         return 1
     return max(1, torch.cuda.device_count())
 

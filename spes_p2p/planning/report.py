@@ -11,7 +11,7 @@ from spes_p2p.planning.memory import Memory, Workload, predict, state_bytes
 from spes_p2p.planning.options import KEYS, Options, is_agreed
 from spes_p2p.planning.search import Fit, Rung, Search, search
 from spes_p2p.planning.sizes import Sizes, flops_per_token
-from spes_p2p.planning.traffic import Link, SyncCost, sync_costs
+from spes_p2p.planning.traffic import Link, SyncCost, stored_bytes, sync_costs
 from spes_p2p.planning.units import gib_text
 
 NO_LIMIT = Link()
@@ -73,6 +73,7 @@ class Answer:
             "flops_per_token": flops_per_token(config.model, config.data.sequence_length, question.owned),
             "memory": _memory_json(self.memory) | {"state": self.state_bytes, "fully_trained_state": self.full_bytes},
             "fits": None if self.search is None else self._fits_json(self.search),
+            "stored_state": stored_bytes(config),
             "peers": question.peers,
             "steps_per_round": steps_per_round_at(config, config.scheduler.total_steps),
             "tokens_per_second": question.tokens_per_second,

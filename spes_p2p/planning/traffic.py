@@ -8,8 +8,9 @@ with O columns sends, and receives, in values:
     down  2 (N - 1) / N P_s  +  2 O (r - 1) / r P_c  +  (E_o - O) P_c
 
 where E_o columns have an owner. With r = 1 and E = N O that is 2(N-1)/N P_s + (N-1)/N P_e both ways. Any holder may
-hand a tile on, so that one peer may send more and another less; the sum stays. Leaves out what messages and streams add
-to the values (below 1%).
+hand a tile on, so that one peer may send more and another less; the sum stays. The momentum of an outer optimizer is no
+part of this: all peers compute it, and only who fetches a state gets it from others. Leaves out what messages and
+streams add to the values (below 1%).
 """
 
 from __future__ import annotations
@@ -123,6 +124,11 @@ def sync_costs(
     configured = config.sync.codec, config.sync.expert_codec
     pairs = [configured, *((codec, codec) for codec in CODECS if (codec, codec) != configured)]
     return tuple(_cost(shared, columns, traffic, link, training, hidden) for shared, columns in pairs)
+
+
+def stored_bytes(config: Config) -> int:
+    """A committed state on disk, which is what a newcomer fetches: fp32 values, as many again for outer momentum."""
+    return 4 * Sizes.of(config.model).total * (1 if config.sync.outer == "none" else 2)
 
 
 def round_tokens(config: Config) -> int:

@@ -4,7 +4,8 @@ Block 0 holds the shared tensors, block 1 + e those of expert column e, each in 
 given (design section 4 "Bytes"; the canonical list comes from the name table of interop). A block is a flat array of
 row-major fp32 values without padding. Tiles are cut inside each block, so that no tile spans two blocks; their global
 ids count through the blocks. What a round hands out of a tile is as long as its block's codec makes it, for all tiles
-alike. Pure arithmetic: no files, no torch.
+alike. Where a run has an outer optimizer, as many blocks again follow, in the same order and with the same grid: its
+momentum. No round hands those out, since everybody computes them. Pure arithmetic: no files, no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -29,6 +30,9 @@ Values = NDArray[np.float32]
 """Flat little-endian fp32 values."""
 
 Init = Literal["normal", "ones", "zeros"]
+
+MOMENTUM_PREFIX = "outer_momentum."
+"""Before the name of a tensor: the outer optimizer's momentum of it."""
 
 
 class BlockSource(Protocol):
@@ -64,7 +68,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Block:
-    """Block `index` (0 = shared, 1 + e = column e) of `size` values."""
+    """Block `index` (0 = shared, 1 + e = column e, 1 + E + b = momentum of block b) of `size` values."""
 
     index: int
     size: int
@@ -95,6 +99,7 @@ class Layout:
         tile_values: int,
         shared_codec: Codec = "fp32",
         expert_codec: Codec = "fp32",
+        has_momentum: bool = False,
     ) -> None:
         """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense."""
         if tile_values < 1:
@@ -103,7 +108,9 @@ class Layout:
         self._codecs = shared_codec, expert_codec
         self.tensors = tuple(tensors)
         self.num_columns = _count_columns(self.tensors)
-        self.blocks = tuple(_place(index, self.tensors) for index in range(1 + self.num_columns))
+        self.has_momentum = has_momentum
+        self.model_blocks = tuple(_place(index, self.tensors) for index in range(1 + self.num_columns))
+        self.blocks = self.model_blocks + (_momentum_of(self.model_blocks) if has_momentum else ())
         self._tile_ranges = _tile_ranges(self.blocks, tile_values)
         self.tiles = tuple(
             Tile(tile_range[at], block.index, start, min(start + tile_values, block.size))
@@ -111,13 +118,19 @@ class Layout:
             for at, start in enumerate(range(0, block.size, tile_values))
         )
         self._places = {placed.tensor.name: (block.index, placed) for block in self.blocks for placed in block.tensors}
-        if len(self._places) != len(self.tensors):
+        self.num_model_tiles = self._tile_ranges[self.num_columns].stop
+        """Tiles of the model's values: what rounds reduce and hand out. Those of the momentum follow them."""
+        if len(self._places) != len(self.tensors) * (1 + has_momentum):
             raise ConfigError("two tensors of the state have one name", fix="give each tensor its own name")
 
     @property
     def num_values(self) -> int:
-        """Values of the whole state."""
+        """Values of the whole state, momentum included."""
         return sum(block.size for block in self.blocks)
+
+    def momentum_tile(self, tile_id: int) -> int:
+        """The tile with the momentum of a tile of the model, in a layout that has momentum."""
+        return tile_id + self.num_model_tiles
 
     def tile_ids_of(self, block: int) -> range:
         """The global ids of a block's tiles."""
@@ -135,8 +148,8 @@ class Layout:
         return self.tiles[self._tile_ranges[block].start + offset // self.tile_values]
 
     def codec_of(self, block: int) -> Codec:
-        """How what a round changes of a block travels."""
-        return self._codecs[block > 0]
+        """How what a round changes of a block travels; momentum never does."""
+        return self._codecs[block > 0] if block <= self.num_columns else "fp32"
 
     def wire_bytes(self, tile: Tile) -> int:
         """Length of what a round hands out of a tile."""
@@ -190,6 +203,21 @@ def _place(index: int, tensors: Sequence[StateTensor]) -> Block:
             placed.append(Placed(tensor, offset))
             offset += tensor.size
     return Block(index, offset, tuple(placed))
+
+
+def _momentum_of(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    """The same blocks after these, for values that begin at zero."""
+    return tuple(
+        Block(
+            len(blocks) + block.index,
+            block.size,
+            tuple(
+                replace(at, tensor=replace(at.tensor, name=MOMENTUM_PREFIX + at.tensor.name, init="zeros"))
+                for at in block.tensors
+            ),
+        )
+        for block in blocks
+    )
 
 
 def _tile_ranges(blocks: Sequence[Block], tile_values: int) -> tuple[range, ...]:

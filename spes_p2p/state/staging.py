@@ -6,7 +6,8 @@ out: made by the merge, or fetched by hash. What is in neither keeps the parent'
 lies in an area of its own until the version is published. Block files are shared by hard links wherever they are equal:
 an untouched block with the parent version, an unmerged one with the area of its values. All writes are whole tiles and
 may come from several threads. Which tiles a round needs, whether their hashes are the right ones, and how they are
-decoded, is decided elsewhere.
+decoded, is decided elsewhere. Where the run has an outer optimizer, a wire tile stands for two tiles of the new state:
+its values after the outer step, and their momentum; both lie in the same area as what encoded tiles stand for.
 """
 
 from __future__ import annotations
@@ -158,16 +159,24 @@ class Staging:
         self._decoded = TileArea(folder / _DECODED_FOLDER, layout)
 
     def write_tile(
-        self, tile_id: int, data: TileData, tile_hash: Hash | None = None, values: Values | None = None
+        self,
+        tile_id: int,
+        data: TileData,
+        tile_hash: Hash | None = None,
+        values: Values | None = None,
+        momentum: Values | None = None,
     ) -> Hash:
         """Stages what the round hands out for a tile; again for a tile that was done again. Its wire hash.
 
         `tile_hash`: the hash where the caller has just computed it from the same bytes. `values`: the new values of the
-        tile, for a block whose codec is not fp32.
+        tile, where they are not just these bytes: the codec is not fp32, or there is an outer optimizer, which also
+        gives their `momentum`.
         """
         if not self._is_plain(self.layout.tiles[tile_id].block):
-            if values is None:
+            if values is None or (momentum is None) is self.layout.has_momentum:
                 raise LocalProtocolError(f"tile {tile_id} was staged without what its bytes stand for")
+            if momentum is not None:
+                self._write(self._decoded, self.layout.momentum_tile(tile_id), momentum, None)
             self._write(self._decoded, tile_id, values, None)
         return self._write(self._wire, tile_id, data, tile_hash)
 
@@ -219,6 +228,8 @@ class Staging:
         self._check_writable()
         forgotten = tuple(tile_ids)
         self._wire.forget(forgotten)
+        if self.layout.has_momentum:
+            self._decoded.forget(map(self.layout.momentum_tile, forgotten))
         self._decoded.forget(forgotten)
 
     def finish(self) -> tuple[Hash, ...]:
@@ -285,7 +296,8 @@ class Staging:
         return tile_hash
 
     def _is_plain(self, block: int) -> bool:
-        return self.layout.codec_of(block) == "fp32"
+        """Whether the values of the new state are what is handed out, but for a merge."""
+        return self.layout.codec_of(block) == "fp32" and not self.layout.has_momentum
 
     def _area(self, block: int) -> TileArea:
         """Where the values are that wire tiles of a block stand for."""

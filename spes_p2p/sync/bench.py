@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from spes_p2p.codecs.sizes import Codec
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes
-from spes_p2p.state.layout import Layout
+from spes_p2p.state.layout import Layout, Values
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.sync.coding import changed_values
 from spes_p2p.sync.core.messages import Merge, Proposal, Slice
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
+from spes_p2p.sync.outer import Nesterov
 
 NamedTile = tuple[int, TileData, Hash]
 """(tile id, its values or bytes, its hash)"""
@@ -32,7 +34,15 @@ FETCHED = "fetched"
 class Bench:
     """The stagings of the round that is being made. `is_bound(root)`: whether this peer has signed for that state."""
 
-    def __init__(self, store: StateStore, layout: Layout, merge_top_k: int, is_bound: Callable[[Hash], bool]) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        layout: Layout,
+        merge_top_k: int,
+        is_bound: Callable[[Hash], bool],
+        outer: Nesterov | None = None,
+    ) -> None:
+        self._outer = outer
         self._store = store
         self._layout = layout
         self._merge_top_k = merge_top_k
@@ -94,7 +104,8 @@ class Bench:
         """Takes exactly these wire tiles onto the bench, from wherever they are on this disk; the others by id."""
         wanted = wire_tiles(slices, joined)
         staging = self._opened()
-        staging.forget(tile.id for tile in self._layout.tiles if staging.wire_hash(tile.id) != wanted.get(tile.id))
+        tile_ids = range(self._layout.num_model_tiles)
+        staging.forget(tile_id for tile_id in tile_ids if staging.wire_hash(tile_id) != wanted.get(tile_id))
         missing: dict[int, Hash] = {}
         for tile_id, tile_hash in wanted.items():
             if not staging.has_wire(tile_id):
@@ -152,12 +163,23 @@ class Bench:
         return self._layout.root_of(self._opened().finish())
 
     def _stage(self, staging: Staging, tile_id: int, data: TileData, tile_hash: Hash | None = None) -> Hash:
-        codec, values = self._layout.codec_of(self._layout.tiles[tile_id].block), None
-        if codec != "fp32":
-            if isinstance(data, np.ndarray):
-                raise LocalProtocolError(f"tile {tile_id} was staged as values, but travels as {codec}")
-            values = changed_values(codec, data, np.frombuffer(staging.parent_tile(tile_id), DTYPE))
-        return staging.write_tile(tile_id, data, tile_hash, values)
+        codec = self._layout.codec_of(self._layout.tiles[tile_id].block)
+        if codec == "fp32" and self._outer is None:
+            return staging.write_tile(tile_id, data, tile_hash)
+        before = np.frombuffer(staging.parent_tile(tile_id), DTYPE)
+        values, momentum = self._handed_out(tile_id, codec, data, before), None
+        if self._outer is not None:
+            velocity = np.frombuffer(staging.parent_tile(self._layout.momentum_tile(tile_id)), DTYPE)
+            values, momentum = self._outer.step(values, before, velocity)
+        return staging.write_tile(tile_id, data, tile_hash, values, momentum)
+
+    def _handed_out(self, tile_id: int, codec: Codec, data: TileData, before: Values) -> Values:
+        """The values that a wire tile stands for."""
+        if codec == "fp32":
+            return data if isinstance(data, np.ndarray) else np.frombuffer(data, DTYPE)
+        if isinstance(data, np.ndarray):
+            raise LocalProtocolError(f"tile {tile_id} was staged as values, but travels as {codec}")
+        return changed_values(codec, data, before)
 
     def _finished(self, root: Hash) -> Staging | None:
         stagings = (self._kept, self._work)

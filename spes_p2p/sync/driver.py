@@ -36,6 +36,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
+from spes_p2p.sync.outer import Nesterov
 from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.patience import Patience
 from spes_p2p.sync.requests import VALUES, Request, Serving
@@ -137,10 +138,11 @@ class Disk:
 
 @dataclass
 class Arithmetic:
-    """What the state arithmetic needs to know of the run: the grid, and how many neighbours a merge has."""
+    """What the state arithmetic needs to know of the run: the grid, how many neighbours a merge has, the outer step."""
 
     layout: Layout
     merge_top_k: int
+    outer: Nesterov | None = None
 
 
 class Driver:
@@ -178,7 +180,7 @@ class Driver:
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
         )
-        self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound)
+        self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound, arithmetic.outer)
         self._bench.enter(core.tip.round)
         self._making = Making(
             core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,

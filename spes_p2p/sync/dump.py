@@ -6,6 +6,7 @@ who took part and how. Tensors stand under their Hugging Face names, in fp32.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,17 +20,21 @@ from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.files import storing
 from spes_p2p.state.layout import BlockSource, Layout
 from spes_p2p.sync.core.messages import Manifest
+from spes_p2p.sync.outer import Nesterov
 
 
 class RoundDump:
     """Dumps of one peer under `directory`. Raises StorageFull."""
 
-    def __init__(self, directory: Path, layout: Layout, peer: PeerId, merge_top_k: int) -> None:
+    def __init__(
+        self, directory: Path, layout: Layout, peer: PeerId, merge_top_k: int, outer: Nesterov | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._layout = layout
         self._peer = peer
         self._merge_top_k = merge_top_k
+        self._outer = outer
 
     def write(
         self, manifest: Manifest, parent: Manifest, inputs: BlockSource, blocks: Iterable[int], state: BlockSource
@@ -79,5 +84,6 @@ class RoundDump:
             "merge_top_k": self._merge_top_k,
             "codec": self._layout.codec_of(0),
             "expert_codec": self._layout.codec_of(1),
+            "outer": None if self._outer is None else dataclasses.asdict(self._outer),
             "model_hash": manifest.state_root.hex(),
         }

@@ -53,7 +53,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
 
     return RunRules(
         fingerprint=info.fingerprint,
-        block_tiles=tuple(len(layout.tile_ids_of(block.index)) for block in layout.blocks),
+        block_tiles=tuple(len(layout.tile_ids_of(block.index)) for block in layout.model_blocks),
         slice_tiles=sync.slice_tiles,
         sequence_tokens=config.data.sequence_length,
         batch_sequences=config.optimizer.batch_sequences,

@@ -121,7 +121,7 @@ class Making:
 
     def _check_base(self, piece: Slice, base: Version) -> None:
         """What changes are added to must be whole. Raises TileDamaged."""
-        if self._layout.codec_of(piece.block) != "fp32":
+        if self._layout.codec_of(piece.block) != "fp32" or self._layout.has_momentum:
             for tile_id in piece.tile_ids:
                 base.sound_tile(tile_id)
 
@@ -206,8 +206,9 @@ class Making:
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
         lossy, rules = self._layout.codec_of(piece.block) != "fp32", self._core.rules
         late = (rules.expert_rounds if piece.block else rules.fragments) > 1
+        bounded = lossy or self._layout.has_momentum
         steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
-        out |= screen(found, before, steps, LARGEST_ENCODED if lossy else math.inf)
+        out |= screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf)
         fit = tuple(peer for peer in piece.contributors if peer not in out)
         if not fit:
             return None, fit

@@ -69,7 +69,7 @@ class MomentShelf:
 
     def note_taken(self, head: Hash, tile: int) -> None:
         """Somebody has taken over, or given up, the column of this tile."""
-        if head in self._offer.heads and 0 <= tile < len(self._layout.tiles):
+        if head in self._offer.heads and 0 <= tile < self._layout.num_model_tiles:
             self._offer.taken[self._layout.tiles[tile].block - 1] += 1
 
     def taken(self, column: int) -> int:

@@ -20,7 +20,8 @@ NON_FINITE = "non-finite values"
 WRONG_SIZE = "values of the wrong size"
 TOO_LARGE = "a change far larger than the others'"
 LARGEST_ENCODED = 1e30
-"""Beyond this a lossy codec's scale, or a sum with what was left before, may not be finite: it would spoil the mean."""
+"""Beyond this a lossy codec's scale, a sum with what was left before, or an outer optimizer's momentum may not be
+finite: it would spoil the mean."""
 
 
 def screen(

@@ -106,7 +106,7 @@ class Residuals:
         self._directory = directory
         self._layout = layout
         self._lock = threading.RLock()
-        self._is_used = any(layout.codec_of(block.index) != "fp32" for block in layout.blocks)
+        self._is_used = any(layout.codec_of(block.index) != "fp32" for block in layout.model_blocks)
         self._me = PeerId("")
         self._head = NO_HASH
         self._set = self._staged = _Set(directory / "none", layout)
@@ -239,7 +239,7 @@ class Residuals:
     def _count(self, made: _Set, child: Manifest, wire_hash: Callable[[int], Hash]) -> None:
         """Keeps of what was staged what `child` counted, and else what there was before."""
         handed = made.areas["handed"].hashes
-        untouched = set(range(len(self._layout.tiles)))
+        untouched = set(range(self._layout.num_model_tiles))
         for piece in child.slices:
             untouched.difference_update(piece.tile_ids)
             for tile_id in piece.tile_ids:
@@ -264,7 +264,7 @@ class Residuals:
         """Whose column it is not any more has nothing left to send of it; who reduced it for its owners may again."""
         owned = columns_of(manifest.ownership, self._me)
         helped = {tile for s in manifest.slices if self._me not in s.contributors for tile in s.tile_ids}
-        for block in self._layout.blocks[1:]:
+        for block in self._layout.model_blocks[1:]:
             if block.index - 1 not in owned:
                 tile_ids = self._layout.tile_ids_of(block.index)
                 _forget(made, ("sent",), tile_ids)

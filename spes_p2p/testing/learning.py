@@ -1,4 +1,4 @@
-"""Real training in a MemorySwarm: real models, data and exchange; only the network and the clock are pretended.
+"""The learner of in-memory peers: a real trainer on real data, where only the network and the clock are pretended.
 
 For comparing what runs learn, not how fast: an inner step takes no virtual time of its own.
 """
@@ -9,36 +9,70 @@ import torch
 
 from spes_p2p.config.schema import Config
 from spes_p2p.data.leases import Ranges, count
-from spes_p2p.data.loader import LeasedLoader, held_out_batches
+from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
-from spes_p2p.interop.hf import state_layout
+from spes_p2p.ids import PeerId
+from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.train.own import own_trainer
 from spes_p2p.train.trainer import Trainer
 
 
 class TrainerOf:
-    """The trainer of one peer, as `PretendWork.learner`."""
+    """The trainer of one peer, as `PretendWork.learner`: on the sequences that it leases, or on data of its own."""
 
-    def __init__(self, config: Config, dataset: Dataset, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        device: torch.device,
+        own_data_of: PeerId | None = None,
+        model: Model | None = None,
+    ) -> None:
+        """`own_data_of`: nothing is leased, and this name gives the order in which the whole dataset is gone through.
+
+        `model`: a model of one's own that the run trains.
+        """
         self._config = config
         self._dataset = dataset
-        self._trainer = Trainer(config, state_layout(config), device)
+        self._loader = None if own_data_of is None else LocalLoader(dataset, config, own_data_of)
+        layout = run_layout(config, model)
+        if model is None:
+            self._trainer = Trainer(config, layout, device)
+        else:
+            self._trainer = own_trainer(model, config, layout, device)
 
-    def begin(self, owned: tuple[int, ...], values: BlockSource, step: int) -> None:
-        self._trainer.adopt(owned, values, step)
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """The columns trained here."""
+        return self._trainer.owned
+
+    def begin(self, owned: tuple[int, ...], values: BlockSource, step: int, round_steps: int = 0) -> None:
+        self._trainer.adopt(owned, values, step, round_steps=round_steps)
+
+    def run_ahead(self) -> None:
+        self._trainer.run_ahead()
 
     def train(self, positions: Ranges) -> None:
-        loader = LeasedLoader(self._dataset, self._config, positions)
-        self._trainer.train_step(loader.next_batch(count(positions)))
+        loader = self._loader or LeasedLoader(self._dataset, self._config, positions)
+        sequences = count(positions) if self._loader is None else self._config.optimizer.batch_sequences
+        self._trainer.train_step(loader.next_batch(sequences))
 
     def values(self, block: int) -> Values:
         return self._trainer.contribution(block)
+
+    def held_out_loss(self, committed: BlockSource, sequences: int, step: int = 0) -> float:
+        """Mean cross entropy of a committed state over held-out sequences, nats a token; `begin` must follow."""
+        self._trainer.adopt(self.owned, committed, step)
+        return self._trainer.evaluate(held_out_batches(self._dataset, self._config, sequences))
+
+    def close(self) -> None:
+        """Ends the trainer."""
+        self._trainer.close()
 
 
 def held_out_loss(
     config: Config, dataset: Dataset, committed: BlockSource, sequences: int, device: torch.device
 ) -> float:
-    """Mean cross entropy of a committed state over held-out sequences, nats a token."""
-    trainer = Trainer(config, state_layout(config), device)
-    trainer.adopt((), committed, 0)
-    return trainer.evaluate(held_out_batches(dataset, config, sequences))
+    """The same of a state that nobody here trains on."""
+    return TrainerOf(config, dataset, device).held_out_loss(committed, sequences)

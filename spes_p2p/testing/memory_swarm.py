@@ -15,6 +15,7 @@ from pathlib import Path
 from spes_p2p.config.schema import Config
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
+from spes_p2p.interop.own import OwnStart
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -38,18 +39,27 @@ class MemorySwarm:
     `peer_class`: how its peers train; they only pretend to, unless a subclass says otherwise.
 
     `leased`: whether the run has a dataset whose positions are leased; else peers use data of their own. `archive`:
-    whether the organiser keeps the newest state.
+    whether the organiser keeps the newest state. `start`: of a run with a model of one's own.
     """
 
     peer_class: type[PretendPeer] = PretendPeer
 
-    def __init__(self, config: Config, folder: Path, seed: int = 0, leased: bool = True, archive: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        seed: int = 0,
+        leased: bool = True,
+        archive: bool = False,
+        start: OwnStart | None = None,
+    ) -> None:
         self.config = config
         self.folder = folder
         self.network = MemoryNetwork(seed)
         self.clock = LoopClock()
         self.archive = archive
-        self.layout = state_layout(config)
+        self.layout = state_layout(config) if start is None else start.layout
+        self._start = start or InitialState(self.layout, config.run.seed, config.model.init_std)
         self.info = describe_run(config, sha256(b"some data") if leased else NO_HASH, ORGANISER)
         self.rules = rules_of(config, self.info, self.layout)
         self.peers: dict[PeerId, PretendPeer] = {}
@@ -72,8 +82,7 @@ class MemorySwarm:
         net = self.network.peer(ORGANISER) if not hasattr(self, "organiser") else self.network.restart(ORGANISER)
         self._organiser_store = StateStore(self.folder / ORGANISER / "state", self.layout)
         if self._organiser_store.latest() is None:
-            initial = InitialState(self.layout, self.config.run.seed, self.config.model.init_std)
-            self._organiser_store.create_initial(initial)
+            self._organiser_store.create_initial(self._start)
         self._archive_store = StateStore(self.folder / "archive", self.layout) if self.archive else None
         self.organiser_said: list[str] = []
         self.organiser = Organiser(

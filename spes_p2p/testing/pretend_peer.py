@@ -30,6 +30,7 @@ from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
 from spes_p2p.sync.joining import Joining, Place
+from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.outgoing import Masters
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -45,8 +46,12 @@ Alter = Callable[[int, int, Values], Values]
 class Learner(Protocol):
     """Trains for real in the place of a pretended trainer (`testing/learning.py`)."""
 
-    def begin(self, owned: tuple[int, ...], values: BlockSource, step: int) -> None:
-        """A round on top of global step `step`."""
+    def begin(self, owned: tuple[int, ...], values: BlockSource, step: int, round_steps: int = 0) -> None:
+        """A round on top of global step `step`, of which `values` have `round_steps` already."""
+        ...
+
+    def run_ahead(self) -> None:
+        """Steps from now on are those of the next round (`sync.overlap`)."""
         ...
 
     def train(self, positions: Ranges) -> None:
@@ -165,7 +170,8 @@ class PretendPeer:
         self.driver = Driver(
             core, swarm.info, self.net.transport, self.checker,
             Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
-            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self, swarm.clock,
+            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k, outer_optimizer(swarm.config.sync)), self,
+            swarm.clock,
         )  # fmt: skip
         await self.driver.start()
         self.joined = True
@@ -264,7 +270,7 @@ class PretendPeer:
         source = carried or masters
         owned = columns_of(manifest.ownership, self.name)
         if self.work.learner is not None:
-            self.work.learner.begin(owned, source, manifest.step)
+            self.work.learner.begin(owned, source, manifest.step, first_steps)
         blocks = (0, *(1 + column for column in owned))
         for block in blocks:
             base.block(block)  # maps it: the store may drop this version while we still need it
@@ -306,6 +312,8 @@ class PretendPeer:
 
     def _step_ahead(self, turn: Turn, data: Ranges) -> None:
         lead = turn.lead
+        if self.work.learner is not None and not lead.steps:
+            self.work.learner.run_ahead()
         lead.steps += 1
         lead.tokens += self._step_tokens
         self._use(data)

@@ -69,7 +69,7 @@ def clean_up(device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(trainer: RankTrainer, std: float) -> None:
-    model, device = trainer.model, trainer.ranks.device
+    model, device = trainer.transformer, trainer.ranks.device
     for parameter in named_shared(model).values():
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
     for bank in model.banks:

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.data.leases import Ranges
-from spes_p2p.data.loader import LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
-from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.interop.own import Model, OwnStart
+from spes_p2p.state.layout import BlockSource
 from spes_p2p.sync.core.messages import Manifest, manifest_hash
+from spes_p2p.testing.learning import TrainerOf
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer, Turn
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.train.trainer import Trainer
 
 LOOK_SECONDS = 0.1
 
@@ -50,62 +47,33 @@ class TrainingPeer(PretendPeer):
 
     async def start(self) -> None:
         swarm = cast(TrainingSwarm, self.swarm)
-        self.trainer = Trainer(swarm.config, swarm.layout, swarm.device)
-        self.loader = LocalLoader(swarm.dataset, swarm.config, self.name)
+        self.learner = TrainerOf(swarm.config, swarm.dataset, swarm.device, self.name, swarm.model)
+        self.work = replace(self.work, learner=self.learner)
         await super().start()
 
     def _begin(self, manifest: Manifest, carried: BlockSource | None, first_steps: int = 0) -> None:
-        base, masters = self.store.version(manifest.round), self._masters(manifest)
-        owned = columns_of(manifest.ownership, self.name)
-        if not self._tokens or self.swarm.config.sync.overlap:
-            self.trainer.adopt(owned, base, manifest.step)
+        is_committed = not self._tokens or self.swarm.config.sync.overlap
+        if is_committed and self.name == min(self.swarm.peers):
             self._measure(manifest)
-        self.trainer.adopt(owned, carried or masters, manifest.step, round_steps=first_steps)
-        blocks = (0, *(1 + column for column in owned))
-        self._started = self._told = self.swarm.clock.now()
-        started = {block: np.empty(0, np.float32) for block in blocks}
-        self._turn = Turn(manifest, base, masters, started, steps=first_steps, first_steps=first_steps)
-        self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
-
-    async def _train(self, turn: Turn) -> None:
-        config = self.swarm.config
-        while turn.steps < turn.manifest.steps_per_round and not turn.closing:
-            await asyncio.sleep(self.work.step_seconds)
-            result = self.trainer.train_step(self.loader.next_batch(config.optimizer.batch_sequences))
-            turn.steps += 1
-            self._steps += 1
-            self._tokens += result.tokens
-            self._tell(turn)
-        self._training = None
-        self._hand_in()
+        super()._begin(manifest, carried, first_steps)
 
     def _snapshot(self, turn: Turn) -> None:
+        """Without keeping what was handed in for ever."""
         turn.handed_in = True
-        self.inputs.take(manifest_hash(turn.manifest), tuple(turn.started), self.trainer.contribution)
-
-    def _step_ahead(self, turn: Turn, data: Ranges) -> None:
-        if not turn.lead.steps:
-            self.trainer.run_ahead()
-        result = self.trainer.train_step(self.loader.next_batch(self.swarm.config.optimizer.batch_sequences))
-        turn.lead.steps += 1
-        turn.lead.tokens += result.tokens
-
-    def _now(self, turn: Turn, block: int) -> Values:
-        return self.trainer.contribution(block)
+        self.inputs.take(manifest_hash(turn.manifest), tuple(turn.started), self.learner.values)
 
     def _measure(self, manifest: Manifest) -> None:
-        """The held-out loss, by one peer."""
+        """The held-out loss of the committed model."""
         swarm = cast(TrainingSwarm, self.swarm)
-        if self.name != min(swarm.peers):
-            return
-        loss = self.trainer.evaluate(held_out_batches(swarm.dataset, swarm.config, swarm.config.eval.sequences))
+        committed, sequences = self.store.version(manifest.round), swarm.config.eval.sequences
+        loss = self.learner.held_out_loss(committed, sequences, manifest.step)
         point = Point(manifest.round, manifest.step, manifest.tokens, swarm.bytes_sent(), loss)
         self.points.append(point)
         swarm.report(point)
 
 
 class TrainingSwarm(MemorySwarm):
-    """An organiser and peers that train a model of `config` on `dataset`."""
+    """An organiser and peers that train the model of `config`, or a `model` of one's own, on `dataset`."""
 
     peer_class = TrainingPeer
 
@@ -116,8 +84,11 @@ class TrainingSwarm(MemorySwarm):
         dataset: Dataset,
         device: torch.device,
         report: Callable[[Point], None] = lambda point: None,
+        model: Model | None = None,
     ) -> None:
-        super().__init__(config, folder, config.run.seed, leased=False)
+        start = None if model is None else OwnStart(model, config)
+        super().__init__(config, folder, config.run.seed, leased=False, start=start)
+        self.model = model
         self.dataset = dataset
         self.device = device
         self.report = report
@@ -142,11 +113,12 @@ def train(
     steps: int,
     device: torch.device,
     report: Callable[[Point], None] = lambda point: None,
+    model: Model | None = None,
 ) -> Training:
     """Trains with `swarm.min_peers` peers until the run has made `steps` global steps."""
 
     async def play() -> Training:
-        swarm = TrainingSwarm(config, folder, dataset, device, report)
+        swarm = TrainingSwarm(config, folder, dataset, device, report, model)
         await swarm.start([f"peer-{number:03d}" for number in range(config.swarm.min_peers)])
         first = cast(TrainingPeer, swarm.peers[PeerId("peer-000")])
         while not first.points or first.points[-1].step < steps:
@@ -155,12 +127,12 @@ def train(
                     raise peer.failures[0]
             await asyncio.sleep(LOOK_SECONDS)
         trained = max(
-            sum(swarm.layout.blocks[block].size for block in (0, *(1 + c for c in peer.trainer.owned)))
+            sum(swarm.layout.blocks[block].size for block in (0, *(1 + c for c in peer.learner.owned)))
             for peer in cast("list[TrainingPeer]", list(swarm.peers.values()))
         )
         await swarm.stop()
         for peer in cast("list[TrainingPeer]", list(swarm.peers.values())):
-            peer.trainer.close()
+            peer.learner.close()
         return Training(tuple(first.points), trained)
 
     return run_virtual(play(), 1e9)

@@ -6,12 +6,9 @@ keep them are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
-from spes_p2p.model.params import ExpertPlace
 from spes_p2p.state.moments import NO_MOMENTS, Moments, within_bounds
 from spes_p2p.train.ddp import broadcast_array
 from spes_p2p.train.moment_store import MOMENTS, is_packed
@@ -21,7 +18,7 @@ from spes_p2p.train.rank import RankTrainer
 def read_moments(trainer: RankTrainer, column: int) -> Moments:
     """A copy; without steps and arrays for an owned column that was never trained here."""
     group = next(group for group in trainer.optimizer.groups if group.column == column)
-    pieces = list(_pieces(trainer, column))
+    pieces = list(trainer.column_pieces(column))
     if not group.steps or any(name not in group.moments for name, _, _ in pieces):
         return NO_MOMENTS
     flat = {which: np.empty(pieces[-1][2].stop, np.float32) for which in MOMENTS}
@@ -46,20 +43,8 @@ def take_moments(trainer: RankTrainer, column: int, steps: int, moments: Moments
         name: {which: torch.empty_like(parameter.detach()) for which in MOMENTS}
         for name, parameter in group.tensors.items()
     }
-    for name, rows, part in _pieces(trainer, column):
+    for name, rows, part in trainer.column_pieces(column):
         for which, values in zip(MOMENTS, flat, strict=True):
             target = taken[name][which][rows]
             target.copy_(torch.from_numpy(np.array(values[part])).view_as(target))
     trainer.optimizer.restore(column, True, steps, taken)
-
-
-def _pieces(trainer: RankTrainer, column: int) -> Iterator[tuple[str, slice, slice]]:
-    """(name in the optimizer, rows there, part of the flat array) in the order of the block."""
-    start = 0
-    for place in trainer.places(1 + column):
-        assert isinstance(place, ExpertPlace)
-        bank = trainer.model.banks[place.layer]
-        part, rows = bank.rows_of(place.which)
-        stop = start + bank.shape_of(place.which).numel()
-        yield f"layers.{place.layer}.{part}", rows, slice(start, stop)
-        start = stop

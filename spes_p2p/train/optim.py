@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from spes_p2p.config.schema import OptimizerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.stores import PARTS
+from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.train.moment_store import MOMENTS, Piece, Stored, kind_of, unpacked
@@ -66,20 +67,21 @@ class Optimizer:
         moments = (tensor for group in self.groups for kept in group.moments.values() for tensor in kept.values())
         return sum(tensor.nbytes for tensor in moments)
 
-    def rebuild(self, model: Transformer, keep_moments: bool, ramp_fresh: bool) -> None:
+    def rebuild(self, model: Transformer | OwnModel, keep_moments: bool, ramp_fresh: bool) -> None:
         """Takes the model's present parameters; groups that were there keep their moments if `keep_moments`.
 
         With `ramp_fresh`, the learning rate of all other groups rises over their first steps.
         """
-        self._kind.check(model.embedding.device)
+        self._kind.check(next(model.parameters()).device)
         if self._gradient_dtype != torch.float32:
             for parameter in model.parameters():
                 parameter.grad_dtype = self._gradient_dtype
         before = self._groups if keep_moments else {}
-        rows = list(_rows(model))
+        rows = list(_rows(model)) if isinstance(model, Transformer) else []
         self._masters = {id(row): (master, index) for row, master, index in rows}
         self._groups = {}
-        for column, tensors in _tensors(model, rows):
+        groups = _tensors(model, rows) if isinstance(model, Transformer) else _tensors_of_own(model)
+        for column, tensors in groups:
             old = before.get(column, Group(column, tensors, ramp_fresh))
             self._groups[column] = replace(old, tensors=tensors)
 
@@ -154,6 +156,12 @@ def _rows(model: Transformer) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]
     for master in masters_of(model):
         for index in range(master.shape[0]):
             yield nn.Parameter(master.detach()[index]), master, index
+
+
+def _tensors_of_own(model: OwnModel) -> Iterator[tuple[int | None, dict[str, nn.Parameter]]]:
+    yield None, model.parameters_of(0)
+    for column in model.owned:
+        yield column, model.parameters_of(1 + column)
 
 
 def _tensors(

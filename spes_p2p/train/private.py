@@ -98,21 +98,16 @@ def _received(
 
 def _check_tensors(trainer: RankTrainer, state: Mapping[str, Any]) -> None:
     """Names, shapes and types as this model would save them with these columns."""
-    shared = {name: tuple(tensor.shape) for name, tensor in trainer.optimizer.groups[0].tensors.items()}
-    column = {
-        f"layers.{layer}.{part}": shape
-        for layer, bank in enumerate(trainer.model.banks)
-        for part, shape in bank.shapes.items()
-    }
+    shared = {name: tensor.shape for name, tensor in trainer.optimizer.groups[0].tensors.items()}
     wanted = [None, *state["owned"]]
     if [group["column"] for group in state["groups"]] != wanted:
         raise CheckpointError(f"the training state does not hold the groups {wanted}", fix=_FIX)
     for group in state["groups"]:
-        shapes = shared if group["column"] is None else column
+        shapes = shared if group["column"] is None else trainer.column_shapes(group["column"])
         for name, shape in shapes.items():
             entry = group["tensors"][name]
-            kept = stored_shapes(torch.Size(shape), is_packed(entry)) if group["steps"] else {}
-            for key, (own, dtype) in {"value": (torch.Size(shape), torch.float32), **kept}.items():
+            kept = stored_shapes(shape, is_packed(entry)) if group["steps"] else {}
+            for key, (own, dtype) in {"value": (shape, torch.float32), **kept}.items():
                 _check_tensor(f"{name}/{key}", entry[key], own, dtype)
 
 

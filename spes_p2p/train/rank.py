@@ -9,7 +9,8 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from types import EllipsisType
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.interop.hf import place_table
 from spes_p2p.model.losses import LossWeights
-from spes_p2p.model.params import Place, load_block, read_block
+from spes_p2p.model.own import OwnModel
+from spes_p2p.model.params import ExpertPlace, load_block, read_block
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
@@ -29,6 +31,9 @@ from spes_p2p.train.memory import forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import StepResult, accumulate_gradient, autocast, to_device
+
+ColumnPiece = tuple[str, slice | EllipsisType, slice]
+"""(name in the optimizer, rows of that tensor, place in the column's block) of a part of a column."""
 
 
 class RankTrainer:
@@ -43,13 +48,43 @@ class RankTrainer:
         """Parameters may be half changed: a step that failed then must not be repeated."""
         self.notes: list[str] = []
         """What there is to say of steps; whoever says it empties the list."""
-        settings = config.optimizer
-        weights = LossWeights(settings.load_balancing_weight, settings.router_z_weight, settings.output_z_weight)
-        self.model = Transformer(config.model, (), weights, ranks.device)
-        self.optimizer = Optimizer(settings)
-        self._table = place_table(config.model)
+        self.model: Transformer | OwnModel = self._make_model()
+        self.optimizer = Optimizer(config.optimizer)
         self._forward: nn.Module | None = None
         self._rehearsed = False
+
+    # ---- what depends on how the model is made; see own.py for models of others ----
+
+    def _make_model(self) -> Transformer | OwnModel:
+        settings = self.config.optimizer
+        weights = LossWeights(settings.load_balancing_weight, settings.router_z_weight, settings.output_z_weight)
+        self._table = place_table(self.config.model)
+        self.transformer = Transformer(self.config.model, (), weights, self.ranks.device)
+        return self.transformer
+
+    def _load_block(self, block: int, values: Values) -> None:
+        load_block(self.transformer, self._table, block, values)
+
+    def _read_block(self, block: int) -> Values:
+        return read_block(self.transformer, self._table, block)
+
+    def column_shapes(self, column: int) -> dict[str, torch.Size]:
+        """The tensors of an owned column by their names in the optimizer."""
+        banks = enumerate(self.transformer.banks)
+        return {f"layers.{at}.{part}": torch.Size(shape) for at, bank in banks for part, shape in bank.shapes.items()}
+
+    def column_pieces(self, column: int) -> Iterator[ColumnPiece]:
+        """Where the parts of a column are in the optimizer, in the order of its block of the state."""
+        start = 0
+        for place in self._table[1 + column]:
+            assert isinstance(place, ExpertPlace)
+            bank = self.transformer.banks[place.layer]
+            part, rows = bank.rows_of(place.which)
+            stop = start + bank.shape_of(place.which).numel()
+            yield f"layers.{place.layer}.{part}", rows, slice(start, stop)
+            start = stop
+
+    # ----
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -63,9 +98,9 @@ class RankTrainer:
         `round_steps`: own steps of the round that `values` have already.
         """
         self.set_owned(owned, keep_moments, ramp_fresh=step > 0)
-        for block in self.layout.blocks:
+        for block in self.layout.model_blocks:
             own = None if values is None else values.block(block.index)
-            load_block(self.model, self._table, block.index, broadcast_array(self.ranks, own, block.size))
+            self._load_block(block.index, broadcast_array(self.ranks, own, block.size))
         self.step, self.round_steps = step, round_steps
 
     def run_ahead(self) -> None:
@@ -151,7 +186,8 @@ class RankTrainer:
         if after is None:
             return ""
         self.config = after.applied(self.config)
-        self.model.config = self.config.model
+        if isinstance(self.model, Transformer):
+            self.model.config = self.config.model
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         forget_peak(self.ranks.device)
@@ -173,11 +209,7 @@ class RankTrainer:
         """Present values of block 0 or of an owned column, flat fp32."""
         if block and block - 1 not in self.owned:
             raise LocalProtocolError(f"block {block} was asked for, but column {block - 1} is not among {self.owned}")
-        return read_block(self.model, self._table, block)
-
-    def places(self, block: int) -> Sequence[Place]:
-        """Where the tensors of a block are in the model, in the order of the block."""
-        return self._table[block]
+        return self._read_block(block)
 
     def trained_tensors(self) -> Iterator[tuple[Group, str, Tensor]]:
         """(group, name, values) of everything that is trained, the same order at every rank."""

@@ -1,4 +1,4 @@
-"""The temporary folder of a peer's ranks: removed at the end, or, where that was cut off, when the next peer starts."""
+"""A temporary folder that is removed at the end, or, where that was cut off, when the next one of its kind is made."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-_PREFIX = "spes-p2p-ranks-"
 _LOCK = "lock"
 
 
 class Scratch:
-    """A folder under the system's temporary one, locked for as long as this process lives."""
+    """A folder under the system's temporary one, locked for as long as this process lives.
 
-    def __init__(self) -> None:
+    `prefix`: its kind, and what its name begins with.
+    """
+
+    def __init__(self, prefix: str = "spes-p2p-ranks-") -> None:
         temporary = Path(tempfile.gettempdir())
-        for lock in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
+        for lock in temporary.glob(f"{prefix}*/{_LOCK}"):
             _remove_if_left(lock)
         made = Path(tempfile.mkdtemp(prefix="spes-new-"))
         self._lock = _locked(made / _LOCK)
-        self.path = made.rename(made.with_name(made.name.replace("spes-new-", _PREFIX)))  # seen only once it is locked
+        self.path = made.rename(made.with_name(made.name.replace("spes-new-", prefix)))  # seen only once it is locked
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

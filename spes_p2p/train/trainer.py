@@ -6,7 +6,7 @@ need not know how many there are. Knows no network and no rounds beyond counting
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,10 +38,18 @@ class Trainer:
     Every method raises SpesError where another rank has ended, naming it; only `close` is of use then.
     """
 
-    def __init__(self, config: Config, layout: Layout, device: torch.device, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        device: torch.device,
+        ranks: Ranks | None = None,
+        rank_trainer: Callable[[Config, Layout, Ranks], RankTrainer] = RankTrainer,
+    ) -> None:
         """Allocates the model on `device` (with several ranks, on the device of each); values come with `adopt`.
 
-        Raises ConfigError where the batch cannot be split over the ranks.
+        `rank_trainer` makes what rank 0 holds; the other ranks have our own model. Raises ConfigError where the batch
+        cannot be split over the ranks.
         """
         ranks = ranks or Ranks()
         if ranks.rank:
@@ -52,7 +60,7 @@ class Trainer:
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
         with self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads()):
-            self._rank = RankTrainer(config, layout, self._ranks)
+            self._rank = rank_trainer(config, layout, self._ranks)
 
     @property
     def config(self) -> Config:
@@ -90,7 +98,7 @@ class Trainer:
         if spare is None:
             return None
         _, total = free_and_total_bytes(self._ranks.device)
-        column_values, options = self._rank.layout.blocks[-1].size, Options.of(self.config)
+        column_values, options = self._rank.layout.model_blocks[-1].size, Options.of(self.config)
         return columns_by_experience(len(self.owned), spare, total, column_values, options)
 
     @property

@@ -33,6 +33,7 @@ def test_a_person_can_read_it_at_80_columns() -> None:
         assert words in text
     assert "8 expert columns do not fit into" in text
     assert "are a guess" in text
+    assert "A state takes 29.3 GB of disk" in text
 
 
 def test_without_gpu_and_link_it_says_what_to_give() -> None:
@@ -47,6 +48,7 @@ def test_json_has_bytes_and_the_sentence() -> None:
     assert told["sync"]["fp32"]["bytes_up"] == pytest.approx(24.7e9, rel=0.002)
     assert told["sync"]["fp32"]["seconds"] is None
     assert told["memory"]["total"] > told["memory"]["allocated"] == sum(told["memory"]["parts"].values())
+    assert told["stored_state"] == 4 * told["parameters"]["total"]
     assert told["fits"]["gpu_memory"] == 24 * 2**30
     assert told["fits"]["nearest"]["total"] <= told["fits"]["usable"]
     assert told["fits"]["sentence"].startswith("8 expert columns do not fit")

@@ -27,11 +27,14 @@ def test_every_run_has_both() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_diloco_differs_in_who_trains_what(name: str) -> None:
+def test_diloco_differs_in_who_trains_what_and_in_the_outer_step(name: str) -> None:
     run, changed = pair("diloco", name)
     wanted = {"run.run_id": f"diloco-{name}", "sync.merge_alpha": 0.0}
     wanted |= {"swarm.experts_per_peer": run.model.num_experts, "swarm.target_replicas": run.swarm.min_peers}
+    wanted |= {"sync.outer": "nesterov"}
     assert changed == wanted
+    sync = load_config(bundled_config(f"diloco-{name}")).sync
+    assert (sync.outer_lr, sync.outer_momentum) == (0.7, 0.9)  # as published
 
 
 @pytest.mark.parametrize("name", NAMES)

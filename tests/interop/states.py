@@ -9,7 +9,7 @@ import torch
 
 from spes_p2p.config.load import config_from_tree
 from spes_p2p.config.schema import Config
-from spes_p2p.interop.hf import place_table, state_tensors
+from spes_p2p.interop.hf import place_table, state_layout
 from spes_p2p.model.params import load_block, read_block
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.layout import BlockSource, Layout, Values
@@ -46,7 +46,7 @@ def run_config(**model: Any) -> Config:
 
 
 def layout_of(config: Config) -> Layout:
-    return Layout(state_tensors(config.model), config.sync.tile_values)
+    return state_layout(config)
 
 
 def random_state(config: Config, seed: int = 0) -> tuple[Transformer, Blocks]:
@@ -58,13 +58,15 @@ def random_state(config: Config, seed: int = 0) -> tuple[Transformer, Blocks]:
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
     table = place_table(config.model)
-    return model, Blocks([read_block(model, table, block.index) for block in layout_of(config).blocks])
+    layout = layout_of(config)
+    momentum = [np.zeros(block.size, np.float32) for block in layout.blocks[len(layout.model_blocks) :]]
+    return model, Blocks([read_block(model, table, block.index) for block in layout.model_blocks] + momentum)
 
 
 def model_of(config: Config, state: BlockSource) -> Transformer:
     """The model with the values of a state."""
     model = Transformer(config.model, ())
     table = place_table(config.model)
-    for block in layout_of(config).blocks:
+    for block in layout_of(config).model_blocks:
         load_block(model, table, block.index, np.asarray(state.block(block.index)))
     return model

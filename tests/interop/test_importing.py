@@ -130,6 +130,18 @@ def test_tiles_of_any_size_give_the_same_values(tmp_path: Path) -> None:
     assert (blocks[0] == blocks[2]).all()
 
 
+def test_with_an_outer_optimizer_the_start_has_momentum_at_rest(tmp_path: Path) -> None:
+    olmoe().save_pretrained(tmp_path)
+    start = StartModel.open(tmp_path)
+    plain = layout_of(config_for(start))
+    layout = Layout(plain.tensors, plain.tile_values, has_momentum=True)
+    with start.values(layout) as values, start.values(plain) as expected:
+        for tile in plain.tiles:
+            assert np.array_equal(values(tile), expected(tile))
+            assert not values(layout.tiles[layout.momentum_tile(tile.id)]).any()
+    assert start.root(layout) != start.root(plain)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -73,6 +73,17 @@ def test_from_a_peers_folder_or_one_checkpoint(tmp_path: Path) -> None:
     assert told[-1][1] == told[-1][2] > 0
 
 
+def test_the_momentum_of_an_outer_optimizer_stays_behind(tmp_path: Path) -> None:
+    config = run_config(**OLMOE)
+    stepped = config.model_copy(update={"sync": config.sync.model_copy(update={"outer": "nesterov"})})
+    outputs = []
+    for name, one in (("plain", config), ("stepped", stepped)):
+        outputs.append(tmp_path / f"{name}-out")
+        run_export(ExportOptions(outputs[-1], saved(tmp_path / name, one)), lambda text: None)
+    weights = [(output / "model.safetensors").read_bytes() for output in outputs]
+    assert weights[0] == weights[1]
+
+
 def test_without_a_known_tokenizer_it_says_so(tmp_path: Path) -> None:
     peer, said = saved(tmp_path / "peer", run_config(**OLMOE)), list[str]()
     run_export(ExportOptions(tmp_path / "out", peer), said.append)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from spes_p2p.ids import PeerId
+from spes_p2p.interop.hf import state_layout
 from spes_p2p.planning.sizes import Sizes
-from spes_p2p.planning.traffic import Link, Spread, round_traffic, sync_costs
+from spes_p2p.planning.traffic import Link, Spread, round_traffic, stored_bytes, sync_costs
 from spes_p2p.sync.core.plan import plan_slices
 from tests.planning.runs import run_named
 
@@ -100,6 +101,13 @@ def test_a_fragment_has_its_share_of_the_bytes_and_of_the_time() -> None:
 def test_what_is_not_known_is_not_made_up() -> None:
     cost = sync_costs(run_named("tiny"), 3, 2, Link(), tokens_per_second=None)[0]
     assert (cost.seconds, cost.share, cost.bytes_per_day) == (None, None, None)
+
+
+def test_an_outer_optimizer_makes_states_larger_and_rounds_not() -> None:
+    plain, stepped = run_named("spes-7b"), run_named("spes-7b", "sync.outer=nesterov")
+    assert sync_costs(stepped, 4, 8, Link(), None) == sync_costs(plain, 4, 8, Link(), None)
+    assert stored_bytes(plain) == 4 * state_layout(plain).num_values
+    assert stored_bytes(stepped) == 4 * state_layout(stepped).num_values == 2 * stored_bytes(plain)
 
 
 def test_what_is_configured_comes_first_and_then_every_codec() -> None:

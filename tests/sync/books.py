@@ -1,4 +1,7 @@
-"""Holds every round of an in-memory swarm with lossy codecs, or with turns, against the independent ledger."""
+"""Holds every round of an in-memory swarm against the independent ledger, bit for bit, but for merges.
+
+For lossy codecs, turns, and an outer optimizer.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ class Books:
     def __init__(self, swarm: MemorySwarm, kept: frozenset[tuple[str, int]] = frozenset()) -> None:
         self.swarm, self.recorder, self.kept = swarm, Recorder(swarm), kept
         layout = swarm.layout
-        tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles]
-        self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.blocks])
+        tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles[: layout.num_model_tiles]]
+        self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.model_blocks])
         self.merges = 0
         self.trained: dict[tuple[PeerId, int], Values] = {}
         """By how much a peer has trained what had no turn in this round; zeros elsewhere."""
@@ -51,7 +54,7 @@ class Books:
             for peer, blocks in values.items()
             for block, value in blocks.items()
         }
-        expected = self.ledger.round(parent, child, before, values)
+        expected = self._stepped(child, before, self.ledger.round(parent, child, before, values))
         self.lives = lives
         self._forget_the_dead(child)
         if child.merge is None:
@@ -62,6 +65,18 @@ class Books:
         sources = Blocks(dict(enumerate(expected))), Blocks(after)
         made, found = (self.recorder.tensors(source, range(len(expected))) for source in sources)
         oracle.check_equal(found, oracle.merged(made, child.merge.alpha, self.swarm.config.sync.merge_top_k))
+
+    def _stepped(self, child: Manifest, before: Mapping[int, Values], means: list[Values]) -> list[Values]:
+        """The state before the merge, from what the slices give: the outer step, where the run has one."""
+        sync, blocks = self.swarm.config.sync, len(means)
+        if sync.outer == "none":
+            return means
+        after = means + [np.array(before[blocks + block]) for block in range(blocks)]
+        for block in {piece.block for piece in child.slices}:
+            after[block], after[blocks + block] = lossy_oracle.nesterov(
+                means[block], before[block], before[blocks + block], sync.outer_lr, sync.outer_momentum
+            )
+        return after
 
     def _check_starts(
         self,

@@ -188,8 +188,9 @@ class Recorder:
         assert child.step == oracle.next_step(parent.step, peers)
         alpha = oracle.alpha_of(parent.step, child.step, sync.merge_interval, sync.merge_alpha, sync.merge_decay_steps)
         expected = oracle.round_result(
-            peers, slices, self.states[parent.round], alpha, sync.merge_top_k, sync.tile_values
-        )
+            peers, slices, self.states[parent.round], alpha, sync.merge_top_k, sync.tile_values,
+            oracle.Outer(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
+        )  # fmt: skip
         where = f"round {child.round}"
         oracle.check_equal(self.states[child.round], expected, where)
         assert oracle.root_of(self.states[child.round], sync.tile_values) == child.state_root.hex(), where

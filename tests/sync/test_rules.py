@@ -103,6 +103,7 @@ TAMPERED: dict[str, Callable[[Manifest], Manifest]] = {
     "nobody's": lambda m: replace(m, slices=(replace(m.slices[0], contributors=()), *m.slices[1:])),
     "block": lambda m: replace(m, slices=(replace(m.slices[0], block=99), *m.slices[1:])),
     "merge": lambda m: replace(m, merge=Merge(0.5, ())),
+    "merge of nothing": lambda m: replace(m, merge=Merge(0.0, ())),
 }
 
 

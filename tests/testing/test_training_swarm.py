@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.loader import open_dataset
+from spes_p2p.interop.own import Model, OwnStart
 from spes_p2p.testing.training_swarm import train
 from tests.peer.real import SMALL, make_tokens
 
@@ -37,6 +44,44 @@ def test_two_peers_learn_and_it_comes_out_the_same_again(data: Path, tmp_path: P
     assert first.trained_values < everything
 
 
+class Words(nn.Module):
+    """Two experts, mixed by what the token says; nothing of ours in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(257, 16)
+        self.gate = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 257)
+
+    def forward(self, token_BS: Tensor) -> Tensor:
+        hidden = self.table(token_BS)
+        mixed = (
+            torch.stack([expert(hidden) for expert in self.experts], -1) * self.gate(hidden).softmax(-1)[..., None, :]
+        )
+        return self.head(hidden + mixed.sum(-1))  # type: ignore[no-any-return]
+
+
+def next_byte(module: nn.Module, token_BS: Tensor) -> Tensor:
+    logits = module(token_BS[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), token_BS[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("outer", ["none", "nesterov"])
+def test_a_model_of_ones_own_learns_in_a_swarm(data: Path, tmp_path: Path, outer: str) -> None:
+    """Each peer owns one of its experts; what they hold in the end is the same, and better."""
+    model = Model(Words, next_byte, lambda name: int(name.split(".")[1]) if name.startswith("experts.") else None)
+    overrides = ("sync.merge_alpha=0", f"sync.outer={outer}", "swarm.experts_per_peer=1", "swarm.min_peers=2")
+    config = load_config(bundled_config("tiny"), [*SMALL, *overrides, f"data.path={data}", "optimizer.lr=0.02"])
+    config = model.config_of(config, OwnStart(model, config).root())
+    found = train(config, tmp_path, open_dataset(config), 48, CPU, model=model)
+    losses = [point.held_out_loss for point in found.points]
+    assert losses[0] > losses[1] > losses[-1]
+    assert losses[-1] < 4.5  # bytes at random: 5.5
+    expert = sum(parameter.numel() for parameter in Words().experts[0].parameters())
+    assert found.trained_values == sum(parameter.numel() for parameter in Words().parameters()) - expert
+
+
 def _layout(config: Any) -> Any:
     from spes_p2p.interop.hf import state_tensors
     from spes_p2p.state.layout import Layout
@@ -54,6 +99,32 @@ def test_the_comparison_writes_a_table_of_all_methods(data: Path, tmp_path: Path
          "cpu", "--output", str(page), "--json", str(points), *small]
     )  # fmt: skip
     text = page.read_text()
-    for method in ("centralized", "DiLoCo", "SPES", "SPES, merge", "SPES, 2 owners", "SPES, rising H"):
+    spes = ("SPES", "SPES, merge", "SPES, 2 owners", "SPES, rising H", "SPES, two periods")
+    for method in ("centralized", "DiLoCo, plain averaging", "DiLoCo, outer Nesterov", *spes):
         assert f"| {method} |" in text
     assert points.is_file()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_that_is_ended_leaves_no_folder(data: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """What a SIGKILL leaves is removed by the next one."""
+    script, temporary = str(ROOT / "scripts" / "compare.py"), tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    small = [text for text in SMALL if not text.startswith("sync.")]
+    arguments = ["--data", str(data), "--peers", "2", "--device", "cpu", "--output", str(tmp_path / "page.md")]
+    with subprocess.Popen(
+        [sys.executable, script, *arguments, "--steps", "9000", *small], env=environment, stderr=subprocess.DEVNULL
+    ) as process:
+        while not list(temporary.glob("spes-p2p-compare-*/*/*")) and process.poll() is None:
+            time.sleep(0.05)
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) != 0
+    left = list(temporary.iterdir())
+    assert bool(left) is (number == signal.SIGKILL)
+    if left:
+        code = "from spes_p2p.train.scratch import Scratch; Scratch('spes-p2p-compare-').remove()"
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+        assert not list(temporary.iterdir())

@@ -273,7 +273,7 @@ def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
 
 def _check_merge(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     alpha = merge_alpha_for(rules, parent.step, child.step)
-    if (child.merge.alpha if child.merge else 0.0) != alpha:
+    if (child.merge.alpha if child.merge else 0.0) != alpha or (child.merge is not None and not alpha):
         raise RemoteProtocolError(f"manifest of round {child.round}: merge alpha is not {alpha}")
     for layer in child.merge.neighbours if child.merge else ():
         bad = len(layer) != rules.num_columns or any(
