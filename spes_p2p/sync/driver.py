@@ -33,7 +33,7 @@ from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.making import Making
+from spes_p2p.sync.making import HELD_BYTES, Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outgoing import Outgoing, check_asker
@@ -156,7 +156,9 @@ class Driver:
         arithmetic: Arithmetic,
         hooks: Hooks,
         clock: Clock,
+        held_bytes: int = HELD_BYTES,
     ) -> None:
+        """`held_bytes`: what contributions that are being reduced may take of memory."""
         self.core = core
         self._info = info
         self._transport = transport
@@ -182,7 +184,7 @@ class Driver:
         self._bench.enter(core.tip.round)
         self._making = Making(
             core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,
-            hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round),
+            hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round), held_bytes=held_bytes,
         )  # fmt: skip
         self._catching_up = CatchUp(
             info, core.rules, checker.check, disk.chain, disk.store, self._transfers, self._tasks.in_thread
@@ -395,6 +397,16 @@ class Driver:
             self._disk.votes.leave(self.core.record)
             self._disk.chain.switch(meeting.theirs)
             self._disk.votes.arrive(manifest_hash(meeting.theirs[-1].manifest))
+
+    async def renewed(self, commit: Commit) -> None:
+        """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""
+        tip = self.core.tip.round
+        staging = await self._catching_up.state(commit.manifest, tip, ())
+        async with self._making.lock:
+            if self.core.tip.round == tip:
+                await self._tasks.in_thread(lambda: self._keep_residuals(tip, commit, False))
+                await self._tasks.in_thread(staging.publish)
+                await self._applied(commit, self._disk.chain.commit(tip + 1).manifest)
 
     def _committed(self, head: Hash) -> Version | None:
         current = self.core.round  # one look: the loop goes on beside this thread

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import assign
-from spes_p2p.swarm.membership import LINK_PUBLIC
+from spes_p2p.swarm.membership import LINK_PUBLIC, trainers
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status
@@ -122,12 +122,14 @@ class Reducing(CoreState):
     def _should_close(self, now: float) -> bool:
         if self._is_closing():  # a leader before us has said so
             return True
-        here = self._members_here(now)
+        everybody, here = self._members_here(now), self._trainers_here(now)
         ready = [status for status in here if status.work.ready]
         trained = sum(status.work.tokens for status in ready)
-        leaving = [status for status in ready if status.intent.leaving]
-        if leaving and (trained > 0 or self._somebody_stays(here, now)):
+        leaving = [status for status in everybody if status.work.ready and status.intent.leaving]
+        if leaving and (trained > 0 or self._somebody_stays(everybody, now)):
             return True
+        if not here:  # those who serve keep the state as it is until there is somebody to name
+            return self._newcomer_waits(now) and now - self.round.started_at > 2 * self.pace.heartbeat_seconds
         if trained == 0:  # nobody could train: an empty round gives new leases, but in no hurry
             patience = self.pace.close_after_seconds([0.0])
             return len(ready) == len(here) > 0 and now - self.round.started_at > patience
@@ -141,6 +143,18 @@ class Reducing(CoreState):
             return True
         seconds = [status.work.seconds for status in ready if status.work.tokens]
         return elapsed > self.pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
+
+    def _newcomer_waits(self, now: float) -> bool:
+        """Whether somebody who is no member has the state of our head and would take part."""
+        known = {member.peer: member.incarnation for member in self.tip.members}
+        others = (contact.status for peer, contact in self.contacts.items() if self.alive(peer, now))
+        return any(
+            s.head == self.round.head
+            and s.intent.joining
+            and not s.intent.leaving
+            and known.get(s.peer) != s.incarnation
+            for s in others
+        )
 
     def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
         """(tokens of all, seconds until the next one is ready), from the speed that those who still train told of.
@@ -183,7 +197,7 @@ class Reducing(CoreState):
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
         entries = []
-        for status in self._members_here(now):
+        for status in self._trainers_here(now):
             work = status.work
             if work.ready and work.tokens > 0 and work.steps > 0:
                 entry = Contribution(status.peer, work.tokens, work.steps, work.sequences)
@@ -193,15 +207,18 @@ class Reducing(CoreState):
     def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         intents = {peer: contact.status.intent for peer, contact in self.contacts.items()} | {self.me: self.intent}
         peers = [entry.peer for entry in roster]
-        uplinks = {peer: intents[peer].uplink_bytes_per_second for peer in peers if peer in intents}
-        uplinks = {peer: uplink for peer, uplink in uplinks.items() if uplink > 0}
         private = {peer for peer, intent in intents.items() if intent.link_class != LINK_PUBLIC}
         able = [s.peer for s in self._members_here(now) if s.intent.can_vote]
         helpers = [peer for peer in sorted(able) if peer not in private]
+        training = {member.peer for member in trainers(self.tip.members)}
+        servers = [peer for peer in helpers if peer not in training]
+        known = {peer: intents[peer].uplink_bytes_per_second for peer in (*peers, *helpers) if peer in intents}
+        uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
         slices = plan_slices(
-            peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers
-        )
+            peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers,
+            servers,
+        )  # fmt: skip
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
     def _due_columns(self, now: float) -> frozenset[int]:
