@@ -33,13 +33,15 @@ from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.making import HELD_BYTES, Making
+from spes_p2p.sync.keeping_up import KeepingUp, Lap
+from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.patience import Patience
 from spes_p2p.sync.requests import VALUES, Request, Serving
 from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.retention import Retention
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -156,9 +158,9 @@ class Driver:
         arithmetic: Arithmetic,
         hooks: Hooks,
         clock: Clock,
-        held_bytes: int = HELD_BYTES,
+        held_bytes: int | None = None,
     ) -> None:
-        """`held_bytes`: what contributions that are being reduced may take of memory."""
+        """`held_bytes`: what contributions that are being reduced may take of memory, if not the usual."""
         self.core = core
         self._info = info
         self._transport = transport
@@ -173,6 +175,8 @@ class Driver:
             hooks.notice(do.Notice("disk", problem))
         outgoing = Outgoing(self._layout, disk.inputs, disk.residuals, self._committed)
         self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments)
+        self._retention = Retention(disk.store, clock.now)
+        self._keeping_up = KeepingUp(self._layout)
         self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)
         self._transfers = Transfers(
             transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience
@@ -186,8 +190,11 @@ class Driver:
             core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,
             hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round), held_bytes=held_bytes,
         )  # fmt: skip
+        later = Transfers(  # the running round of others goes first
+            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, patient=True
+        )
         self._catching_up = CatchUp(
-            info, core.rules, checker.check, disk.chain, disk.store, self._transfers, self._tasks.in_thread
+            info, core.rules, checker.check, disk.chain, disk.store, later, self._tasks.in_thread
         )
         self._actions: deque[do.Action] = deque()
         self._carrying_out = False
@@ -244,7 +251,9 @@ class Driver:
         if asked.kind == VALUES:
             check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first, asked.count)
         reached(steps.SERVE + asked.kind, peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
-        return await self._tasks.in_thread(lambda: self._serving.answer(asked))
+        blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
+        self._retention.asked(caller, asked)
+        return blob
 
     def _require_life(self) -> None:
         if self._tasks.stopped or self._broken:
@@ -359,19 +368,28 @@ class Driver:
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
         tip, now = self.core.tip.round, self._clock.now()
-        others = [peer for peer in self.core.contacts if peer != action.holder and self.core.alive(peer, now)]
+        others = [  # who stands on an older state has not what is wanted, and may be slow to say so
+            peer
+            for peer, contact in self.core.contacts.items()
+            if peer != action.holder and self.core.alive(peer, now) and contact.status.round >= action.round - 1
+        ]
+        begin = self._lap()
         try:
             newest, meeting = await self._headers(tip, action)
             if newest is None:
                 self._run(self.core.stays(action.head, self._clock.now()))
                 return
             reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
+            if meeting is None:
+                newest = await self._catching_up.aim(newest, tip, [action.holder, *others])
             staging = await self._catching_up.state(newest.manifest, tip, [action.holder, *others])
             reached(steps.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
+            self._check_link(begin)
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
             self._run(self.core.catch_up_failed(self._clock.now()))
             return
+        self._check_link(begin)
         async with self._making.lock:  # nothing else moves the tip: the state machine waits for us
             lost = meeting.ours if meeting is not None else ()
             await self._tasks.in_thread(lambda: self._take_over(meeting))
@@ -381,6 +399,17 @@ class Driver:
                 await self._switched(newest, meeting, action.holder)
             else:
                 await self._applied(newest, self._disk.chain.commit(tip + 1).manifest)
+
+    def _lap(self) -> Lap:
+        newest = max((contact.status.round for contact in self.core.contacts.values()), default=0)
+        return Lap(self._clock.now(), self._transport.bytes_received, newest)
+
+    def _check_link(self, begin: Lap) -> None:
+        """A newcomer whose link is too slow to ever take part is told so, and ends."""
+        if not self.core.is_member():
+            newest = self._disk.chain.length
+            rounds = range(max(1, newest - self.core.rules.expert_rounds), newest)
+            self._keeping_up.lap(begin, self._lap(), [self._disk.chain.commit(round).manifest for round in rounds])
 
     async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, Meeting | None]:
         """The commit to go to, None where our own history is the one to follow; and the meeting, if they are two."""
@@ -471,17 +500,23 @@ class Driver:
         """The state machine and the trainer go on from a new committed state."""
         round = event.commit.manifest.round
         self._bench.enter(round)
-        keep = self._hooks.rounds_in_use() | {round, round - 1}
+        keep = self._hooks.rounds_in_use()  # before the trainer goes on
         self._times = self._fresh_times()
         self._room_again()
         self._run(tell_core(self._clock.now()))
         self._hooks.applied(event)
         reached(steps.APPLIED, peer=self.core.me, round=round)
-        await self._tasks.in_thread(lambda: self._drop_all_but(keep))
+        await self._drop_all_but(keep | {round, round - 1})
 
-    def _drop_all_but(self, keep: frozenset[int]) -> None:
-        for round in set(self._disk.store.rounds()) - keep:
-            self._disk.store.drop(round)
+    async def _drop_all_but(self, keep: frozenset[int]) -> None:
+        states, wires = self._retention.needed(self.core.tip.round)
+        await self._tasks.in_thread(lambda: self._drop(keep | states, wires))
+
+    def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
+        store = self._disk.store
+        for round in set(store.rounds()) - keep:
+            store.drop(round, keep_wire=round in wires)
+        store.drop_wires(wires)
 
     def _refused(self) -> tuple[PeerId, ...]:
         left_out = (pair for _, signed in self.core.round.words() for pair in signed.value.left_out)
@@ -526,6 +561,9 @@ class Driver:
         if not self._was_full:
             self._was_full = True
             self._hooks.notice(do.Notice("disk", f"{error}; training goes on, but this peer cannot vote until then"))
+        self._retention.clear()
+        tip = self.core.tip.round
+        self._tasks.spawn(self._drop_all_but(self._hooks.rounds_in_use() | {tip, tip - 1}))
         self._full_until = self._clock.now() + 10 * self.core.pace.heartbeat_seconds
         self._run(self.core.disk_full(self._disk.votes.record, self._clock.now()))
 

@@ -62,10 +62,10 @@ class Making:
         notice: Callable[[do.Notice], None],
         now: Callable[[], float],
         committed: Callable[[], Version],
-        held_bytes: int = HELD_BYTES,
+        held_bytes: int | None = None,
     ) -> None:
         """`committed()` is the state of the tip; `held_bytes` what contributions may take of memory."""
-        self._may_hold_bytes = held_bytes
+        self._may_hold_bytes = HELD_BYTES if held_bytes is None else held_bytes
         self._core = core
         self._layout = layout
         self._outgoing = outgoing

@@ -23,6 +23,7 @@ from spes_p2p.wire import pack
 VALUES = "values"
 TILES = "tiles"
 HASHES = "hashes"
+WIRES = "wires"
 MOMENTS = "moments"
 CHAIN = "chain"
 RUN = "run"
@@ -34,7 +35,8 @@ MAX_CHAIN_BYTES = 8 * 2**20
 @dataclass(frozen=True)
 class Request:
     """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count),
-    TILES (hashes, joined), HASHES (name: state root, first: round), CHAIN (first round, count), RUN.
+    TILES (hashes, joined), HASHES (name: state root, first: round), WIRES (first: round, count: the round of
+    the state that the asker has), CHAIN (first round, count), RUN.
 
     MOMENTS with a count of 0 says that the asker needs no more of the column in which the first tile is.
     """
@@ -88,6 +90,8 @@ class Serving:
             return self._tiles(request.hashes)
         if request.kind == HASHES:
             return self._hashes(request.name, request.first)
+        if request.kind == WIRES:
+            return self._wires(request.first)
         raise RemoteProtocolError(f"nothing is known of {request.kind[:20]!r}")
 
     def _offered(self, request: Request) -> Blob:
@@ -119,6 +123,13 @@ class Serving:
                 raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
             found.append(data)
         return Blob(found[0] if len(found) == 1 else b"".join(found))
+
+    def _wires(self, round: int) -> Blob:
+        """The hash of each tile as a round handed it out."""
+        hashes = self._store.wire_hashes(round) if self._store else None
+        if hashes is None or all(tile_hash == NO_HASH for tile_hash in hashes):
+            raise RemoteProtocolError(f"what round {round} handed out is not here")
+        return Blob(b"".join(hashes))
 
     def _hashes(self, root: Hash, round: int) -> Blob:
         version = whole_state(self._store, round, root) if self._store else None

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
-from spes_p2p.sync.core.messages import Commit, Slice
+from spes_p2p.sync.core.messages import Commit, Manifest, Slice
 from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.requests import ChainPart, Request
@@ -69,7 +69,8 @@ class Transfers:
         self._on_bytes = on_bytes
         self._on_refused = on_refused
         largest = max((tile.size for tile in layout.tiles), default=1) * VALUE_BYTES * TILES_A_FETCH
-        self._slots = asyncio.Semaphore(min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // largest)))
+        self._parallel = min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // largest))
+        self._slots = asyncio.Semaphore(self._parallel)
 
     async def contribution(
         self, peer: PeerId, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
@@ -204,6 +205,27 @@ class Transfers:
                 reasons.append(f"{short(holder)}: {error}")
         raise NetworkError(f"nobody gave the hashes of state {short(root)} ({'; '.join(reasons) or 'no holder'})")
 
+    async def wire_list(self, holders: Sequence[PeerId], manifest: Manifest, base_round: int) -> dict[int, Hash]:
+        """What a round handed out, by tile id, from the first holder whose list hashes to the manifest's root.
+
+        `base_round`: of the state that is here; what was handed out since is kept for us.
+
+        Raises NetworkError when nobody has it.
+        """
+        size, reasons = len(self._layout.tiles) * HASH_BYTES, list[str]()
+        for holder in holders:
+            try:
+                request = Request(requests.WIRES, first=manifest.round, count=base_round)
+                hashes = split_hashes(await self._ask(holder, request, size))
+                ids = [tile_id for piece in manifest.slices for tile_id in piece.tile_ids]
+                if len(hashes) * HASH_BYTES == size and sha256(*(hashes[at] for at in ids)) == manifest.wire_root:
+                    return {tile_id: hashes[tile_id] for tile_id in ids}
+                reasons.append(f"{short(holder)} sent a list that does not hash to it")
+            except (NetworkError, RemoteProtocolError) as error:
+                reasons.append(f"{short(holder)}: {error}")
+        words = "; ".join(reasons) or "no holder"
+        raise NetworkError(f"nobody has what round {manifest.round} handed out ({words})")
+
     async def _ask(
         self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
     ) -> bytes:
@@ -216,8 +238,8 @@ class Transfers:
         return (await self._fetch_blob(peer, request, max_bytes))[1]
 
     async def _fetch_blob(self, peer: PeerId, request: Request, max_bytes: int) -> tuple[bytes, bytes]:
-        def limit_seconds() -> float:
-            return self._patience.seconds(peer, max_bytes)
+        def limit_seconds() -> float:  # who can wait may have a link that is slow for all its streams together
+            return self._patience.seconds(peer, max_bytes * (self._parallel if self._patient else 1))
 
         try:
             header, data = await fetch_within(

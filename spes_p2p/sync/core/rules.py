@@ -83,7 +83,7 @@ def merge_alpha_for(rules: RunRules, step_before: int, step_after: int) -> float
 
 
 def demand(rules: RunRules, step: int, members: Sequence[Member], roster: Sequence[Contribution]) -> dict[PeerId, int]:
-    """Sequences that each member will use in the next round, if it trains: what it used in this one, or a full round."""
+    """Sequences that each member that trains will use in the next round: those of this one, or a full round."""
     full_round = rules.steps_per_round(step) * rules.batch_sequences
     used = {entry.peer: entry.sequences for entry in roster}
     return {member.peer: max(used.get(member.peer, 0), full_round) for member in trainers(members)}
