@@ -25,6 +25,7 @@ from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.choosing import Rates
 from spes_p2p.sync.core import actions as do
 from spes_p2p.sync.core.forks import tokens_lost
 from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
@@ -178,8 +179,9 @@ class Driver:
         self._retention = Retention(disk.store, clock.now)
         self._keeping_up = KeepingUp(self._layout)
         self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)
+        rates = Rates(clock.now)
         self._transfers = Transfers(
-            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience
+            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, False, rates
         )
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
@@ -191,7 +193,7 @@ class Driver:
             hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round), held_bytes=held_bytes,
         )  # fmt: skip
         later = Transfers(  # the running round of others goes first
-            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, patient=True
+            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, True, rates
         )
         self._catching_up = CatchUp(
             info, core.rules, checker.check, disk.chain, disk.store, later, self._tasks.in_thread

@@ -267,7 +267,10 @@ class Making:
                     await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
         try:
-            await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take, wire=True)
+            await self._transfers.tiles(
+                wire_tiles((action.piece,), (action.hashes,)), action.holders, take, wire=True,
+                sure=lambda: self._core.sure_holders(action.piece, self._now()),
+            )  # fmt: skip
         except (NetworkError, RemoteProtocolError, TileDamaged):  # what is damaged is mended beside
             if is_wanted():
                 self._run(self._core.fetch_failed(key, self._now()))

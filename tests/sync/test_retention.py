@@ -64,14 +64,14 @@ def test_a_lease_holds_a_state_and_what_was_handed_out_since(swarm_store: StateS
     leases = Retention(swarm_store, Time())
     assert leases.needed(9) == (frozenset(), frozenset())
     leases.asked(A, state_of(3))
-    assert leases.needed(9) == ({3}, set(range(4, 9)))
+    assert leases.needed(9) == (frozenset({3}), frozenset(range(4, 9)))
     leases.asked(A, tiles_of(swarm_store, 3))
     leases.asked(A, tiles_of(swarm_store, 9, tile=5))  # the same in all of them
     assert leases.needed(9)[0] == {3}
     leases.asked(A, Request(requests.WIRES, first=4))  # it has the state
-    assert leases.needed(9) == (frozenset(), set(range(1, 9))), "nothing is said of its state"
+    assert leases.needed(9) == (frozenset(), frozenset(range(1, 9))), "nothing is said of its state"
     leases.asked(A, Request(requests.WIRES, first=8, count=5))
-    assert leases.needed(9) == (frozenset(), {6, 7, 8})
+    assert leases.needed(9) == (frozenset(), frozenset({6, 7, 8}))
 
 
 def test_who_asks_for_tiles_alone_has_a_lease_too(swarm_store: StateStore) -> None:

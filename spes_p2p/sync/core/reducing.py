@@ -276,6 +276,17 @@ class Reducing(CoreState):
         found = reducer + likely if self.alive(first, now) else likely + reducer
         return tuple(sorted(found, key=lambda peer: not self._can_ask(peer)))
 
+    def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
+        """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""
+        index = self._index_of(piece.key)
+        report = None if index is None else self.round.reports.get(index)
+        reducer = piece.reducer if report is None else report.author
+        found = [
+            peer for peer, c in self.contacts.items() if index is not None and any(c.status.staged[index : index + 1])
+        ]
+        known = dict.fromkeys((reducer, *sorted(found)))
+        return tuple(p for p in known if p != self.me and self.alive(p, now) and self._can_ask(p))
+
     def _can_ask(self, peer: PeerId) -> bool:
         """Whether one of us two can be dialled."""
         contact = self.contacts.get(peer)
