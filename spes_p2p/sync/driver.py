@@ -232,6 +232,10 @@ class Driver:
         self._times.closed = self._clock.now()
         self._run(self.core.trained(work, self._clock.now()))
 
+    def _measure_uplink(self) -> None:
+        """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
+        self.core.uplink_bytes_per_second = int(self._transport.measured_uplink())
+
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""
         self._run(self.core.wish(intent, self._clock.now()))
@@ -254,8 +258,14 @@ class Driver:
             check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first, asked.count)
         reached(steps.SERVE + asked.kind, peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
         blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
-        self._retention.asked(caller, asked)
+        if self._is_behind(caller):
+            self._retention.asked(caller, asked)
         return blob
+
+    def _is_behind(self, caller: PeerId) -> bool:
+        """Whether it may need a state for longer than we would keep it anyway; a stranger may."""
+        contact = self.core.contacts.get(caller)
+        return contact is None or contact.status.round < self.core.tip.round - 1
 
     def _require_life(self) -> None:
         if self._tasks.stopped or self._broken:
@@ -456,6 +466,7 @@ class Driver:
 
     async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
         """We stand on another history now: what we had since the two parted is lost, and so is our unsynced work."""
+        self._retention.clear()  # what is kept for others is of the history that lost
         lost = tokens_lost(meeting.common, meeting.ours)
         text = f"{len(meeting.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
         self._hooks.notice(do.Notice("fork", f"{text} (they parted after round {meeting.common.round})", holder))
@@ -502,6 +513,7 @@ class Driver:
         """The state machine and the trainer go on from a new committed state."""
         round = event.commit.manifest.round
         self._bench.enter(round)
+        self._measure_uplink()
         keep = self._hooks.rounds_in_use()  # before the trainer goes on
         self._times = self._fresh_times()
         self._room_again()

@@ -205,7 +205,8 @@ class Reducing(CoreState):
         return tuple(sorted((e for e in entries if e.tokens > 0), key=lambda entry: entry.peer))
 
     def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
-        intents = {peer: contact.status.intent for peer, contact in self.contacts.items()} | {self.me: self.intent}
+        intents = {peer: contact.status.intent for peer, contact in self.contacts.items()}
+        intents[self.me] = self._told_intent()
         peers = [entry.peer for entry in roster]
         private = {peer for peer, intent in intents.items() if intent.link_class != LINK_PUBLIC}
         able = [s.peer for s in self._members_here(now) if s.intent.can_vote]

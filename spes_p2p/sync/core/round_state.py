@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.ownership.assign import Wish
@@ -55,6 +56,8 @@ class CoreState:
         self.intent = intent or Intent()
         self.contacts: dict[PeerId, Contact] = {}
         self.seeds: tuple[PeerId, ...] = ()
+        self.uplink_bytes_per_second = 0
+        """As measured, 0 while unknown; told with our statuses, within what the intent allows."""
         self.told_round = tip.round
         """The newest round by the word of the bootstrap node, which need not have its state."""
         self.fired: Counter[str] = Counter()
@@ -193,7 +196,7 @@ class CoreState:
             round=current.tip.round,
             head=current.head,
             work=current.work,
-            intent=self.intent,
+            intent=self._told_intent(),
             ballots=self._ballots(),
             plan=plan_hash(current.plan.value) if current.plan else NO_HASH,
             reports=bytes(index in current.reports for index in range(len(slices))),
@@ -202,6 +205,11 @@ class CoreState:
             unheard=self._unheard(),
             moved=current.moved,
         )
+
+    def _told_intent(self) -> Intent:
+        told, measured = self.intent.uplink_bytes_per_second, self.uplink_bytes_per_second
+        uplink = min(told, measured) if told and measured else told or measured
+        return self.intent if uplink == told else replace(self.intent, uplink_bytes_per_second=uplink)
 
     def _has_staged(self, key: Key, report: Report) -> bool:
         """Whether the very tiles that a report promises are on our disk."""
