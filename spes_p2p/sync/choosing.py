@@ -43,16 +43,23 @@ class Rates:
         self._holders: dict[PeerId, _Holder] = {}
 
     @contextmanager
-    def asking(self, peer: PeerId, size: int) -> Iterator[None]:
-        """Around one fetch of `size` bytes. One that breaks off counts as much slower than it was to be."""
+    def asking(self, peer: PeerId, size: int) -> Iterator[Callable[[int], None]]:
+        """Around one fetch of at most `size` bytes; what it gives is to be called with what came.
+
+        A small part of what might have come says nothing of the rate. One that breaks off counts as much slower than it
+        was to be.
+        """
         holder, began = self._known(peer), self._now()
         holder.streams += 1
         holder.due_bytes += size
         beside = holder.streams
+
+        def came(count: int) -> None:
+            if 2 * count >= size:
+                self._learn(holder, 0.5 * (beside + holder.streams) * count, self._now() - began)
+
         try:
-            yield
-            beside += holder.streams
-            self._learn(holder, 0.5 * beside * size, self._now() - began)
+            yield came
         except NetworkError:
             seconds = max(self._now() - began, LEAST_FAILURE_SECONDS)
             holder.rate = min(holder.rate or math.inf, FAILURE * size / seconds)

@@ -28,6 +28,8 @@ MOMENTS = "moments"
 CHAIN = "chain"
 RUN = "run"
 MAX_TILES_AT_ONCE = 64
+MAX_JOINED_BYTES = 32 * 2**20
+"""Of several tiles in one answer: they are copied together, for each stream that is served."""
 MAX_COMMITS_AT_ONCE = 64
 MAX_CHAIN_BYTES = 8 * 2**20
 
@@ -122,6 +124,8 @@ class Serving:
             if data is None:
                 raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
             found.append(data)
+            if len(found) > 1 and sum(len(part) for part in found) > MAX_JOINED_BYTES:
+                raise RemoteProtocolError(f"tiles of more than {MAX_JOINED_BYTES} bytes at once")
         return Blob(found[0] if len(found) == 1 else b"".join(found))
 
     def _wires(self, round: int) -> Blob:

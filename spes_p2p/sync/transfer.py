@@ -258,10 +258,11 @@ class Transfers:
             return self._patience.seconds(peer, max_bytes * (self._parallel if self._patient else 1))
 
         try:
-            with self._rates.asking(peer, max_bytes):
+            with self._rates.asking(peer, max_bytes) as came:
                 header, data = await fetch_within(
                     self._transport, peer, pack(request), self._stall_seconds(), max_bytes, limit_seconds, self._patient
                 )
+                came(len(data))
         except PeerRefused:
             self._on_refused(peer)
             raise

@@ -172,7 +172,9 @@ def test_a_download_that_takes_many_rounds_gets_the_state_that_it_began_with(tmp
         await announce(swarm, "abc")
         begun, size = swarm.peers[PeerId("a")].round, 4 * swarm.layout.num_values
         swarm.network.peer("reader", StreamLimits(download_bytes_per_second=size / 15.0))
+        started = swarm.clock.now()
         fetched = await fetch(swarm, tmp_path / "reader")
+        assert swarm.clock.now() - started < 15.0 / 0.8, "four fifths of the link, from three donors that go on"
         fetched.version.verify()
         return begun, fetched.commit.manifest.round, swarm.peers[PeerId("a")].round
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import NetworkError, StateError
+from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -103,7 +103,7 @@ class Server:
         while self.driver is None:
             try:
                 await self._begin()
-            except (NetworkError, StateError) as error:
+            except (NetworkError, StateError, StorageFull) as error:
                 self._say_once(f"this node cannot serve yet: {error}")
                 await asyncio.sleep(RETRY_BEATS * self._config.swarm.heartbeat_seconds)
 
