@@ -13,7 +13,16 @@ from spes_p2p.swarm.membership import LINK_PRIVATE, trainers
 from spes_p2p.sync.core.messages import ORGANISER as ORGANISER_KIND
 from spes_p2p.sync.core.messages import Intent, Manifest
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
-from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config, until
+from tests.sync.swarm_cases import (
+    Recorder,
+    check_agreement,
+    check_leases,
+    commits,
+    counts,
+    in_swarm,
+    small_config,
+    until,
+)
 
 HOMES = ("a", "b")
 SERVED = small_config(peers=2)
@@ -133,6 +142,25 @@ def test_it_dies_in_a_round_and_comes_back(folder: Path, hidden: bool) -> None:
         check_server(swarm)
 
     in_swarm(folder, play, SERVED, serve=True)
+
+
+def test_homes_that_went_on_alone_are_one_run_again_when_it_is_back(folder: Path) -> None:
+    """Each home hears nobody for long enough; two histories are made, and one of them wins."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await start(swarm)
+        await swarm.until_round(3)
+        await swarm.kill_organiser()
+        await asyncio.sleep(25.0)
+        heads = {life.driver.core.head for life in swarm.up}
+        assert len(heads) == 2
+        await swarm.start_organiser()
+        await until(lambda: all(counts(swarm, name)() for name in HOMES), 100.0)
+        check_agreement(swarm)
+        check_leases(swarm)
+        check_server(swarm)
+
+    in_swarm(folder, play, small_config("swarm.heartbeat_seconds=0.2", peers=2), serve=True)
 
 
 def test_over_night_it_keeps_the_state_and_makes_no_rounds(folder: Path) -> None:
