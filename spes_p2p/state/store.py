@@ -211,7 +211,7 @@ class StateStore:
 
     def handed_out_in(self, tile_hash: Hash) -> int | None:
         """The newest round that handed out a tile with this wire hash, as far as it is here; nothing is read."""
-        wires = self._wires | {round: version.wire for round, version in self._versions.items()}
+        wires = self._wires | {round: version.wire for round, version in list(self._versions.items())}
         return next((round for round in sorted(wires, reverse=True) if wires[round].holds(tile_hash)), None)
 
     def holds(self, round: int, tile_hash: Hash) -> bool:

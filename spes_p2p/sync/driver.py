@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from spes_p2p import steps
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull, TileDamaged
+from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, StorageFull, TileDamaged
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Layout
+from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
@@ -34,7 +35,7 @@ from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.keeping_up import KeepingUp, Lap
+from spes_p2p.sync.keeping_up import KeepingUp
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
@@ -379,29 +380,22 @@ class Driver:
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
-        tip, now = self.core.tip.round, self._clock.now()
-        others = [  # who stands on an older state has not what is wanted, and may be slow to say so
-            peer
-            for peer, contact in self.core.contacts.items()
-            if peer != action.holder and self.core.alive(peer, now) and contact.status.round >= action.round - 1
-        ]
-        begin = self._lap()
+        tip = self.core.tip.round
         try:
             newest, meeting = await self._headers(tip, action)
             if newest is None:
                 self._run(self.core.stays(action.head, self._clock.now()))
                 return
             reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
-            if meeting is None:
-                newest = await self._catching_up.aim(newest, tip, [action.holder, *others])
-            staging = await self._catching_up.state(newest.manifest, tip, [action.holder, *others])
+            self._check_link()
+            newest, staging = await self._state(newest, tip, action.holder, is_ours=meeting is None)
             reached(steps.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
+        except LinkTooSlow:
+            raise
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
-            self._check_link(begin)
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
             self._run(self.core.catch_up_failed(self._clock.now()))
             return
-        self._check_link(begin)
         async with self._making.lock:  # nothing else moves the tip: the state machine waits for us
             lost = meeting.ours if meeting is not None else ()
             await self._tasks.in_thread(lambda: self._take_over(meeting))
@@ -412,16 +406,28 @@ class Driver:
             else:
                 await self._applied(newest, self._disk.chain.commit(tip + 1).manifest)
 
-    def _lap(self) -> Lap:
-        newest = max((contact.status.round for contact in self.core.contacts.values()), default=0)
-        return Lap(self._clock.now(), self._transport.bytes_received, newest)
+    async def _state(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Staging]:
+        """A state to go to, finished: that of `newest`, or one on our own line that we have begun with."""
+        now, received = self._clock.now(), self._transport.bytes_received
+        others = [  # who stands on an older state has not what is wanted, and may be slow to say so
+            peer
+            for peer, contact in self.core.contacts.items()
+            if peer != holder and self.core.alive(peer, now) and contact.status.round >= newest.manifest.round - 1
+        ]
+        try:
+            if is_ours:
+                newest = await self._catching_up.aim(newest, tip, [holder, *others])
+            return newest, await self._catching_up.state(newest.manifest, tip, [holder, *others])
+        finally:
+            self._keeping_up.fetched(self._transport.bytes_received - received, self._clock.now() - now)
 
-    def _check_link(self, begin: Lap) -> None:
+    def _check_link(self) -> None:
         """A newcomer whose link is too slow to ever take part is told so, and ends."""
-        if not self.core.is_member():
-            newest = self._disk.chain.length
-            rounds = range(max(1, newest - self.core.rules.expert_rounds), newest)
-            self._keeping_up.lap(begin, self._lap(), [self._disk.chain.commit(round).manifest for round in rounds])
+        chain = self._disk.chain
+        if not self.core.is_member() and chain.length > 1:
+            rounds = range(max(1, chain.length - self.core.rules.expert_rounds), chain.length)
+            newest = [chain.commit(round).manifest for round in rounds]
+            self._keeping_up.headers(self._clock.now(), chain.length - 1, newest)
 
     async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, Meeting | None]:
         """The commit to go to, None where our own history is the one to follow; and the meeting, if they are two."""

@@ -8,7 +8,6 @@ and said once it is certain. Pure: numbers and time come in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from spes_p2p.errors import LinkTooSlow
 from spes_p2p.state.layout import Layout
@@ -20,29 +19,30 @@ CERTAIN = 2
 """So many fetches one after the other must say the same."""
 
 
-@dataclass(frozen=True)
-class Lap:
-    """Where one fetch began, or ended: seconds of our clock, bytes received so far, the newest round of the others."""
-
-    at: float
-    received: int
-    round: int
-
-
 class KeepingUp:
-    """The fetches of one newcomer."""
+    """The fetches of one newcomer. Rounds are counted by certificates that were checked, not by what peers say."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._known: tuple[float, int] | None = None
+        self._rate = 0.0
         self._slow = 0
 
-    def lap(self, begin: Lap, end: Lap, rounds: Sequence[Manifest]) -> None:
-        """A fetch is over. `rounds`: some of the newest, which say what one hands out. Raises LinkTooSlow."""
-        passed, seconds = end.round - begin.round, end.at - begin.at
-        if passed < LEAST_ROUNDS or not rounds or seconds <= 0:
+    def fetched(self, received: int, seconds: float) -> None:
+        """A fetch is over, whole or not: so many bytes came in that time."""
+        self._rate = received / seconds if seconds > 0 else 0.0
+
+    def headers(self, now: float, round: int, newest: Sequence[Manifest]) -> None:
+        """The chain is known up to `round`; `newest` are some of its last manifests. Raises LinkTooSlow.
+
+        What was fetched since the last time is held against the rounds that have passed since.
+        """
+        known, rate = self._known, self._rate
+        self._known, self._rate = (now, round), 0.0
+        if known is None or not rate or round - known[1] < LEAST_ROUNDS:
             return
-        needed = sum(self._handed_out(manifest) for manifest in rounds) / len(rounds)
-        rate, a_round = (end.received - begin.received) / seconds, seconds / passed
+        needed = sum(self._handed_out(manifest) for manifest in newest) / len(newest)
+        a_round = (now - known[0]) / (round - known[1])
         self._slow = self._slow + 1 if needed > rate * a_round else 0
         if self._slow >= CERTAIN:
             raise LinkTooSlow(
