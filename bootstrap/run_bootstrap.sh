@@ -6,6 +6,7 @@
 #   SPES_DATA      folder of the run's token shards (leave it out with data.source=local)
 #   SPES_FOLDER    identity, genesis and certificates: keep it (default: ./bootstrap-node)
 #   SPES_ARCHIVE   folder that keeps the newest state too, so that the run outlives its peers (three times the model)
+#   SPES_SERVE     1: reduce and hold for peers behind NAT too (not with SPES_ARCHIVE)
 #   SPES_PORT      TCP port (default: 31337)
 #   SPES_ANNOUNCE  multiaddresses that others should dial, separated by spaces, such as /dns4/host.example.org/tcp/31337
 #   SPES_PROGRAM   the program (default: spes-p2p)
@@ -29,6 +30,9 @@ if [ -n "${SPES_DATA:-}" ]; then
 fi
 if [ -n "${SPES_ARCHIVE:-}" ]; then
     arguments+=(--archive "$SPES_ARCHIVE")
+fi
+if [ "${SPES_SERVE:-0}" = 1 ]; then
+    arguments+=(--serve)
 fi
 for address in ${SPES_ANNOUNCE:-}; do
     arguments+=(--announce-maddrs "$address")

@@ -13,7 +13,8 @@ traceback. What is not in this tree is a bug of ours and keeps its traceback.
     ├── NetworkError         we could not reach somebody
     │   ├── PeerRefused      the host answered and refused: nobody listens there
     │   ├── PeerClosed       the connection was cut in the middle
-    │   └── PeerSilent       no answer within the time allowed
+    │   ├── PeerSilent       no answer within the time allowed
+    │   └── LinkTooSlow      our own link cannot follow the run
     ├── IdentityInUse        another process runs with our libp2p identity
     ├── ClockSkewed          our wall clock is too far from the swarm's for the DHT
     ├── RemoteProtocolError  the other side broke the protocol (their fault)
@@ -69,6 +70,10 @@ class PeerClosed(NetworkError):
 
 class PeerSilent(NetworkError):
     """No byte arrived within the time allowed."""
+
+
+class LinkTooSlow(NetworkError):
+    """This machine's link takes longer for what a round hands out than a round takes."""
 
 
 class IdentityInUse(SpesError):

@@ -27,6 +27,10 @@ def bootstrap(
         Path | None,
         typer.Option(help="Folder that keeps the newest state too, so that the run outlives its peers."),
     ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Reduce and hold for the peers too, so that those behind NAT need no other."),
+    ] = False,
     init_from: Annotated[
         Path | None,
         typer.Option(metavar="HF_DIR", help="Start the run from this model (see import and upcycle)."),
@@ -58,5 +62,5 @@ def bootstrap(
         parse_limit(max_upload, "--max-upload"),
         parse_limit(max_download, "--max-download"),
     )
-    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive, init_from)
+    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive, init_from, serve=serve)
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))

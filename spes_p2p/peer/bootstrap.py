@@ -37,10 +37,12 @@ from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
+from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 Say = Callable[[str], None]
 HERALD_SECONDS = 1.0
+LEAVE_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class BootstrapOptions:
     """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
 
     `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder whose values the
-    run starts from (None: made from its seed). `model`: a model of one's own that the run trains.
+    run starts from (None: made from its seed). `model`: a model of one's own that the run trains. `serve`: take part,
+    without training, as the public peer of the others.
     """
 
     network: NetworkOptions
@@ -59,6 +62,7 @@ class BootstrapOptions:
     archive: Path | None = None
     init_from: Path | None = None
     model: Model | None = None
+    serve: bool = False
 
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
@@ -73,10 +77,21 @@ async def serve_until(
     stop: asyncio.Event, options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None
 ) -> None:
     """The same on the running loop, until `stop` is set."""
+    _check(options)
     make_folder(options.folder)
     run = _read_run(options, say) if options.config_path is not None else None
     with contextlib.suppress(Stopped):
         await until_stopped(stop, _serve(options, run, say, ready))
+
+
+def _check(options: BootstrapOptions) -> None:
+    if options.serve and options.config_path is None:
+        raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
+    if options.serve and options.archive is not None:
+        raise ConfigError(
+            "--serve keeps the newest state in --output already, --archive would keep it twice",
+            fix="leave --archive out",
+        )
 
 
 def _read_run(options: BootstrapOptions, say: Say) -> tuple[Config, Hash]:
@@ -147,6 +162,15 @@ async def _organise(
         if options.archive is not None:
             archive = StateStore(claim_archive(options.archive, info), layout)
             stack.callback(archive.close)
+        trouble = asyncio.get_running_loop().create_future()
+        sequence = time.time_ns() // 1_000_000
+        server = None
+        if options.serve:
+            server = Server(
+                info, config, layout, folder, network.transport, network.signer, network.verifier,
+                KeySealer(network.signer), chain, store, MonotonicClock(), say, _once(trouble),
+                lambda: announcer.sources(), options.network.max_upload, first_sequence=sequence,
+            )  # fmt: skip
         organiser = Organiser(
             info,
             rules_of(config, info, layout),
@@ -160,11 +184,10 @@ async def _organise(
             MonotonicClock(),
             say,
             archive,
-            first_sequence=time.time_ns() // 1_000_000,
+            first_sequence=sequence,
+            server=server,
         )
         stack.push_async_callback(organiser.stop)
-        await organiser.start()
-        trouble = asyncio.get_running_loop().create_future()
         describe = _describer(info, network, chain)
 
         def newest() -> tuple[Commit, float] | None:
@@ -174,9 +197,15 @@ async def _organise(
         def members() -> tuple[PeerId, ...]:
             return tuple(member.peer for member in chain.newest.manifest.members) if chain.newest else ()
 
-        announcer = Announcer(info, network.transport, network.directory, describe, newest, _once(trouble), members)
+        announcer = Announcer(
+            info, network.transport, network.directory, describe, newest, _once(trouble), members,
+            learnt=lambda known: server.greet(known) if server is not None else None,
+        )  # fmt: skip
         stack.push_async_callback(announcer.stop)
+        await organiser.start()
         await announcer.start()
+        if server is not None:
+            stack.push_async_callback(server.leave, LEAVE_SECONDS)
         _introduce(config, info, chain, say)
         ready(join_command(network.transport.addresses, info))
         await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))

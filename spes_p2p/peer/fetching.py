@@ -1,8 +1,8 @@
 """The newest committed state of a live run for somebody who takes no part in it: to export, to evaluate.
 
 The chain of certificates is fetched from genesis on and checked, then the tiles of the newest manifest by hash, from
-all who have them. Takes ports, so that it runs on any network; the disk that it needs is a folder that the caller
-removes.
+all who have them; donors keep it until it is here, however many rounds that takes. Takes ports, so that it runs on any
+network; the disk that it needs is a folder that the caller removes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spes_p2p.sync.transfer import Transfers
 T = TypeVar("T")
 ANSWER_SECONDS = 15.0
 MOST_TRIES = 5
-"""The run goes on while its state is fetched; whoever is slower than that many rounds gives up."""
+"""Donors keep a state that is being fetched; where they have no room for that, the next one is tried."""
 _FIX = "take a checkpoint of a peer, or try again while a peer is up, or with a bootstrap node that keeps an --archive"
 
 
@@ -94,7 +94,8 @@ class _Fetching:
         self._store = store
         self._chain = chain
         self._report = report
-        self._transfers = Transfers(transport, store.layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds))
+        stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
+        self._transfers = Transfers(transport, store.layout, lambda: stall_seconds, patient=True)
         rules, check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
         self._headers = CatchUp(info, rules, check, chain, store, self._transfers, _in_thread)
 

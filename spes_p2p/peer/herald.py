@@ -9,6 +9,7 @@ from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
+from spes_p2p.swarm.membership import trainers
 from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit, Manifest
 
 MOST_SHOWN = 3
@@ -35,7 +36,7 @@ def coverage(ownership: Ownership) -> str:
 
 def genesis_lines(manifest: Manifest) -> list[str]:
     """The first members with their columns."""
-    names = sorted(member.peer for member in manifest.members)
+    names = sorted(member.peer for member in trainers(manifest.members))
     lines = [f"the run begins with {len(names)} {peers_text(len(names))}"]
     lines += [
         f"  {short(peer)} trains columns {span_text(columns_of(manifest.ownership, peer)) or '-'}" for peer in names

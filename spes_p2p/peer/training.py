@@ -28,7 +28,7 @@ from spes_p2p.peer.handover import HandOver
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
-from spes_p2p.swarm.membership import leader_order
+from spes_p2p.swarm.membership import leader_order, trainers
 from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
@@ -491,7 +491,7 @@ class TrainingLoop:
         """One peer whose model is the committed one; without exchange everybody, since each has a model of its own."""
         if not self._config.sync.enabled:
             return True
-        order = leader_order(manifest_hash(manifest), manifest.members)
+        order = leader_order(manifest_hash(manifest), trainers(manifest.members))
         return order[:1] == (self._me,) and (self._is_ahead or not self.uncounted.tokens)
 
     def _dump_round(self, event: Applied) -> None:

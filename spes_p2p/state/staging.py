@@ -188,6 +188,11 @@ class Staging:
         """True when the tile was staged, of either kind (all of them, where this was finished before a restart)."""
         return self._resumed or self.has_wire(tile_id) or tile_id in self._state.hashes
 
+    @property
+    def begun(self) -> bool:
+        """Whether any tile was staged."""
+        return bool(self._state.hashes or self._wire.hashes)
+
     def has_wire(self, tile_id: int) -> bool:
         """True when the wire tile was staged, and what it stands for is here."""
         return tile_id in self._wire.hashes and tile_id in self._values_of(tile_id).hashes

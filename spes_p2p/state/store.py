@@ -3,6 +3,7 @@
     store/
       lock                 one process at a time may write here
       round-00000007/      a version (see `version`), never changed once it is there
+      wire-00000005/       what a round handed out, of a version that is not here any more
       staging-00000008/    a version in the making (see `staging`); -LABEL at the end where a round has several
 
 A crash at any byte leaves the versions as they were: versions appear by a rename, after all their bytes are synced.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import fcntl
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -27,7 +28,7 @@ from spes_p2p.state.hashes import HASH_THREADS, hash_tile
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.salvage import salvaged
 from spes_p2p.state.staging import Staging
-from spes_p2p.state.version import Version
+from spes_p2p.state.version import WIRE_FOLDER, Version, WireTiles
 
 __all__ = ["Staging", "StateStore", "Version"]
 
@@ -51,12 +52,15 @@ class StateStore:
         self.spare_folders: Callable[[], Iterable[Path]] = tuple
         """Folders beside the store that hold versions too, such as checkpoints: see `recall`."""
         self._versions: dict[int, Version] = {}
+        self._wires: dict[int, WireTiles] = {}
         self._stagings: dict[tuple[int, str], Staging] = {}
         self._lock: IO[bytes] | None = None
         if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.directory / "lock")
             recover_folders(self.directory)
+            for folder in self.directory.glob("wire-*"):  # whoever wanted it asks again
+                remove_folder(folder)
         self._read_versions()
         if not read_only:
             self._read_stagings()
@@ -106,13 +110,16 @@ class StateStore:
         staged = Version(target, round, self.layout)
         return Staging(target, round, self.layout, None, self._publish, staged).publish()
 
-    def stage(self, round: int, parent_round: int | None, label: str = "") -> Staging:
+    def stage(self, round: int, parent_round: int | None, label: str = "", parent: Version | None = None) -> Staging:
         """A new empty staging for `round`, whose tiles default to those of the parent version (None: no default).
+
+        `parent`: that version, where it is none of the store's.
 
         Replaces an earlier staging of this round and label. Different labels let several proposals for one round be
         staged beside each other; publishing one of them discards the others.
         """
-        parent = None if parent_round is None else self.version(parent_round)
+        if parent is None and parent_round is not None:
+            parent = self.version(parent_round)
         if (round, label) in self._stagings:
             self._stagings.pop((round, label)).discard()
         folder = self.directory / (f"staging-{round:08d}" + (f"-{label}" if label else ""))
@@ -140,7 +147,8 @@ class StateStore:
 
         Those of a version are hashed first; those of a staging were when they were written, not long ago.
         """
-        places: tuple[Staging | Version, ...] = (*self._versions.values(), *self._stagings.values())
+        places: tuple[WireTiles | Staging | Version, ...]
+        places = (*self._wires.values(), *self._versions.values(), *self._stagings.values())
         for place in reversed(places):
             try:
                 data = place.find(tile_hash)
@@ -167,11 +175,49 @@ class StateStore:
             self._versions[round] = version
         return version
 
-    def drop(self, round: int) -> None:
-        """Removes a version and its wire tiles; maps that are in use, and checkpoints that link to it, stay good."""
+    def drop(self, round: int, keep_wire: bool = False) -> None:
+        """Removes a version and its wire tiles; maps that are in use, and checkpoints that link to it, stay good.
+
+        `keep_wire`: what the round handed out stays until `drop_wires`, or a restart.
+        """
         version = self.version(round)
         del self._versions[round]
+        if keep_wire:
+            self._keep_wire(version)
         remove_folder(version.folder)
+
+    def _keep_wire(self, version: Version) -> None:
+        folder = self.directory / f"wire-{version.round:08d}"
+        if folder.exists():
+            remove_folder(folder)
+        if (version.folder / WIRE_FOLDER).exists():
+            (version.folder / WIRE_FOLDER).rename(folder)
+            self._wires[version.round] = WireTiles(folder, self.layout)
+
+    def drop_wires(self, keep: Collection[int]) -> None:
+        """Removes what rounds handed out whose versions are gone, but for those to keep."""
+        for round in [round for round in self._wires if round not in keep]:
+            remove_folder(self._wires.pop(round).folder)
+
+    def wire_hashes(self, round: int) -> tuple[Hash, ...] | None:
+        """The hashes of what a round handed out, None where that is not known here."""
+        if round in self._versions:
+            return self._versions[round].wire_hashes
+        return self._wires[round].hashes if round in self._wires else None
+
+    def round_of(self, tile_hash: Hash) -> int | None:
+        """The newest round whose version has a tile with this state hash; nothing is read."""
+        return next((round for round in reversed(self.rounds()) if self.holds(round, tile_hash)), None)
+
+    def handed_out_in(self, tile_hash: Hash) -> int | None:
+        """The newest round that handed out a tile with this wire hash, as far as it is here; nothing is read."""
+        wires = self._wires | {round: version.wire for round, version in list(self._versions.items())}
+        return next((round for round in sorted(wires, reverse=True) if wires[round].holds(tile_hash)), None)
+
+    def holds(self, round: int, tile_hash: Hash) -> bool:
+        """Whether the version of a round is here and has a tile with this state hash."""
+        version = self._versions.get(round)
+        return version is not None and version.holds(tile_hash)
 
     def verify(self, round: int) -> None:
         """Hashes a version again. Raises StateError naming the damaged file and tile, and the fix."""

@@ -61,6 +61,51 @@ def bytes_of(values: Values) -> memoryview:
     return values.data.cast("B") if values.size else memoryview(b"")
 
 
+class WireTiles:
+    """What a round handed out, in the folder `wire` of its version."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.folder = folder
+        self._layout = layout
+        self._maps: dict[int, memoryview] = {}
+
+    @cached_property
+    def hashes(self) -> tuple[Hash, ...]:
+        """The wire hash of each tile; NO_HASH for tiles that the round did not hand out (or dropped since)."""
+        try:
+            return _read_hashes(self.folder / HASHES_FILE, self._layout)
+        except StateError:  # dropped, or unreadable: others hand these tiles out as well
+            return (NO_HASH,) * len(self._layout.tiles)
+
+    def tile(self, tile_id: int) -> memoryview:
+        """The bytes of a tile that was handed out."""
+        tile = self._layout.tiles[tile_id]
+        if tile.block not in self._maps:
+            path = self.folder / block_file(tile.block)
+            self._maps[tile.block] = map_bytes(path, self._layout.wire_block_bytes(tile.block))
+        start = self._layout.wire_offset(tile)
+        return self._maps[tile.block][start : start + self._layout.wire_bytes(tile)]
+
+    def find(self, tile_hash: Hash) -> memoryview | None:
+        """The bytes with this hash, or None. They are hashed first."""
+        tile_id = self._by_hash.get(tile_hash, -1)
+        if tile_id < 0:
+            return None
+        try:
+            data = self.tile(tile_id)
+        except (OSError, ValueError):  # its file is gone, or was cut short
+            return None
+        return data if hash_tile(data) == tile_hash else None
+
+    def holds(self, tile_hash: Hash) -> bool:
+        """Whether this is the hash of one of these tiles; nothing is read."""
+        return tile_hash in self._by_hash
+
+    @cached_property
+    def _by_hash(self) -> dict[Hash, int]:
+        return {tile_hash: at for at, tile_hash in enumerate(self.hashes) if tile_hash != NO_HASH}
+
+
 class Version:
     """Read access to one version. Raises StateError where a file is missing or has the wrong length."""
 
@@ -69,7 +114,7 @@ class Version:
         self.round = round
         self.layout = layout
         self._maps: dict[int, Values] = {}
-        self._wire_maps: dict[int, memoryview] = {}
+        self.wire = WireTiles(folder / WIRE_FOLDER, layout)
         self._files: dict[int, tuple[int, int]] = {}
         for block in layout.blocks:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)
@@ -80,13 +125,10 @@ class Version:
         self.damaged: set[int] = set()
         """Tiles known to be damaged and not mended yet: nobody may take their bytes for what they should be."""
 
-    @cached_property
+    @property
     def wire_hashes(self) -> tuple[Hash, ...]:
         """The wire hash of each tile; NO_HASH for tiles that the round did not hand out (or dropped since)."""
-        try:
-            return _read_hashes(self.folder / WIRE_FOLDER / HASHES_FILE, self.layout)
-        except StateError:  # dropped, or unreadable: others hand these tiles out as well
-            return (NO_HASH,) * len(self.layout.tiles)
+        return self.wire.hashes
 
     def block_path(self, index: int) -> Path:
         """The file of a block."""
@@ -115,22 +157,25 @@ class Version:
 
     def wire_tile(self, tile_id: int) -> memoryview | None:
         """The bytes that the round handed out for a tile, or None where it did not."""
-        return None if self.wire_hashes[tile_id] == NO_HASH else self._wire_tile(tile_id)
+        return None if self.wire_hashes[tile_id] == NO_HASH else self.wire.tile(tile_id)
 
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The bytes with this state or wire hash, or None. They are hashed first: a disk may have changed them."""
-        wire, tile_id = self._by_hash.get(tile_hash, (False, -1))
+        tile_id = self._by_hash.get(tile_hash, -1)
         if tile_id < 0:
-            return None
+            return self.wire.find(tile_hash)
         try:
-            data = self._wire_tile(tile_id) if wire else self.tile(tile_id)
+            data = self.tile(tile_id)
         except (OSError, ValueError):  # its file is gone, or was cut short
             return None
         if hash_tile(data) == tile_hash:
             return data
-        if not wire:
-            self.damaged.add(tile_id)
+        self.damaged.add(tile_id)
         return None
+
+    def holds(self, tile_hash: Hash) -> bool:
+        """Whether this is the state hash of one of its tiles; nothing is read."""
+        return tile_hash in self._by_hash
 
     def is_sound(self, tile_id: int) -> bool:
         """Whether a state tile on disk hashes to what it should. True as well when the version was dropped meanwhile.
@@ -187,10 +232,8 @@ class Version:
         return names
 
     @cached_property
-    def _by_hash(self) -> dict[Hash, tuple[bool, int]]:
-        wire = {tile_hash: (True, tile_id) for tile_id, tile_hash in enumerate(self.wire_hashes)}
-        wire.pop(NO_HASH, None)
-        return wire | {tile_hash: (False, tile_id) for tile_id, tile_hash in enumerate(self.tile_hashes)}
+    def _by_hash(self) -> dict[Hash, int]:
+        return {tile_hash: tile_id for tile_id, tile_hash in enumerate(self.tile_hashes)}
 
     @contextmanager
     def _opened(self, block: int, flags: int) -> Iterator[int | None]:
@@ -209,14 +252,6 @@ class Version:
         if index not in self._maps:
             self._maps[index] = map_block(self.folder / block_file(index), self.layout.blocks[index].size)
         return self._maps[index]
-
-    def _wire_tile(self, tile_id: int) -> memoryview:
-        tile = self.layout.tiles[tile_id]
-        if tile.block not in self._wire_maps:
-            path = self.folder / WIRE_FOLDER / block_file(tile.block)
-            self._wire_maps[tile.block] = map_bytes(path, self.layout.wire_block_bytes(tile.block))
-        start = self.layout.wire_offset(tile)
-        return self._wire_maps[tile.block][start : start + self.layout.wire_bytes(tile)]
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

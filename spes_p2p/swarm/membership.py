@@ -8,7 +8,7 @@ here measures time; who was heard is told from outside.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spes_p2p.ids import Hash, PeerId, sha256
 
@@ -26,11 +26,18 @@ class Member:
     incarnation: int
     elector: bool
     link_class: int
+    trains: bool = True
+    """False: it reduces, holds and votes, and has neither data nor columns (`bootstrap --serve`)."""
 
 
 def electors(members: Iterable[Member]) -> tuple[Member, ...]:
     """The members that vote on the child of the manifest that names them."""
     return tuple(member for member in members if member.elector)
+
+
+def trainers(members: Iterable[Member]) -> tuple[Member, ...]:
+    """The members that may own columns, hold leases and contribute values."""
+    return tuple(member for member in members if member.trains)
 
 
 def rank(parent: Hash, peer: PeerId) -> bytes:
@@ -61,21 +68,23 @@ def next_members(
 ) -> tuple[Member, ...]:
     """Members of the child manifest: everyone heard, with newcomers, without leavers, sorted by peer id.
 
-    `heard` and `newcomers` carry the incarnation and link class that the peers announced; `with_votes` gives the votes.
+    `heard` and `newcomers` carry what the peers announced of themselves; `with_votes` gives the votes.
     """
     taking_part = {member.peer: member for member in (*newcomers, *heard) if member.peer not in leavers}
     return with_votes(current, tuple(member for _, member in sorted(taking_part.items())))
 
 
 def with_votes(current: Iterable[Member], chosen: Iterable[Member]) -> tuple[Member, ...]:
-    """`chosen` with the elector flags that follow from `current`, the members that the parent names.
+    """`chosen` with the flags that follow from `current`, the members that the parent names.
 
     A peer votes next time if it is a member already, in the same incarnation. Where none would be left to vote (the
-    last elector leaves and only newcomers stay), all do: the electors that go have signed it.
+    last elector leaves and only newcomers stay), all do: the electors that go have signed it. Whether it trains stays
+    the same for an incarnation.
     """
-    known = {(member.peer, member.incarnation) for member in current}
-    chosen = tuple(chosen)
-    none_left = not any((member.peer, member.incarnation) in known for member in chosen)
+    known = {(member.peer, member.incarnation): member.trains for member in current}
+    pairs = [(member, known.get((member.peer, member.incarnation))) for member in chosen]
+    none_left = all(trains is None for _, trains in pairs)
     return tuple(
-        Member(m.peer, m.incarnation, none_left or (m.peer, m.incarnation) in known, m.link_class) for m in chosen
+        replace(member, elector=none_left or trains is not None, trains=member.trains if trains is None else trains)
+        for member, trains in pairs
     )

@@ -168,6 +168,9 @@ class MemoryTransport:
     def bytes_received(self) -> int:
         return self._traffic.received
 
+    def measured_uplink(self) -> float:
+        return self._traffic.meter.rate()
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody is found by name here."""
 

@@ -119,6 +119,10 @@ class Transport(Protocol):
     @property
     def bytes_received(self) -> int: ...
 
+    def measured_uplink(self) -> float:
+        """Bytes a second that this peer can send, as far as its transfers have shown; 0.0 while they have not."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -6,6 +6,7 @@ Leaves out where blobs come from (a Handler) and what carries the bytes (a ByteS
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable
@@ -91,15 +92,19 @@ class StreamServer:
 
     async def _serve(self, caller: PeerId, stream: ByteStream) -> None:
         kind, body = await self._in_time(read_frame(stream, MAX_REQUEST_BYTES + FRAME_SLACK))
-        try:
-            if kind != REQUEST:
-                raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
-            request = wire.unpack(FetchRequest, body)
-            async with self._slot(caller, stream, request.patient):
-                await self._send(caller, stream, request, await self._found(caller, stream, request))
-        except RemoteProtocolError as error:
-            await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
-        await self._in_time(stream.read(1))  # the asker closes when it has everything
+        with contextlib.ExitStack() as measured:
+            try:
+                if kind != REQUEST:
+                    raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
+                request = wire.unpack(FetchRequest, body)
+                async with self._slot(caller, stream, request.patient):
+                    blob = await self._found(caller, stream, request)
+                    if not request.patient:
+                        measured.enter_context(self._traffic.meter.sending())
+                    await self._send(caller, stream, request, blob)
+            except RemoteProtocolError as error:
+                await self._in_time(write_frame(stream, REFUSED, str(error).encode()[:MAX_WORDS]))
+            await self._in_time(stream.read(1))  # the asker closes when it has everything
 
     async def _found(self, caller: PeerId, stream: ByteStream, request: FetchRequest) -> Blob:
         """Tells the asker while the blob is made: some must be read or encoded first."""
@@ -144,6 +149,7 @@ class StreamServer:
             await upload.take(chunk.nbytes, not request.patient)
             await self._in_time(stream.write(chunk))
             self._traffic.sent += chunk.nbytes
+            self._traffic.meter.sent(chunk.nbytes)
             sent = start + chunk.nbytes
             reached(steps.STREAM, peer=self._me, to=caller, request=request.body, sent=sent, size=data.nbytes)
         await self._in_time(stream.write(digest.digest()))

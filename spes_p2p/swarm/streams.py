@@ -24,6 +24,7 @@ from spes_p2p import wire
 from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
+from spes_p2p.swarm.metering import Meter
 from spes_p2p.swarm.pacing import Pacer
 
 MAX_REQUEST_BYTES = 64 * 2**10
@@ -63,6 +64,7 @@ class Traffic:
     download: Pacer = field(default_factory=Pacer)
     sent: int = 0
     received: int = 0
+    meter: Meter = field(default_factory=lambda: Meter(lambda: asyncio.get_running_loop().time()))
 
     def count_sent(self, size: int) -> None:
         """A message that could not wait for its turn."""

@@ -6,24 +6,33 @@ where it ended. Which holder is asked, and when, is decided elsewhere; so is wha
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+import numpy as np
+
+from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
+from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.chain import Chain, check_links
+from spes_p2p.sync.coding import changed_values
 from spes_p2p.sync.core.forks import Line, best
 from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.merge import merge_columns
 from spes_p2p.sync.transfer import Transfers
 
 T = TypeVar("T")
+MOST_STEPS = 64
+"""So many rounds are gone through one by one; who is further behind fetches a state."""
 LONGEST_LINE = 100_000
 """So many rounds may lie between two histories; more cannot be held in memory."""
 
@@ -77,6 +86,7 @@ class CatchUp:
         self._transfers = transfers
         self._in_thread = in_thread
         self._under_way: tuple[Hash, int, Staging] | None = None
+        self._replayed: Staging | None = None
 
     async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
         """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
@@ -139,14 +149,36 @@ class CatchUp:
         round = commit.manifest.round
         return round <= newest and self._chain.commit(round).manifest == commit.manifest
 
+    async def aim(self, newest: Commit, base_round: int, holders: Sequence[PeerId]) -> Commit:
+        """The commit whose state to fetch: one that we have begun with, where it can still be had, else the newest.
+
+        Who has it kept for us gives the rest of it; who starts anew with each round comes to no end.
+        """
+        if self._under_way is None or self._under_way[1] != base_round:
+            return newest
+        root, _, staging = self._under_way
+        if not base_round < staging.round < newest.manifest.round or not staging.begun:
+            return newest
+        begun = self._chain.commit(staging.round)
+        try:
+            await self._transfers.hash_list(holders, root, staging.round)
+        except NetworkError:
+            return newest
+        return begun if begun.manifest.state_root == root else newest
+
     async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Staging:
         """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders.
 
-        What is in another version or in a checkpoint on this disk is not fetched.
+        What is in another version or in a checkpoint on this disk is not fetched. Where what the rounds since
+        handed out is less than what differs, that is fetched instead.
         """
         done = self._store.staged(manifest.round, FETCHED)
         if done is not None and done.finished is not None and done.finished.root == manifest.state_root:
             return done  # what should have followed found no room
+        steps = self._steps(base_round, manifest)
+        if steps and (lists := await self._wire_lists(steps, base_round, holders)) is not None:
+            with contextlib.suppress(RemoteProtocolError, LocalProtocolError):  # else tile by tile
+                return await self._replay(steps, lists, base_round, holders)
         layout = self._store.layout
         base, root = self._store.version(base_round), manifest.state_root
         same = base.root == root  # a round without work, or a renewal: nobody needs to be asked
@@ -173,9 +205,109 @@ class CatchUp:
             raise RemoteProtocolError(f"the state of round {manifest.round} does not hash to its root")
         return staging
 
+    def _steps(self, base_round: int, manifest: Manifest) -> list[Manifest]:
+        """The rounds to go through by what they handed out; none where the values that differ are fewer bytes.
+
+        None with an outer optimizer either: its step is made where rounds are (`sync/bench.py`) and nowhere else.
+        """
+        if self._store.version(base_round).damaged or self._store.layout.has_momentum:
+            return []
+        if not base_round < manifest.round <= min(base_round + MOST_STEPS, self._chain.length - 1):
+            return []
+        steps = [self._chain.commit(round).manifest for round in range(base_round + 1, manifest.round + 1)]
+        layout = self._store.layout
+        handed = [{tile_id for piece in step.slices for tile_id in piece.tile_ids} for step in steps]
+        wire_bytes = sum(layout.wire_bytes(layout.tiles[tile_id]) for some in handed for tile_id in some)
+        state_bytes = sum(layout.tiles[tile_id].size * VALUE_BYTES for tile_id in set[int]().union(*handed))
+        return steps if steps[-1] == manifest and wire_bytes < state_bytes else []
+
+    async def _wire_lists(
+        self, steps: Sequence[Manifest], base_round: int, holders: Sequence[PeerId]
+    ) -> list[dict[int, Hash]] | None:
+        """What each of the rounds handed out; None where nobody has that of all of them."""
+        try:
+            return [await self._transfers.wire_list(holders, step, base_round) if step.slices else {} for step in steps]
+        except NetworkError:
+            return None
+
+    async def _replay(
+        self,
+        steps: Sequence[Manifest],
+        lists: Sequence[Mapping[int, Hash]],
+        base_round: int,
+        holders: Sequence[PeerId],
+    ) -> Staging:
+        """The state after the last of `steps`, made from what each handed out, as those made it who were there.
+
+        Raises RemoteProtocolError where a state does not come out as it was committed, NetworkError where tiles do not
+        come: what is here by then is not fetched again.
+        """
+        done = self._gone_through(steps)
+        staging = self._replayed if done else None
+        parent = _finished(staging) if staging is not None else self._store.version(base_round)
+        for step, wanted in zip(steps[done:], lists[done:], strict=True):
+            before, staging = staging, self._staged_step(step, parent)
+            await self._follow(step, staging, wanted, holders)
+            if before is not None:
+                self._store.unstage(before.round, FETCHED)
+            parent = _finished(staging)
+            if parent.root != step.state_root:
+                self._store.unstage(step.round, FETCHED)
+                raise RemoteProtocolError(f"the state of round {step.round} came out differently here")
+        assert staging is not None
+        return staging
+
+    def _gone_through(self, steps: Sequence[Manifest]) -> int:
+        """How many of the steps an attempt before has done."""
+        found = self._replayed
+        if found is None or found.finished is None or self._store.staged(found.round, FETCHED) is not found:
+            return 0
+        roots = [step.state_root for step in steps]
+        return 1 + roots.index(found.finished.root) if found.finished.root in roots else 0
+
+    def _staged_step(self, step: Manifest, parent: Version) -> Staging:
+        """That of an attempt before at the same round, else a fresh one."""
+        found = self._store.staged(step.round, FETCHED)
+        if found is None or found is not self._replayed or found.parent is not parent or found.finished is not None:
+            found = self._store.stage(step.round, None, FETCHED, parent)
+        self._replayed = found
+        return found
+
+    async def _follow(
+        self, step: Manifest, staging: Staging, wanted: Mapping[int, Hash], holders: Sequence[PeerId]
+    ) -> None:
+        """One round: what it handed out, and its merge."""
+        layout = self._store.layout
+
+        def write(tiles: Iterable[tuple[int, bytes | memoryview, Hash]]) -> None:
+            for tile_id, data, tile_hash in tiles:
+                codec, values = layout.codec_of(layout.tiles[tile_id].block), None
+                if codec != "fp32":
+                    values = changed_values(codec, data, np.frombuffer(staging.parent_tile(tile_id), DTYPE))
+                staging.write_tile(tile_id, data, tile_hash, values)
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            await self._in_thread(lambda: write(tiles))
+
+        missing = {tile_id: name for tile_id, name in wanted.items() if not staging.has_wire(tile_id)}
+        await self._transfers.tiles(missing, holders, take, wire=True, spread=True)
+        await self._in_thread(lambda: _merged(layout, staging, step))
+
     def _staging(self, manifest: Manifest, base_round: int) -> Staging:
         """That of an attempt before at the same state, else a fresh one."""
         if self._under_way is None or self._under_way[:2] != (manifest.state_root, base_round):
             staging = self._store.stage(manifest.round, base_round, FETCHED)
             self._under_way = (manifest.state_root, base_round, staging)
         return self._under_way[2]
+
+
+def _merged(layout: Layout, staging: Staging, step: Manifest) -> None:
+    """The round's merge, if it had one; then the state is whole."""
+    if step.merge is not None:
+        merge_columns(layout, staging, step.merge.neighbours, step.merge.alpha, staging.write_state)
+    staging.finish()
+
+
+def _finished(staging: Staging) -> Version:
+    assert staging.finished is not None
+    return staging.finished

@@ -16,15 +16,17 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from spes_p2p import steps
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull, TileDamaged
+from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, StorageFull, TileDamaged
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Layout
+from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.choosing import Rates
 from spes_p2p.sync.core import actions as do
 from spes_p2p.sync.core.forks import tokens_lost
 from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
@@ -33,6 +35,7 @@ from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.keeping_up import KeepingUp
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
@@ -41,6 +44,7 @@ from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.patience import Patience
 from spes_p2p.sync.requests import VALUES, Request, Serving
 from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.retention import Retention
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -158,7 +162,9 @@ class Driver:
         arithmetic: Arithmetic,
         hooks: Hooks,
         clock: Clock,
+        held_bytes: int | None = None,
     ) -> None:
+        """`held_bytes`: what contributions that are being reduced may take of memory, if not the usual."""
         self.core = core
         self._info = info
         self._transport = transport
@@ -173,9 +179,12 @@ class Driver:
             hooks.notice(do.Notice("disk", problem))
         outgoing = Outgoing(self._layout, disk.inputs, disk.residuals, self._committed)
         self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments)
+        self._retention = Retention(disk.store, clock.now)
+        self._keeping_up = KeepingUp(self._layout)
         self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)
+        rates = Rates(clock.now)
         self._transfers = Transfers(
-            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience
+            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, False, rates
         )
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
@@ -184,10 +193,13 @@ class Driver:
         self._bench.enter(core.tip.round)
         self._making = Making(
             core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,
-            hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round),
+            hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round), held_bytes=held_bytes,
         )  # fmt: skip
+        later = Transfers(  # the running round of others goes first
+            transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, True, rates
+        )
         self._catching_up = CatchUp(
-            info, core.rules, checker.check, disk.chain, disk.store, self._transfers, self._tasks.in_thread
+            info, core.rules, checker.check, disk.chain, disk.store, later, self._tasks.in_thread
         )
         self._actions: deque[do.Action] = deque()
         self._carrying_out = False
@@ -223,6 +235,10 @@ class Driver:
         self._times.closed = self._clock.now()
         self._run(self.core.trained(work, self._clock.now()))
 
+    def _measure_uplink(self) -> None:
+        """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
+        self.core.uplink_bytes_per_second = int(self._transport.measured_uplink())
+
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""
         self._run(self.core.wish(intent, self._clock.now()))
@@ -244,7 +260,15 @@ class Driver:
         if asked.kind == VALUES:
             check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first, asked.count)
         reached(steps.SERVE + asked.kind, peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
-        return await self._tasks.in_thread(lambda: self._serving.answer(asked))
+        blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
+        if self._is_behind(caller):
+            self._retention.asked(caller, asked)
+        return blob
+
+    def _is_behind(self, caller: PeerId) -> bool:
+        """Whether it may need a state for longer than we would keep it anyway; a stranger may."""
+        contact = self.core.contacts.get(caller)
+        return contact is None or contact.status.round < self.core.tip.round - 1
 
     def _require_life(self) -> None:
         if self._tasks.stopped or self._broken:
@@ -358,16 +382,18 @@ class Driver:
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
-        tip, now = self.core.tip.round, self._clock.now()
-        others = [peer for peer in self.core.contacts if peer != action.holder and self.core.alive(peer, now)]
+        tip = self.core.tip.round
         try:
             newest, meeting = await self._headers(tip, action)
             if newest is None:
                 self._run(self.core.stays(action.head, self._clock.now()))
                 return
             reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
-            staging = await self._catching_up.state(newest.manifest, tip, [action.holder, *others])
+            self._check_link()
+            newest, staging = await self._state(newest, tip, action.holder, is_ours=meeting is None)
             reached(steps.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
+        except LinkTooSlow:
+            raise
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
             self._run(self.core.catch_up_failed(self._clock.now()))
@@ -381,6 +407,29 @@ class Driver:
                 await self._switched(newest, meeting, action.holder)
             else:
                 await self._applied(newest, self._disk.chain.commit(tip + 1).manifest)
+
+    async def _state(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Staging]:
+        """A state to go to, finished: that of `newest`, or one on our own line that we have begun with."""
+        now, received = self._clock.now(), self._transport.bytes_received
+        others = [  # who stands on an older state has not what is wanted, and may be slow to say so
+            peer
+            for peer, contact in self.core.contacts.items()
+            if peer != holder and self.core.alive(peer, now) and contact.status.round >= newest.manifest.round - 1
+        ]
+        try:
+            if is_ours:
+                newest = await self._catching_up.aim(newest, tip, [holder, *others])
+            return newest, await self._catching_up.state(newest.manifest, tip, [holder, *others])
+        finally:
+            self._keeping_up.fetched(self._transport.bytes_received - received, self._clock.now() - now)
+
+    def _check_link(self) -> None:
+        """A newcomer whose link is too slow to ever take part is told so, and ends."""
+        chain = self._disk.chain
+        if not self.core.is_member() and chain.length > 1:
+            rounds = range(max(1, chain.length - self.core.rules.expert_rounds), chain.length)
+            newest = [chain.commit(round).manifest for round in rounds]
+            self._keeping_up.headers(self._clock.now(), chain.length - 1, newest)
 
     async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, Meeting | None]:
         """The commit to go to, None where our own history is the one to follow; and the meeting, if they are two."""
@@ -397,6 +446,16 @@ class Driver:
             self._disk.votes.leave(self.core.record)
             self._disk.chain.switch(meeting.theirs)
             self._disk.votes.arrive(manifest_hash(meeting.theirs[-1].manifest))
+
+    async def renewed(self, commit: Commit) -> None:
+        """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""
+        tip = self.core.tip.round
+        staging = await self._catching_up.state(commit.manifest, tip, ())
+        async with self._making.lock:
+            if self.core.tip.round == tip:
+                await self._tasks.in_thread(lambda: self._keep_residuals(tip, commit, False))
+                await self._tasks.in_thread(staging.publish)
+                await self._applied(commit, self._disk.chain.commit(tip + 1).manifest)
 
     def _committed(self, head: Hash) -> Version | None:
         current = self.core.round  # one look: the loop goes on beside this thread
@@ -415,6 +474,7 @@ class Driver:
 
     async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
         """We stand on another history now: what we had since the two parted is lost, and so is our unsynced work."""
+        self._retention.clear()  # what is kept for others is of the history that lost
         lost = tokens_lost(meeting.common, meeting.ours)
         text = f"{len(meeting.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
         self._hooks.notice(do.Notice("fork", f"{text} (they parted after round {meeting.common.round})", holder))
@@ -461,17 +521,24 @@ class Driver:
         """The state machine and the trainer go on from a new committed state."""
         round = event.commit.manifest.round
         self._bench.enter(round)
-        keep = self._hooks.rounds_in_use() | {round, round - 1}
+        self._measure_uplink()
+        keep = self._hooks.rounds_in_use()  # before the trainer goes on
         self._times = self._fresh_times()
         self._room_again()
         self._run(tell_core(self._clock.now()))
         self._hooks.applied(event)
         reached(steps.APPLIED, peer=self.core.me, round=round)
-        await self._tasks.in_thread(lambda: self._drop_all_but(keep))
+        await self._drop_all_but(keep | {round, round - 1})
 
-    def _drop_all_but(self, keep: frozenset[int]) -> None:
-        for round in set(self._disk.store.rounds()) - keep:
-            self._disk.store.drop(round)
+    async def _drop_all_but(self, keep: frozenset[int]) -> None:
+        states, wires = self._retention.needed(self.core.tip.round)
+        await self._tasks.in_thread(lambda: self._drop(keep | states, wires))
+
+    def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
+        store = self._disk.store
+        for round in set(store.rounds()) - keep:
+            store.drop(round, keep_wire=round in wires)
+        store.drop_wires(wires)
 
     def _refused(self) -> tuple[PeerId, ...]:
         left_out = (pair for _, signed in self.core.round.words() for pair in signed.value.left_out)
@@ -516,6 +583,9 @@ class Driver:
         if not self._was_full:
             self._was_full = True
             self._hooks.notice(do.Notice("disk", f"{error}; training goes on, but this peer cannot vote until then"))
+        self._retention.clear()
+        tip = self.core.tip.round
+        self._tasks.spawn(self._drop_all_but(self._hooks.rounds_in_use() | {tip, tip - 1}))
         self._full_until = self._clock.now() + 10 * self.core.pace.heartbeat_seconds
         self._run(self.core.disk_full(self._disk.votes.record, self._clock.now()))
 

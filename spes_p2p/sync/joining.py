@@ -157,13 +157,23 @@ class Joining:
             self._say(str(problem))
         if self._checkpoints is not None:
             await _in_thread(partial(rebuild, store, chain, self._checkpoints, self._say))
-        for round in [round for round in store.rounds() if round >= max(chain.length, 1)]:
-            store.drop(round)  # a state without a certificate is none
+        _drop_uncommitted(store, chain)
         is_new = store.latest() is None
         if is_new:
             await self._make_initial(store, sources)
         if chain.length == 0:
             chain.append(await self._genesis(intent, votes.incarnation, sources))
+        return await self._settled(store, chain, votes, sources, is_new)
+
+    async def settle(self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources) -> Place:
+        """The place of somebody who has genesis and a state on disk: whole, and at its newest commit.
+
+        Raises as `enter` does; the store stays open.
+        """
+        _drop_uncommitted(store, chain)
+        return await self._settled(store, chain, votes, sources, is_new=False)
+
+    async def _settled(self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources, is_new: bool) -> Place:
         tip = await self._tip(store, chain, sources)
         if not is_new:
             tip = await self._whole(store, chain, tip, sources)
@@ -316,6 +326,12 @@ class Joining:
 
 async def _in_thread(work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _drop_uncommitted(store: StateStore, chain: Chain) -> None:
+    """A state without a certificate is none."""
+    for round in [round for round in store.rounds() if round >= max(chain.length, 1)]:
+        store.drop(round)
 
 
 def _stands_by(record: VoteRecord, store: StateStore, chain: Chain, tip: Commit) -> bool:

@@ -62,8 +62,10 @@ class Making:
         notice: Callable[[do.Notice], None],
         now: Callable[[], float],
         committed: Callable[[], Version],
+        held_bytes: int | None = None,
     ) -> None:
-        """`committed()` is the state of the tip."""
+        """`committed()` is the state of the tip; `held_bytes` what contributions may take of memory."""
+        self._may_hold_bytes = HELD_BYTES if held_bytes is None else held_bytes
         self._core = core
         self._layout = layout
         self._outgoing = outgoing
@@ -138,7 +140,9 @@ class Making:
         """Waits until the values of all contributors of a slice may be held."""
         needed = len(piece.contributors) * sum(tile.size for tile in self._tiles_of(piece)) * VALUE_BYTES
         async with self._freed:
-            await self._freed.wait_for(lambda: not self._held_bytes or self._held_bytes + needed <= HELD_BYTES)
+            await self._freed.wait_for(
+                lambda: not self._held_bytes or self._held_bytes + needed <= self._may_hold_bytes
+            )
             self._held_bytes += needed
         try:
             yield
@@ -265,7 +269,10 @@ class Making:
                     await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
         try:
-            await self._transfers.tiles(wire_tiles((action.piece,), (action.hashes,)), action.holders, take, wire=True)
+            await self._transfers.tiles(
+                wire_tiles((action.piece,), (action.hashes,)), action.holders, take, wire=True,
+                sure=lambda: self._core.sure_holders(action.piece, self._now()),
+            )  # fmt: skip
         except (NetworkError, RemoteProtocolError, TileDamaged):  # what is damaged is mended beside
             if is_wanted():
                 self._run(self._core.fetch_failed(key, self._now()))

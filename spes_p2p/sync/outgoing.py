@@ -15,7 +15,7 @@ from spes_p2p.errors import RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.version import Version, bytes_of
-from spes_p2p.swarm.membership import LINK_PUBLIC
+from spes_p2p.swarm.membership import LINK_PUBLIC, trainers
 from spes_p2p.sync.coding import encoded_change
 from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.sync.inputs import Inputs
@@ -88,7 +88,9 @@ def check_asker(layout: Layout, slice_tiles: int, tip: Manifest, caller: PeerId,
     members = tuple(member.peer for member in tip.members)
     hidden = {member.peer for member in tip.members if member.link_class != LINK_PUBLIC}
     owners = tip.ownership[block - 1] if block else members
-    reducers = members if set(owners) <= hidden else owners  # those who cannot be dialled may have a helper
+    reducers = {*owners, *(set(members) - {member.peer for member in trainers(tip.members)})}
+    if set(owners) <= hidden:  # those who cannot be dialled may have a helper
+        reducers = set(members)
     if layout.codec_of(block) != "fp32" and caller not in reducers:
         raise RemoteProtocolError(f"{short(caller)} does not reduce block {block}")
 

@@ -23,10 +23,13 @@ from spes_p2p.wire import pack
 VALUES = "values"
 TILES = "tiles"
 HASHES = "hashes"
+WIRES = "wires"
 MOMENTS = "moments"
 CHAIN = "chain"
 RUN = "run"
 MAX_TILES_AT_ONCE = 64
+MAX_JOINED_BYTES = 32 * 2**20
+"""Of several tiles in one answer: they are copied together, for each stream that is served."""
 MAX_COMMITS_AT_ONCE = 64
 MAX_CHAIN_BYTES = 8 * 2**20
 
@@ -34,7 +37,8 @@ MAX_CHAIN_BYTES = 8 * 2**20
 @dataclass(frozen=True)
 class Request:
     """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count),
-    TILES (hashes, joined), HASHES (name: state root, first: round), CHAIN (first round, count), RUN.
+    TILES (hashes, joined), HASHES (name: state root, first: round), WIRES (first: round, count: the round of
+    the state that the asker has), CHAIN (first round, count), RUN.
 
     MOMENTS with a count of 0 says that the asker needs no more of the column in which the first tile is.
     """
@@ -88,6 +92,8 @@ class Serving:
             return self._tiles(request.hashes)
         if request.kind == HASHES:
             return self._hashes(request.name, request.first)
+        if request.kind == WIRES:
+            return self._wires(request.first)
         raise RemoteProtocolError(f"nothing is known of {request.kind[:20]!r}")
 
     def _offered(self, request: Request) -> Blob:
@@ -118,7 +124,16 @@ class Serving:
             if data is None:
                 raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
             found.append(data)
+            if len(found) > 1 and sum(len(part) for part in found) > MAX_JOINED_BYTES:
+                raise RemoteProtocolError(f"tiles of more than {MAX_JOINED_BYTES} bytes at once")
         return Blob(found[0] if len(found) == 1 else b"".join(found))
+
+    def _wires(self, round: int) -> Blob:
+        """The hash of each tile as a round handed it out."""
+        hashes = self._store.wire_hashes(round) if self._store else None
+        if hashes is None or all(tile_hash == NO_HASH for tile_hash in hashes):
+            raise RemoteProtocolError(f"what round {round} handed out is not here")
+        return Blob(b"".join(hashes))
 
     def _hashes(self, root: Hash, round: int) -> Blob:
         version = whole_state(self._store, round, root) if self._store else None

@@ -1,27 +1,28 @@
-"""Getting bytes from other peers for a round: contributions to reduce, tiles by hash, headers, hash lists.
+"""Getting bytes from other peers: contributions to reduce, tiles by hash, headers, hash lists.
 
-Asks one holder after the other until the bytes are here and hash to what they should. Keeps no protocol state; who is
-asked comes from the round's state machine.
+Asks one holder after the other, the fastest first, until the bytes are here and hash to what they should. Keeps no
+protocol state; who is asked comes from the round's state machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
-from spes_p2p.sync.core.messages import Commit, Slice
+from spes_p2p.sync.choosing import Rates, Turns
+from spes_p2p.sync.core.messages import Commit, Manifest, Slice
 from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.requests import ChainPart, Request
@@ -60,7 +61,10 @@ class Transfers:
         on_refused: Callable[[PeerId], None] = lambda peer: None,
         patience: Patience | None = None,
         patient: bool = False,
+        rates: Rates | None = None,
     ) -> None:
+        """`rates`: what is known of how fast others send, shared with other transfers of this peer."""
+        self._rates = rates or Rates(lambda: asyncio.get_running_loop().time())
         self._patient = patient
         self._patience = patience or Patience(lambda: self.LEAST_SECONDS, lambda: 0.0)
         self._transport = transport
@@ -69,7 +73,8 @@ class Transfers:
         self._on_bytes = on_bytes
         self._on_refused = on_refused
         largest = max((tile.size for tile in layout.tiles), default=1) * VALUE_BYTES * TILES_A_FETCH
-        self._slots = asyncio.Semaphore(min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // largest)))
+        self._parallel = min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // largest))
+        self._turns = Turns(self._parallel)
 
     async def contribution(
         self, peer: PeerId, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
@@ -120,7 +125,7 @@ class Transfers:
     ) -> tuple[int, Values]:
         """(steps, means and squares [2, size]) of some tiles."""
         request = Request(requests.MOMENTS, name=head, first=first_tile, count=count)
-        async with self._slots:
+        async with self._turns.turn():
             header, data = await self._fetch_blob(peer, request, 2 * size * VALUE_BYTES)
         try:
             steps = unpack(MomentsHead, header).steps
@@ -137,20 +142,24 @@ class Transfers:
         take: TakeTiles,
         wire: bool = False,
         spread: bool = False,
+        sure: Callable[[], Sequence[PeerId]] | None = None,
     ) -> None:
         """Fetches tiles by id and hash, a few at a time, and hands them to `take`: of the state, or `wire` tiles.
 
-        The first holder is asked before the others; with `spread` each of them is asked for a share. Who failed once
-        is asked last from then on. Raises NetworkError when nobody has some of them, and what `take` raises.
+        Those who are `sure` to have them are asked before the others, who will be done soonest first: by default the
+        first holder, with `spread` all of them. What fewest are sure to have goes before what others wait for here.
+        Who failed once is asked last from then on. Raises NetworkError when nobody has some of them, and what `take`
+        raises.
         """
         ids, poor = list(wanted), set[PeerId]()
+        have = sure or (lambda: holders if spread else holders[:1])
 
         async def some(number: int, part: Sequence[int]) -> None:
             turn = number % len(holders) if spread and holders else 0
             in_turn = [*holders[turn:], *holders[:turn]]
             tiles = [self._layout.tiles[tile_id] for tile_id in part]
             sizes = [self._layout.wire_bytes(tile) if wire else tile.size * VALUE_BYTES for tile in tiles]
-            data = await self._some_tiles(part, sizes, [wanted[tile_id] for tile_id in part], in_turn, poor)
+            data = await self._some_tiles(part, sizes, [wanted[tile_id] for tile_id in part], in_turn, poor, have)
             await take([(tile_id, tile, wanted[tile_id]) for tile_id, tile in zip(part, data, strict=True)])
 
         parts = [ids[at : at + TILES_A_FETCH] for at in range(0, len(ids), TILES_A_FETCH)]
@@ -163,17 +172,25 @@ class Transfers:
         hashes: Sequence[Hash],
         holders: Sequence[PeerId],
         poor: set[PeerId],
+        have: Callable[[], Sequence[PeerId]],
     ) -> list[bytes]:
         request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
-        async with self._slots:  # whom to ask is decided when our turn comes
-            for holder in sorted(holders, key=lambda peer: (peer in poor, self._patience.doubts(peer))):
+        async with self._turns.turn(lambda: len(have())):  # whom to ask is decided when our turn comes
+            for holder in self._in_order(holders, have(), poor, sum(sizes)):
                 try:
                     return self._checked(holder, await self._fetch(holder, request, sum(sizes)), sizes, hashes)
                 except (NetworkError, RemoteProtocolError) as error:
                     poor.add(holder)
                     reasons.append(f"{short(holder)}: {error}")
         raise NetworkError(f"nobody gave {len(ids)} tiles from {ids[0]} on ({'; '.join(reasons) or 'no holder'})")
+
+    def _in_order(
+        self, holders: Sequence[PeerId], sure: Collection[PeerId], poor: Collection[PeerId], size: int
+    ) -> list[PeerId]:
+        fast = self._rates.fastest([peer for peer in holders if peer in sure], size)
+        others = [peer for peer in holders if peer not in sure]
+        return sorted([*fast, *others], key=lambda peer: (peer in poor, self._patience.doubts(peer)))
 
     async def chain(self, holder: PeerId, first: int) -> tuple[Commit, ...]:
         """Commits from round `first` on, some at a time; unchecked, but numbered from `first` on."""
@@ -204,10 +221,31 @@ class Transfers:
                 reasons.append(f"{short(holder)}: {error}")
         raise NetworkError(f"nobody gave the hashes of state {short(root)} ({'; '.join(reasons) or 'no holder'})")
 
+    async def wire_list(self, holders: Sequence[PeerId], manifest: Manifest, base_round: int) -> dict[int, Hash]:
+        """What a round handed out, by tile id, from the first holder whose list hashes to the manifest's root.
+
+        `base_round`: of the state that is here; what was handed out since is kept for us.
+
+        Raises NetworkError when nobody has it.
+        """
+        size, reasons = len(self._layout.tiles) * HASH_BYTES, list[str]()
+        for holder in holders:
+            try:
+                request = Request(requests.WIRES, first=manifest.round, count=base_round)
+                hashes = split_hashes(await self._ask(holder, request, size))
+                ids = [tile_id for piece in manifest.slices for tile_id in piece.tile_ids]
+                if len(hashes) * HASH_BYTES == size and sha256(*(hashes[at] for at in ids)) == manifest.wire_root:
+                    return {tile_id: hashes[tile_id] for tile_id in ids}
+                reasons.append(f"{short(holder)} sent a list that does not hash to it")
+            except (NetworkError, RemoteProtocolError) as error:
+                reasons.append(f"{short(holder)}: {error}")
+        words = "; ".join(reasons) or "no holder"
+        raise NetworkError(f"nobody has what round {manifest.round} handed out ({words})")
+
     async def _ask(
         self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
     ) -> bytes:
-        async with self._slots:
+        async with self._turns.turn():
             if not is_wanted():
                 raise PeerSilent(f"{short(peer)} is not waited for any more")
             return await self._fetch(peer, request, max_bytes)
@@ -216,13 +254,15 @@ class Transfers:
         return (await self._fetch_blob(peer, request, max_bytes))[1]
 
     async def _fetch_blob(self, peer: PeerId, request: Request, max_bytes: int) -> tuple[bytes, bytes]:
-        def limit_seconds() -> float:
-            return self._patience.seconds(peer, max_bytes)
+        def limit_seconds() -> float:  # who can wait may have a link that is slow for all its streams together
+            return self._patience.seconds(peer, max_bytes * (self._parallel if self._patient else 1))
 
         try:
-            header, data = await fetch_within(
-                self._transport, peer, pack(request), self._stall_seconds(), max_bytes, limit_seconds, self._patient
-            )
+            with self._rates.asking(peer, max_bytes) as came:
+                header, data = await fetch_within(
+                    self._transport, peer, pack(request), self._stall_seconds(), max_bytes, limit_seconds, self._patient
+                )
+                came(len(data))
         except PeerRefused:
             self._on_refused(peer)
             raise

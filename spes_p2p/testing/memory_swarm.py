@@ -25,6 +25,7 @@ from spes_p2p.sync.core.messages import Intent, Manifest
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
+from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 
@@ -39,7 +40,8 @@ class MemorySwarm:
     `peer_class`: how its peers train; they only pretend to, unless a subclass says otherwise.
 
     `leased`: whether the run has a dataset whose positions are leased; else peers use data of their own. `archive`:
-    whether the organiser keeps the newest state. `start`: of a run with a model of one's own.
+    whether the organiser keeps the newest state. `serve`: whether it is a member that trains nothing. `start`: of a run
+    with a model of one's own.
     """
 
     peer_class: type[PretendPeer] = PretendPeer
@@ -52,12 +54,16 @@ class MemorySwarm:
         leased: bool = True,
         archive: bool = False,
         start: OwnStart | None = None,
+        serve: bool = False,
     ) -> None:
         self.config = config
         self.folder = folder
         self.network = MemoryNetwork(seed)
         self.clock = LoopClock()
         self.archive = archive
+        self.serve = serve
+        self.server: Server | None = None
+        self.server_failures: list[BaseException] = []
         self.layout = state_layout(config) if start is None else start.layout
         self._start = start or InitialState(self.layout, config.run.seed, config.model.init_std)
         self.info = describe_run(config, sha256(b"some data") if leased else NO_HASH, ORGANISER)
@@ -85,13 +91,24 @@ class MemorySwarm:
             self._organiser_store.create_initial(self._start)
         self._archive_store = StateStore(self.folder / "archive", self.layout) if self.archive else None
         self.organiser_said: list[str] = []
+        chain = Chain(self.folder / ORGANISER / "chain")
+        if self.serve:
+            self.server = Server(
+                self.info, self.config, self.layout, self.folder / ORGANISER, net.transport, net.signer, net.verifier,
+                KeySealer(net.signer), chain, self._organiser_store, self.clock, self.organiser_said.append,
+                self.server_failures.append, self._sources, new_incarnation=self.new_incarnation,
+                first_sequence=int(self.clock.now() * 1000),
+            )  # fmt: skip
         self.organiser = Organiser(
             self.info, self.rules, self.config.swarm.min_peers, self.config.swarm.heartbeat_seconds, net.transport,
-            KeySealer(net.signer), EnvelopeChecker(net.verifier), Chain(self.folder / ORGANISER / "chain"),
+            KeySealer(net.signer), EnvelopeChecker(net.verifier), chain,
             self._organiser_store, self.clock, self.organiser_said.append, self._archive_store,
-            first_sequence=int(self.clock.now() * 1000),
+            first_sequence=int(self.clock.now() * 1000), server=self.server,
         )  # fmt: skip
         await self.organiser.start()
+
+    async def _sources(self) -> Iterable[PeerId]:
+        return [name for name, peer in self.peers.items() if peer.is_up]
 
     async def kill_organiser(self) -> None:
         self.network.kill(ORGANISER)
@@ -126,8 +143,8 @@ class MemorySwarm:
         while True:
             chosen = self.up if names is None else [self.peers[PeerId(name)] for name in names]
             for peer in chosen:
-                if peer.failures:
-                    raise peer.failures[0]
+                if peer.failures or self.server_failures:
+                    raise [*peer.failures, *self.server_failures][0]
             if all(peer.round >= round for peer in chosen):
                 return
             await asyncio.sleep(LOOK_SECONDS)

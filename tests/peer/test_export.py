@@ -24,6 +24,7 @@ from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
+from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.core.messages import WIRE_VERSION
 from spes_p2p.testing.memory_swarm import MemorySwarm
@@ -171,6 +172,27 @@ def test_a_run_that_goes_on_meanwhile_is_followed(tmp_path: Path) -> None:
 
     stale, found = in_swarm(tmp_path / "swarm", play)
     assert found >= stale + 3
+
+
+def test_a_download_that_takes_many_rounds_gets_the_state_that_it_began_with(tmp_path: Path) -> None:
+    """Donors keep it until it is here."""
+
+    async def play(swarm: MemorySwarm) -> tuple[int, int, int]:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        await announce(swarm, "abc")
+        begun, size = swarm.peers[PeerId("a")].round, 4 * swarm.layout.num_values
+        swarm.network.peer("reader", StreamLimits(download_bytes_per_second=size / 15.0))
+        started = swarm.clock.now()
+        fetched = await fetch(swarm, tmp_path / "reader")
+        assert swarm.clock.now() - started < 15.0 / 0.8, "four fifths of the link, from three donors that go on"
+        fetched.version.verify()
+        return begun, fetched.commit.manifest.round, swarm.peers[PeerId("a")].round
+
+    many = ("model.vocab_size=8192", "model.embedding_rows=8192", "sync.tile_values=4096")
+    begun, found, newest = in_swarm(tmp_path / "swarm", play, small_config(*many))
+    assert found <= begun + 1
+    assert newest > found + 5
 
 
 def test_who_says_more_than_it_proves_does_not_hide_the_newest_state(tmp_path: Path) -> None:

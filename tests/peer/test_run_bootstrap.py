@@ -38,6 +38,11 @@ def test_everything_can_be_set_and_overrides_go_through(tmp_path: Path) -> None:
     ]
 
 
+def test_a_node_that_serves(tmp_path: Path) -> None:
+    assert "--serve" in run(tmp_path, SPES_CONFIG="tiny", SPES_SERVE="1").stdout.splitlines()
+    assert "--serve" not in run(tmp_path, SPES_CONFIG="tiny", SPES_SERVE="0").stdout.splitlines()
+
+
 def test_without_a_config_it_says_what_to_set(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result.returncode != 0

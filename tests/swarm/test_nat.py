@@ -29,6 +29,43 @@ OVERRIDES = ("swarm.min_peers=3", "swarm.heartbeat_seconds=1.0", "swarm.target_r
 ROUNDS = 6
 
 
+def test_two_homes_train_with_the_bootstrap_node_alone(tmp_path: Path, tokens: Path) -> None:
+    """`--serve`: it is the only host that can be dialled, and it trains nothing."""
+    agreed = ("swarm.min_peers=2", *OVERRIDES[1:])
+    with ExitStack() as stack:
+        lab = Lab(stack)
+        hosts = {"bootstrap": lab.host("bootstrap", "net", "11.0.0.10")}
+        for at, name in enumerate(HIDDEN):
+            hosts[name] = lab.home(name, "net", f"11.0.0.{101 + at}", [f"11.0.0.10:{PORT}"])
+        swarm = stack.enter_context(local_swarm(tmp_path, hosts))
+        limits = ["--max-upload", "100Mbit", "--max-download", "100Mbit"]
+        listen = ["--host-maddrs", f"/ip4/11.0.0.10/tcp/{PORT}"]
+        swarm.bootstrap("tiny", tokens, [*MICRO, *agreed, "--serve", *limits, *listen])
+        for name in HIDDEN:
+            swarm.peer(name, tokens, [*LOCAL, "--client-mode"])
+        swarm.wait_for_round(ROUNDS, HIDDEN, 180.0)
+        for name in HIDDEN:
+            swarm.processes[name].send(signal.SIGTERM)
+        codes = [swarm.processes[name].wait(30.0) for name in HIDDEN]
+        swarm.processes["bootstrap"].send(signal.SIGTERM)
+        codes.append(swarm.processes["bootstrap"].wait(30.0))
+
+    assert codes == [0, 0, 0]
+    chain = Chain(tmp_path / "bootstrap" / "run" / "chain")
+    server = next(member.peer for member in chain.commit(0).manifest.members if not member.trains)
+    for commit in map(chain.commit, range(2, ROUNDS + 1)):
+        assert commit.certificate.kind == MAJORITY
+        assert len(commit.manifest.roster) == 2
+        assert server not in {entry.peer for entry in commit.manifest.roster}
+        assert all(p.reducer == server or p.contributors == (p.reducer,) for p in commit.manifest.slices)
+    for name in ("bootstrap", *HIDDEN):
+        round, root = recomputed_state(tmp_path / name, config_of(agreed))
+        assert round >= ROUNDS, name
+        assert root == chain.commit(round).manifest.state_root.hex(), name
+    for process in swarm.processes.values():
+        assert "Traceback" not in process.output(), process.name
+
+
 def test_two_homes_train_with_one_public_peer(tmp_path: Path, tokens: Path) -> None:
     with ExitStack() as stack:
         lab = Lab(stack)

@@ -54,11 +54,12 @@ def in_swarm(
     leased: bool = True,
     max_virtual_seconds: float = 3600.0,
     archive: bool = False,
+    serve: bool = False,
 ) -> T:
     """Plays one story on a virtual clock; a driver that broke fails it."""
 
     async def main() -> T:
-        swarm = MemorySwarm(config or small_config(), folder, seed, leased, archive)
+        swarm = MemorySwarm(config or small_config(), folder, seed, leased, archive, serve)
         guard = asyncio.create_task(guard_promises(swarm))
         result = await play(swarm)
         guard.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.choosing import Turns
 from spes_p2p.sync.requests import TILES, Request, Serving
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
@@ -43,7 +43,7 @@ class Ahead:
 
     def fresh(self) -> CatchUp:
         transfers = Transfers(self.network.peer(LATE).transport, MADE.layout, lambda: 5.0)
-        transfers._slots = asyncio.Semaphore(1)  # in order, so that it is known where it breaks off
+        transfers._turns = Turns(1)  # in order, so that it is known where it breaks off
         return CatchUp(MADE.info, MADE.rules, MADE.keys.verify, self.chain, self.store, transfers, self.tasks.in_thread)
 
     def _make(self, name: PeerId) -> Chain:

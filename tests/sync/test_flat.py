@@ -28,6 +28,15 @@ def alive() -> Counter[str]:
     )
 
 
+async def fewest_tasks() -> int:
+    """Of a second: at the moment of a heartbeat there are many for a few milliseconds."""
+    found = []
+    for _ in range(20):
+        found.append(len(asyncio.all_tasks()))
+        await asyncio.sleep(0.05)
+    return min(found)
+
+
 def forget_the_books(swarm: MemorySwarm) -> None:
     """What the pretended peers write down for tests is no part of the product; nor are lives that are over."""
     for life in swarm.lives:
@@ -54,14 +63,14 @@ def test_a_survivor_holds_no_more_after_many_rounds(folder: Path) -> None:
         await swarm.start(NAMES)
         await rounds_with_losses(swarm, WARM_UP)
         early, files = alive(), len(os.listdir("/proc/self/fd"))
-        threads, tasks = threading.active_count(), len(asyncio.all_tasks())
+        threads, tasks = threading.active_count(), await fewest_tasks()
         await rounds_with_losses(swarm, ROUNDS)
         late = alive()
         grown = {name: (early[name], count) for name, count in late.items() if count > early[name] + 30}
         assert sum(late.values()) <= MOST_GROWTH * sum(early.values()), grown
         assert len(os.listdir("/proc/self/fd")) <= files + 8  # a few streams more or less are open at any moment
         assert threading.active_count() <= threads + 4
-        assert len(asyncio.all_tasks()) <= 2 * tasks + 10
+        assert await fewest_tasks() <= tasks + 10
         survivor = swarm.peers["a"]  # type: ignore[index]
         assert len(survivor.store.rounds()) <= 3
         assert len(list((survivor.folder / "inputs").iterdir())) == 1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, sha256
 from spes_p2p.state.store import StateStore
+from spes_p2p.sync import requests
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.genesis import RunInfo
@@ -71,6 +72,15 @@ def test_tiles_by_hash(tmp_path: Path) -> None:
     chosen = [3, 0, 7]
     joined = b"".join(version.tile_hashes[at] for at in chosen)
     assert served.data(Request(TILES, hashes=joined)) == b"".join(bytes(version.tile(at)) for at in chosen)
+
+
+def test_tiles_of_one_answer_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(tmp_path)
+    hashes = served.store.version(0).tile_hashes
+    monkeypatch.setattr(requests, "MAX_JOINED_BYTES", 4 * MADE.layout.tiles[0].size)
+    assert served.data(Request(TILES, hashes=hashes[0]))
+    with pytest.raises(RemoteProtocolError, match="at once"):
+        served.data(Request(TILES, hashes=hashes[0] + hashes[1]))
 
 
 @pytest.mark.parametrize("hashes", [b"", b"x" * 31, b"x" * 33, bytes(32 * 65)])

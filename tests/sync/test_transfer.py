@@ -13,6 +13,7 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.choosing import Turns
 from spes_p2p.sync.core.messages import Slice
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.sync.transfer import TILES_A_FETCH, Transfers, all_of, fetch_run
@@ -284,3 +285,78 @@ def test_the_first_error_ends_the_others_and_is_raised_as_it_is() -> None:
         await all_of([])
 
     run_virtual(main())
+
+
+def test_the_fastest_holder_gives_most_and_the_slow_one_holds_nothing_up() -> None:
+    """Rates are learnt: at first both are asked, then whoever will be done first."""
+    many = {tile_id: sha256(tile(tile_id)) for tile_id in range(len(LAYOUT.tiles))}
+    BY_HASH.update({tile_hash: tile(tile_id) for tile_id, tile_hash in many.items()})
+    size = sum(4 * LAYOUT.tiles[tile_id].size for tile_id in many)
+
+    async def story(site: Site) -> None:
+        fast, slow = await site.holder(B, right), await site.holder(C, right)
+        site.network.set_link(B, A, LinkShape((0.001, 0.002), size / 2))
+        site.network.set_link(C, A, LinkShape((0.001, 0.002), size / 20))
+        came: list[int] = []
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            came.extend(tile_id for tile_id, _, _ in tiles)
+
+        for _ in range(3):
+            await site.transfers.tiles(many, (C, B), take, spread=True)
+        before, begun = len(slow.asked), asyncio.get_running_loop().time()
+        await site.transfers.tiles(many, (C, B), take, spread=True)
+        assert sorted(came) == sorted(list(many) * 4)
+        assert len(slow.asked) - before <= 1
+        assert asyncio.get_running_loop().time() - begun < 3.0
+        assert len(fast.asked) > 4 * len(slow.asked) / 2
+
+    play(story)
+
+
+def test_a_holder_that_dies_in_the_middle_costs_only_what_was_on_its_way() -> None:
+    many = {tile_id: sha256(tile(tile_id)) for tile_id in range(len(LAYOUT.tiles))}
+    BY_HASH.update({tile_hash: tile(tile_id) for tile_id, tile_hash in many.items()})
+    size = sum(4 * LAYOUT.tiles[tile_id].size for tile_id in many)
+
+    async def story(site: Site) -> None:
+        await site.holder(B, right)
+        await site.holder(C, right)
+        for name in (B, C):
+            site.network.set_link(name, A, LinkShape((0.001, 0.002), size / 6))
+        came: dict[int, int] = {}
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            for tile_id, data, _ in tiles:
+                assert data == tile(tile_id)
+                came[tile_id] = came.get(tile_id, 0) + 1
+
+        fetching = asyncio.create_task(site.transfers.tiles(many, (B, C), take, spread=True))
+        await asyncio.sleep(1.0)
+        site.network.kill(B)
+        await fetching
+        assert came == dict.fromkeys(many, 1)
+
+    play(story)
+
+
+def test_what_fewest_have_is_fetched_first() -> None:
+    """With one place: the tile of which there is one copy goes before those of which there are two."""
+    order: list[int] = []
+
+    async def story(site: Site) -> None:
+        site.transfers._turns = Turns(1)
+        await site.holder(B, right)
+        await site.holder(C, right)
+
+        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+            order.extend(tile_id for tile_id, _, _ in tiles)
+
+        async def one(tile_id: int, *sure: PeerId) -> None:
+            await site.transfers.tiles({tile_id: WANTED[tile_id]}, (B, C), take, sure=lambda: sure)
+
+        copies = ((0, (B, C)), (1, (B, C)), (2, (B,)), (3, (B, C)), (4, (C,)))
+        await asyncio.gather(*(one(tile_id, *sure) for tile_id, sure in copies))
+
+    play(story)
+    assert order == [0, 2, 4, 1, 3], "the first one had the place already"

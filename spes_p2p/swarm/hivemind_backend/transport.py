@@ -124,6 +124,9 @@ class HivemindTransport:
     def bytes_received(self) -> int:
         return self._traffic.received
 
+    def measured_uplink(self) -> float:
+        return self._traffic.meter.rate()
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         self._book.learn(peer, addresses)
 

@@ -183,7 +183,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Intent:
-    """What a peer wants: to take part, to leave, which columns; and what it can offer."""
+    """What a peer wants: to take part, to leave, which columns; and what it can offer.
+
+    `serving`: it takes part without training: it reduces, holds and votes.
+    """
 
     joining: bool = False
     leaving: bool = False
@@ -193,6 +196,7 @@ class Intent:
     link_class: int = 0
     uplink_bytes_per_second: int = 0
     can_vote: bool = True
+    serving: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ def plan_slices(
     private: Collection[PeerId] = (),
     helpers: Sequence[PeerId] = (),
     shared: tuple[int, int] | None = None,
+    servers: Sequence[PeerId] = (),
 ) -> tuple[Slice, ...]:
     """All slices of a round, in block order.
 
@@ -32,7 +33,8 @@ def plan_slices(
     by default all. A column without an owner in the roster has no slice: nobody has values for it.
 
     `private` peers cannot be dialled: they reduce only what they alone contribute to, and what is of several of them
-    goes to `helpers`, who can be dialled and contribute nothing themselves.
+    goes to `helpers`, who can be dialled and contribute nothing themselves. `servers` can be dialled, train nothing,
+    and get their share of all that has several contributors.
     """
     slices: list[Slice] = []
     usual = sorted(uplinks.values())[(len(uplinks) - 1) // 2] if uplinks else 1
@@ -42,7 +44,9 @@ def plan_slices(
         contributors = tuple(peer for peer in roster if owners is None or peer in owners)
         if contributors and (block == 0 or due is None or block - 1 in due):
             reducers = tuple(peer for peer in contributors if peer not in private)
-            reducers = reducers or (tuple(helpers) if len(contributors) > 1 else ()) or contributors
+            if len(contributors) > 1:
+                reducers = (*reducers, *servers) or tuple(helpers)
+            reducers = reducers or contributors
             dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
             offset, number = (0, tiles) if block or shared is None else shared
             for start, count in _cut(number, slice_tiles, len(reducers)):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import assign
-from spes_p2p.swarm.membership import LINK_PUBLIC
+from spes_p2p.swarm.membership import LINK_PUBLIC, trainers
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.fragments import due_columns, due_tiles
 from spes_p2p.sync.core.knowledge import Key
@@ -123,12 +123,14 @@ class Reducing(CoreState):
     def _should_close(self, now: float) -> bool:
         if self._is_closing():  # a leader before us has said so
             return True
-        here = self._members_here(now)
+        everybody, here = self._members_here(now), self._trainers_here(now)
         ready = [status for status in here if status.work.ready]
         trained = sum(status.work.tokens for status in ready)
-        leaving = [status for status in ready if status.intent.leaving]
-        if leaving and (trained > 0 or self._somebody_stays(here, now)):
+        leaving = [status for status in everybody if status.work.ready and status.intent.leaving]
+        if leaving and (trained > 0 or self._somebody_stays(everybody, now)):
             return True
+        if not here:  # those who serve keep the state as it is until there is somebody to name
+            return self._newcomer_waits(now) and now - self.round.started_at > 2 * self.pace.heartbeat_seconds
         if trained == 0:  # nobody could train: an empty round gives new leases, but in no hurry
             patience = self.pace.close_after_seconds([0.0])
             return len(ready) == len(here) > 0 and now - self.round.started_at > patience
@@ -151,11 +153,23 @@ class Reducing(CoreState):
             return 0
         counted = {entry.peer: entry.tokens for entry in self.tip.roster}
         full = self.tip.steps_per_round * self.rules.batch_sequences * self.rules.sequence_tokens
-        contacts = ((member.peer, self.contacts.get(member.peer)) for member in self.tip.members)
+        contacts = ((member.peer, self.contacts.get(member.peer)) for member in trainers(self.tip.members))
         return sum(
             counted.get(peer, full)
             for peer, contact in contacts
             if contact is not None and contact.status.head == self.tip.parent and self.alive(peer, now)
+        )
+
+    def _newcomer_waits(self, now: float) -> bool:
+        """Whether somebody who is no member has the state of our head and would take part."""
+        known = {member.peer: member.incarnation for member in self.tip.members}
+        others = (contact.status for peer, contact in self.contacts.items() if self.alive(peer, now))
+        return any(
+            s.head == self.round.head
+            and s.intent.joining
+            and not s.intent.leaving
+            and known.get(s.peer) != s.incarnation
+            for s in others
         )
 
     def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
@@ -199,7 +213,7 @@ class Reducing(CoreState):
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
         entries = []
-        for status in self._members_here(now):
+        for status in self._trainers_here(now):
             work = status.work
             if work.ready and work.tokens > 0 and work.steps > 0:
                 entry = Contribution(status.peer, work.tokens, work.steps, work.sequences)
@@ -207,18 +221,21 @@ class Reducing(CoreState):
         return tuple(sorted((e for e in entries if e.tokens > 0), key=lambda entry: entry.peer))
 
     def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
-        intents = {peer: contact.status.intent for peer, contact in self.contacts.items()} | {self.me: self.intent}
+        intents = {peer: contact.status.intent for peer, contact in self.contacts.items()}
+        intents[self.me] = self._told_intent()
         peers = [entry.peer for entry in roster]
-        uplinks = {peer: intents[peer].uplink_bytes_per_second for peer in peers if peer in intents}
-        uplinks = {peer: uplink for peer, uplink in uplinks.items() if uplink > 0}
         private = {peer for peer, intent in intents.items() if intent.link_class != LINK_PUBLIC}
         able = [s.peer for s in self._members_here(now) if s.intent.can_vote]
         helpers = [peer for peer in sorted(able) if peer not in private]
+        training = {member.peer for member in trainers(self.tip.members)}
+        servers = [peer for peer in helpers if peer not in training]
+        known = {peer: intents[peer].uplink_bytes_per_second for peer in (*peers, *helpers) if peer in intents}
+        uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
         tiles = self.rules.block_tiles if self.rules.exchange else (0,) * len(self.rules.block_tiles)
         shared = due_tiles(tiles[0], self.tip.round + 1, self.rules.fragments)
         slices = plan_slices(
             peers, self.tip.ownership, uplinks, tiles, self.rules.slice_tiles, self._due_columns(now), private, helpers,
-            shared,
+            servers=servers, shared=shared,
         )  # fmt: skip
         return Plan(self.rules.fingerprint, self.round.head, self.round.view, self.me, roster, slices)
 
@@ -276,6 +293,17 @@ class Reducing(CoreState):
         reducer = [first] if first != self.me else []
         found = reducer + likely if self.alive(first, now) else likely + reducer
         return tuple(sorted(found, key=lambda peer: not self._can_ask(peer)))
+
+    def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
+        """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""
+        index = self._index_of(piece.key)
+        report = None if index is None else self.round.reports.get(index)
+        reducer = piece.reducer if report is None else report.author
+        found = [
+            peer for peer, c in self.contacts.items() if index is not None and any(c.status.staged[index : index + 1])
+        ]
+        known = dict.fromkeys((reducer, *sorted(found)))
+        return tuple(p for p in known if p != self.me and self.alive(p, now) and self._can_ask(p))
 
     def _can_ask(self, peer: PeerId) -> bool:
         """Whether one of us two can be dialled."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members
+from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members, trainers
 from spes_p2p.sync.core.actions import Action, Notice, Persist
 from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
 from spes_p2p.sync.core.messages import (
@@ -21,6 +22,7 @@ from spes_p2p.sync.core.messages import (
     Sealer,
     Signed,
     Status,
+    Work,
     manifest_hash,
     plan_hash,
 )
@@ -54,6 +56,8 @@ class CoreState:
         self.intent = intent or Intent()
         self.contacts: dict[PeerId, Contact] = {}
         self.seeds: tuple[PeerId, ...] = ()
+        self.uplink_bytes_per_second = 0
+        """As measured, 0 while unknown; told with our statuses, within what the intent allows."""
         self.told_round = tip.round
         """The newest round by the word of the bootstrap node, which need not have its state."""
         self.fired: Counter[str] = Counter()
@@ -99,6 +103,10 @@ class CoreState:
     def last_commit(self) -> Commit | None:
         """The certificate and manifest of the tip, where known."""
         return self._commit
+
+    def status(self) -> Status:
+        """What we say of ourselves now."""
+        return self._own_status()
 
     def is_member(self) -> bool:
         """Whether the tip names this incarnation."""
@@ -157,6 +165,11 @@ class CoreState:
                 found.append(contact.status)
         return found
 
+    def _trainers_here(self, now: float) -> list[Status]:
+        """Those of `_members_here` that train."""
+        training = {member.peer for member in trainers(self.tip.members)}
+        return [status for status in self._members_here(now) if status.peer in training]
+
     def _members_here(self, now: float) -> list[Status]:
         """Statuses of living members on our head, ours included."""
         found = [self._own_status()] if self.is_member() else []
@@ -183,7 +196,7 @@ class CoreState:
             round=current.tip.round,
             head=current.head,
             work=current.work,
-            intent=self.intent,
+            intent=self._told_intent(),
             ballots=self._ballots(),
             plan=plan_hash(current.plan.value) if current.plan else NO_HASH,
             reports=bytes(index in current.reports for index in range(len(slices))),
@@ -192,6 +205,11 @@ class CoreState:
             unheard=self._unheard(),
             moved=current.moved,
         )
+
+    def _told_intent(self) -> Intent:
+        told, measured = self.intent.uplink_bytes_per_second, self.uplink_bytes_per_second
+        uplink = min(told, measured) if told and measured else told or measured
+        return self.intent if uplink == told else replace(self.intent, uplink_bytes_per_second=uplink)
 
     def _has_staged(self, key: Key, report: Report) -> bool:
         """Whether the very tiles that a report promises are on our disk."""
@@ -312,6 +330,7 @@ class CoreState:
     def _enter(self, tip: Manifest, now: float) -> None:
         head = manifest_hash(tip)
         self.round = RoundState(tip, head, leader_order(head, tip.members), now, now)
+        self.round.work = Work(ready=self.intent.serving)
         before, since = self._elector, self._voting_at
         self._elector = {member.peer: member.incarnation for member in electors(tip.members)}
         self._voting_at = {  # silence goes on over rounds: no second wait
@@ -423,16 +442,19 @@ class CoreState:
         leavers: set[PeerId] = set()
         wishes: dict[PeerId, Wish] = {}
         known = {member.peer: member.incarnation for member in self.tip.members}
+        trains = {member.peer: member.trains for member in self.tip.members}
         statuses = [self._own_status()] + [c.status for p, c in self.contacts.items() if self.alive(p, now)]
         for status in statuses:
-            member = Member(status.peer, status.incarnation, False, status.intent.link_class)
+            intent, is_known = status.intent, known.get(status.peer) == status.incarnation
+            does_train = trains[status.peer] if is_known else not intent.serving
+            member = Member(status.peer, status.incarnation, False, intent.link_class, does_train)
             if status.intent.leaving and status.peer not in needed:
                 leavers.add(status.peer)
-            elif known.get(status.peer) == status.incarnation:
+            elif is_known:
                 heard.append(member)
             elif status.intent.joining and status.head == self.round.head:  # who has caught up
                 newcomers.append(member)
-            wishes[status.peer] = Wish(status.intent.max_columns, status.intent.claims, status.intent.releases)
+            wishes[status.peer] = Wish(intent.max_columns, intent.claims, intent.releases) if does_train else Wish(0)
         if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
             heard = [m for m in self.tip.members if m.peer in leavers]
             leavers = set()

@@ -15,7 +15,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish, assign
 from spes_p2p.ownership.expert_map import Ownership, nobody
-from spes_p2p.swarm.membership import Member, electors, is_majority, with_votes
+from spes_p2p.swarm.membership import Member, electors, is_majority, trainers, with_votes
 from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import (
     DEGRADED,
@@ -86,10 +86,10 @@ def merge_alpha_for(rules: RunRules, step_before: int, step_after: int) -> float
 
 
 def demand(rules: RunRules, step: int, members: Sequence[Member], roster: Sequence[Contribution]) -> dict[PeerId, int]:
-    """Sequences that each member is expected to use in the next round: what it used in this one, else a full round."""
+    """Sequences that each member that trains will use in the next round: those of this one, or a full round."""
     full_round = rules.steps_per_round(step) * rules.batch_sequences
     used = {entry.peer: entry.sequences for entry in roster}
-    return {member.peer: max(used.get(member.peer, 0), full_round) for member in members}
+    return {member.peer: max(used.get(member.peer, 0), full_round) for member in trainers(members)}
 
 
 def leases_after(
@@ -99,7 +99,7 @@ def leases_after(
     if not rules.leased:
         return leases
     used = {entry.peer: entry.sequences for entry in roster}
-    peers = [member.peer for member in members]
+    peers = [member.peer for member in trainers(members)]
     return next_leases(leases, used, peers, demand(rules, step, members, roster), rules.block_sequences)
 
 
@@ -231,16 +231,16 @@ def _check_members(parent: Manifest, child: Manifest) -> None:
     if with_votes(parent.members, child.members) != child.members:
         raise RemoteProtocolError(f"manifest of round {child.round}: votes do not follow from the parent's members")
     owners = {owner for column in child.ownership for owner in column}
-    if len(child.ownership) != len(parent.ownership) or not owners <= set(names):
-        raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member")
+    if len(child.ownership) != len(parent.ownership) or not owners <= {m.peer for m in trainers(child.members)}:
+        raise RemoteProtocolError(f"manifest of round {child.round}: an owner is not a member that trains")
 
 
 def _check_roster(rules: RunRules, parent: Manifest, roster: Sequence[Contribution]) -> None:
     where = f"round {parent.round + 1}"
-    members = {member.peer for member in parent.members}
+    members = {member.peer for member in trainers(parent.members)}
     names = [entry.peer for entry in roster]
     if names != sorted(set(names)) or not set(names) <= members:
-        raise RemoteProtocolError(f"{where}: the roster is not a sorted part of the members")
+        raise RemoteProtocolError(f"{where}: the roster is not a sorted part of the members that train")
     for entry in roster:
         if min(entry.tokens, entry.steps) <= 0 or entry.sequences < 0 or capped_tokens(rules, parent, entry) != entry:
             raise RemoteProtocolError(f"{where}: {entry.peer} claims more than its lease")

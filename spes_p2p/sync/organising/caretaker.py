@@ -33,10 +33,12 @@ from spes_p2p.sync.core.messages import (
 )
 from spes_p2p.sync.core.rules import RunRules, renewed_manifest
 from spes_p2p.sync.core.timing import Pace
+from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.genesis import RunInfo, sign_renewal
 from spes_p2p.sync.organising.archive import Archive, FewStreams
 from spes_p2p.sync.organising.following import Following
 from spes_p2p.sync.organising.renewal import Vigil
+from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
@@ -82,6 +84,9 @@ class Caretaker:
         self._say = say
         self._tasks = tasks
         self._said = ""
+        self._driver: Driver | None = None
+        self._follows = True
+        self._listened_at = float("-inf")
         self._vigil: Vigil | None = None
         self._sequence = first_sequence
         self._status: Signed[Status] | None = None
@@ -104,6 +109,14 @@ class Caretaker:
             self._tasks.spawn(self._open_archive(self.archive))
         self._tasks.spawn(self._tick_for_ever())
 
+    async def sit(self, server: Server) -> None:
+        """From now on this node is a member: its driver follows the run and keeps its state."""
+        self._follows = False
+        while self._following.under_way:
+            await asyncio.sleep(0.1 * self._heartbeat_seconds)
+        await server.take_seat(self._moved)
+        self._driver = server.driver
+
     def begin(self) -> None:
         """There may be a chain to follow now."""
         if self._chain.newest is not None:
@@ -112,7 +125,9 @@ class Caretaker:
 
     @property
     def archived(self) -> Manifest | None:
-        """The newest manifest whose state is in the archive; None without one, and while it is looked through."""
+        """The newest manifest whose state is kept here; None where none is, and while the archive is looked through."""
+        if self._driver is not None:
+            return self._driver.core.tip
         return self.archive.newest if self.archive is not None and self.archive.is_open else None
 
     def word(self) -> Envelope:
@@ -123,7 +138,8 @@ class Caretaker:
         """A peer itself has said this."""
         if self._vigil is not None:
             self._vigil.hear(status, self._clock.now())
-            self._following.hear(status)
+            if self._follows:
+                self._following.hear(status)
 
     async def _tick_for_ever(self) -> None:
         while True:
@@ -133,11 +149,20 @@ class Caretaker:
 
     def _tick(self, vigil: Vigil, now: float) -> None:
         vigil.tick(now)
+        if self._driver is not None:
+            self._listen(self._driver, vigil, now)
         for peer in vigil.to_probe(now):
             self._tasks.spawn(self._probe(vigil, peer))
         self._renew_if_due(vigil, now)
         self._keep_newest(vigil, now)
         self._speak(vigil, now)
+
+    def _listen(self, driver: Driver, vigil: Vigil, now: float) -> None:
+        """What the driver has heard since the last time, and what it says itself."""
+        core, since = driver.core, self._listened_at
+        self._listened_at = now
+        for status in (core.status(), *(c.status for c in core.contacts.values() if c.direct_at > since)):
+            vigil.hear(status, now)
 
     def _moved(self) -> None:
         """The chain is another one than before."""
@@ -152,6 +177,8 @@ class Caretaker:
         if await self._transport.check_refused(peer):
             vigil.gone(peer)
             return
+        if self._driver is not None:  # which speaks to all members itself
+            return
         with contextlib.suppress(NetworkError, RemoteProtocolError):  # then it stays silent
             answer = await self._transport.call(peer, pack(self.word()), 4 * self._heartbeat_seconds)
             for status in said_by(peer, self._checker.open(peer, answer), self._info):
@@ -159,6 +186,8 @@ class Caretaker:
 
     def _speak(self, vigil: Vigil, now: float) -> None:
         """Says which state can be had here, and nothing where it is of no use: the newest one is lost."""
+        if self._driver is not None:  # which says it itself
+            return
         tip, manifest = vigil.tip, self.archived
         if manifest is not None and manifest != tip and not vigil.is_led(now):
             manifest = None
@@ -220,6 +249,8 @@ class Caretaker:
             return
         if self._following.under_way or self._archiving:
             return
+        if self._driver is not None and self._driver.core.round.adopting:
+            return
         root, is_lost = self._state_to_go_on_from(vigil, waiting)
         if vigil.silent_seconds(now) > vigil.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
             self._say_what_comes(vigil, is_lost, root is not None)
@@ -234,7 +265,10 @@ class Caretaker:
         """The root of a state that can be had, None for none; and whether it is an older one than the newest."""
         tip, kept = vigil.tip, self.archived
         head = manifest_hash(tip)
-        if tip.round == 0 or tip == kept or any(status.head == head for status in waiting):
+        has_it = any(status.head == head for status in waiting)
+        if self._driver is not None and has_it and tip != kept:  # a moment: the driver gets it from there
+            return None, False
+        if tip.round == 0 or tip == kept or has_it:
             return tip.state_root, False
         if kept is not None and kept.round > 0 and tip.round - kept.round <= MOST_ROUNDS_LOST:
             return kept.state_root, True
@@ -262,6 +296,8 @@ class Caretaker:
         if path.exists():
             commit = unpack(Commit, path.read_bytes())
         else:
+            if self._driver is not None:
+                chosen = [*chosen, self._driver.core.status()]
             manifest = renewed_manifest(self._rules, tip, root, members_of(chosen), wishes_of(chosen))
             commit = sign_renewal(manifest, self._transport.peer_id, self._sealer)
             path.parent.mkdir(exist_ok=True)
@@ -270,6 +306,8 @@ class Caretaker:
         names = ", ".join(short(member.peer) for member in commit.manifest.members)
         self._say(f"the run goes on with new members: {names}")
         self._moved()
+        if self._driver is not None:
+            self._tasks.spawn(self._driver.renewed(commit))
 
     def _stall_seconds(self) -> float:
         return 4 * self._heartbeat_seconds
@@ -283,7 +321,7 @@ def said_by(peer: PeerId, envelope: Envelope, info: RunInfo) -> list[Status]:
 
 def members_of(statuses: Sequence[Status]) -> list[Member]:
     """The first members of a manifest, from what they say of themselves."""
-    return [Member(s.peer, s.incarnation, True, s.intent.link_class) for s in statuses]
+    return [Member(s.peer, s.incarnation, True, s.intent.link_class, not s.intent.serving) for s in statuses]
 
 
 def wishes_of(statuses: Sequence[Status]) -> dict[PeerId, Wish]:

@@ -1,7 +1,8 @@
 """The bootstrap node as others meet it: makes genesis when enough peers have come, and answers from then on.
 
-It trains nothing and has no vote. It keeps the newest certificates and the initial state for whoever asks, and with an
-archive the newest state (see `caretaker`); the run goes on without it.
+It trains nothing and, unless it is to serve, has no vote. It keeps the newest certificates and the initial state for
+whoever asks, and with an archive the newest state (see `caretaker`); the run goes on without it. With a `Server` it is
+a member too, through which others exchange their values.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId, short
+from spes_p2p.ownership.assign import Wish
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.chain import Chain
@@ -19,6 +21,7 @@ from spes_p2p.sync.core.messages import Commit, Envelope, Manifest, Sealer, Stat
 from spes_p2p.sync.core.rules import RunRules, genesis_manifest
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.organising.caretaker import Caretaker, members_of, said_by, wishes_of
+from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.requests import HASHES, TILES, Request, Serving
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -52,11 +55,12 @@ class Organiser:
         say: Callable[[str], None],
         archive_store: StateStore | None = None,
         first_sequence: int = 0,
+        server: Server | None = None,
     ) -> None:
         """`store` holds the initial state as round 0; `say` is told what a person should read.
 
         With an `archive_store` the newest states are kept there. `first_sequence` is above all that this node ever
-        sent.
+        sent. With a `server` this node is a member from genesis on, on the same store and chain.
         """
         self.info = info
         self.chain = chain
@@ -70,6 +74,7 @@ class Organiser:
         self._clock = clock
         self._say = say
         self._waiting: dict[PeerId, _Waiting] = {}
+        self._server = server
         self._tasks = Tasks(self._failed)
         self._caretaker = Caretaker(
             info, rules, min_peers, heartbeat_seconds, transport, sealer, checker, chain, store, clock, say,
@@ -82,10 +87,18 @@ class Organiser:
         """Begins to answer."""
         self._caretaker.start()
         await self._transport.serve(self)
+        self._take_seat()
 
     async def stop(self) -> None:
         """Ends what is under way."""
         await self._tasks.stop()
+        if self._server is not None:
+            await self._server.stop()
+
+    def _take_seat(self) -> None:
+        """From then on the server answers in our place: what we have, it has too."""
+        if self._server is not None and self.chain.length:
+            self._tasks.spawn(self._caretaker.sit(self._server))
 
     @property
     def waiting(self) -> tuple[PeerId, ...]:
@@ -135,7 +148,7 @@ class Organiser:
         limit = WAITING_BEATS * self._heartbeat_seconds
         for peer in [peer for peer, waiting in self._waiting.items() if now - waiting.at > limit]:
             self._gone(peer)
-        if status.intent.leaving or not status.intent.joining:
+        if status.intent.leaving or status.intent.serving or not status.intent.joining:
             self._gone(status.peer)
             return
         if status.peer not in self._waiting:
@@ -155,10 +168,15 @@ class Organiser:
         """Genesis is on disk before anybody sees it, so that there is never a second one."""
         statuses = [waiting.status for _, waiting in sorted(self._waiting.items())]
         root = self._store.version(0).root
-        manifest = genesis_manifest(self._rules, root, members_of(statuses), wishes_of(statuses))
+        members, wishes = members_of(statuses), wishes_of(statuses)
+        if self._server is not None:
+            members.append(self._server.member)
+            wishes[self._server.member.peer] = Wish(0)
+        manifest = genesis_manifest(self._rules, root, members, wishes)
         self.chain.append(sign_genesis(manifest, self._transport.peer_id, self._sealer))
         self._waiting.clear()
         self._caretaker.begin()
+        self._take_seat()
 
     def _failed(self, error: BaseException) -> None:
         self._say(f"could not follow the run: {error!r}")

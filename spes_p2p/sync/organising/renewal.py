@@ -164,4 +164,5 @@ class Vigil:
 
 
 def _waits(status: Status) -> bool:
-    return status.intent.joining and not status.intent.leaving and status.head != NO_HASH
+    intent = status.intent
+    return intent.joining and not intent.leaving and not intent.serving and status.head != NO_HASH

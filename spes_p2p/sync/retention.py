@@ -1,0 +1,100 @@
+"""What a donor keeps for those who are fetching a state from it, although the run has gone on.
+
+Who asks for the hashes or tiles of a state takes a lease on it, and renews it with each request; a newer state takes
+its place. While a lease lives the state stays on disk, and what was handed out in the rounds after it, by which its
+holder comes up to date. Bounded: a few states, whatever is asked for; by time; and nothing where the disk gets full.
+Decides only; the driver drops the rest after each commit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spes_p2p.ids import PeerId
+from spes_p2p.state.hashes import split_hashes
+from spes_p2p.state.layout import VALUE_BYTES
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync.requests import HASHES, TILES, WIRES, Request
+
+IDLE_SECONDS = 600.0
+"""A lease that is not renewed ends: tiles of one request may take minutes on a slow link."""
+LONGEST_SECONDS = 24 * 3600.0
+MOST_STATES = 2
+"""States that are kept for others, beside the two newest."""
+MOST_ROUNDS = 64
+"""Rounds of which is kept what they handed out."""
+MOST_LEASES = 64
+
+
+@dataclass
+class _Lease:
+    """`has_state`: its holder needs only what was handed out after `round`."""
+
+    round: int
+    since: float
+    at: float
+    has_state: bool = False
+
+
+class Retention:
+    """The leases of one store. Calls may come from any thread of one loop's pool, one at a time."""
+
+    def __init__(self, store: StateStore, now: Callable[[], float]) -> None:
+        self._store = store
+        self._now = now
+        self._leases: dict[PeerId, _Lease] = {}
+        lossy = any(store.layout.codec_of(block.index) != "fp32" for block in store.layout.blocks)
+        self._is_lossy = lossy and not store.layout.has_momentum  # nobody goes through those rounds
+
+    def asked(self, caller: PeerId, request: Request) -> None:
+        """`caller` was given what it asked for."""
+        if request.kind == HASHES and request.first in self._store.rounds():
+            self._take(caller, request.first, False)
+        elif request.kind == WIRES:
+            self._take(caller, min(request.count, request.first - 1), True)
+        elif request.kind == TILES:
+            self._asked_tiles(caller, request)
+
+    def _asked_tiles(self, caller: PeerId, request: Request) -> None:
+        """A tile may be in several states: it is of the one that the caller has begun with, if it is in there.
+
+        Who wants what a round handed out has the state before it: rounds are gone through in their order.
+        """
+        first, lease = split_hashes(request.hashes)[0], self._leases.get(caller)
+        if lease is not None and not lease.has_state and self._store.holds(lease.round, first):
+            lease.at = self._now()
+        elif (round := self._store.round_of(first)) is not None:
+            self._take(caller, round, False)
+        elif (round := self._store.handed_out_in(first)) is not None:
+            known = lease.round if lease is not None and lease.has_state else 0
+            self._take(caller, max(known, round - 1), True)
+
+    def _take(self, caller: PeerId, round: int, has_state: bool) -> None:
+        now, lease = self._now(), self._leases.get(caller)
+        if lease is not None and (lease.round, lease.has_state) == (round, has_state):
+            lease.at = now
+        elif lease is not None or len(self._leases) < MOST_LEASES:
+            self._leases[caller] = _Lease(round, now, now, has_state)
+
+    def clear(self) -> None:
+        """The disk is full: nobody is promised anything."""
+        self._leases.clear()
+
+    def needed(self, tip: int) -> tuple[frozenset[int], frozenset[int]]:
+        """(rounds whose states stay, rounds of which stays what they handed out), of those before `tip` - 1."""
+        now = self._now()
+        self._leases = {
+            peer: lease
+            for peer, lease in self._leases.items()
+            if now - lease.at <= IDLE_SECONDS and now - lease.since <= LONGEST_SECONDS
+        }
+        if shutil.disk_usage(self._store.directory).free < self._store.layout.num_values * VALUE_BYTES:
+            self.clear()
+        by_age = sorted(self._leases.values(), key=lambda lease: lease.since)
+        states = dict.fromkeys(lease.round for lease in by_age if not lease.has_state and lease.round < tip - 1)
+        kept = frozenset(list(states)[:MOST_STATES])
+        first = min((*kept, *(lease.round for lease in by_age if lease.has_state)), default=tip)
+        wires = range(max(first + 1, tip - MOST_ROUNDS), tip) if self._is_lossy else ()
+        return kept, frozenset(wires)
