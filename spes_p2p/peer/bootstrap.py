@@ -16,10 +16,12 @@ from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
+from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.options import NetworkOptions, config_path
@@ -37,6 +39,7 @@ from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
+from spes_p2p.sync.pieces import DataTraffic, PieceServing
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 Say = Callable[[str], None]
@@ -78,8 +81,11 @@ async def serve_until(
         await until_stopped(stop, _serve(options, run, say, ready))
 
 
-def _read_run(options: BootstrapOptions, say: Say) -> tuple[Config, Hash]:
-    """The config and the hash of its dataset; NO_HASH where peers bring data of their own."""
+_RunAndData = tuple[Config, FolderPieces | None]
+
+
+def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
+    """The config and its dataset; None where peers bring data of their own."""
     assert options.config_path is not None
     overrides = list(options.overrides)
     if options.data is not None:
@@ -88,27 +94,26 @@ def _read_run(options: BootstrapOptions, say: Say) -> tuple[Config, Hash]:
     if options.init_from is not None:
         config = start_from(options.init_from, config, options.folder, say)
     if config.data.source == "local":
-        return config, NO_HASH
+        return config, None
     if not config.data.path:
         raise ConfigError(
             "the run leases data, but no dataset is given",
             fix="give the folder of the token shards with --data, or let peers bring their own: data.source=local",
         )
-    return config, open_dataset(config).dataset_hash
+    return config, FolderPieces.open(open_dataset(config), options.folder / DATA, say)
 
 
-async def _serve(
-    options: BootstrapOptions, run: tuple[Config, Hash] | None, say: Say, ready: Callable[[str], None]
-) -> None:
+async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, ready: Callable[[str], None]) -> None:
     network = await open_network(options.network, options.folder / "identity.key")
     try:
         if run is None:
             say(f"DHT node at {' '.join(network.transport.addresses)}")
             await network.keep_alive(say)
         else:
-            config, dataset = run
+            config, data = run
+            dataset = data.dataset_hash if data is not None else NO_HASH
             info = describe_run(config, dataset, network.signer.peer_id)
-            await _organise(options, config, info, network, say, ready)
+            await _organise(options, config, info, data, network, say, ready)
     finally:
         await network.close()
 
@@ -117,6 +122,7 @@ async def _organise(
     options: BootstrapOptions,
     config: Config,
     info: RunInfo,
+    data: FolderPieces | None,
     network: HivemindNetwork,
     say: Say,
     ready: Callable[[str], None],
@@ -147,11 +153,12 @@ async def _organise(
             say,
             archive,
             first_sequence=time.time_ns() // 1_000_000,
+            data=PieceServing(data, DataTraffic()).answer if data is not None else None,
         )
         stack.push_async_callback(organiser.stop)
         await organiser.start()
         trouble = asyncio.get_running_loop().create_future()
-        describe = _describer(info, network, chain, options)
+        describe = _describer(info, network, chain, options, data.held if data is not None else 0)
 
         def newest() -> tuple[Commit, float] | None:
             commit = chain.newest
@@ -205,7 +212,7 @@ async def _herald(chain: Chain, say: Say) -> None:
 
 
 def _describer(
-    info: RunInfo, network: HivemindNetwork, chain: Chain, options: BootstrapOptions
+    info: RunInfo, network: HivemindNetwork, chain: Chain, options: BootstrapOptions, data_pieces: int
 ) -> Callable[[], PeerRecord]:
     started = int(time.time())
 
@@ -224,6 +231,7 @@ def _describer(
             role="bootstrap",
             client_mode=options.network.client_mode,
             joined_at_seconds=started,
+            data_pieces=data_pieces,
         )
 
     return describe

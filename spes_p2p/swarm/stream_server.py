@@ -144,6 +144,8 @@ class StreamServer:
             await upload.take(chunk.nbytes, not request.patient)
             await self._in_time(stream.write(chunk))
             self._traffic.sent += chunk.nbytes
+            if blob.on_sent is not None:
+                blob.on_sent(chunk.nbytes)
             sent = start + chunk.nbytes
             reached(steps.STREAM, peer=self._me, to=caller, request=request.body, sent=sent, size=data.nbytes)
         await self._in_time(stream.write(digest.digest()))

@@ -52,11 +52,12 @@ class Organiser:
         say: Callable[[str], None],
         archive_store: StateStore | None = None,
         first_sequence: int = 0,
+        data: Callable[[Request], Blob] | None = None,
     ) -> None:
         """`store` holds the initial state as round 0; `say` is told what a person should read.
 
         With an `archive_store` the newest states are kept there. `first_sequence` is above all that this node ever
-        sent.
+        sent. `data` answers what is asked of the run's data, where it is here.
         """
         self.info = info
         self.chain = chain
@@ -76,7 +77,7 @@ class Organiser:
             self._tasks, archive_store, first_sequence,
         )  # fmt: skip
         stores = [store] if archive_store is None else [archive_store, store]
-        self._serving = [Serving(info, chain, one, lambda parent, first, count: None) for one in stores]
+        self._serving = [Serving(info, chain, one, lambda parent, first, count: None, data=data) for one in stores]
 
     async def start(self) -> None:
         """Begins to answer."""
