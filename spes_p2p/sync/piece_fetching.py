@@ -17,6 +17,7 @@ from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.swarm.ports import Transport
+from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.pieces import MAX_ASKED, MAX_GIVEN, DataTraffic, PiecesHead, given_pieces, pieces_request
@@ -190,6 +191,8 @@ class PieceFetcher:
         except NeverEnding:
             self._patience.lost(peer)
             raise
+        except BlobTooLarge as error:
+            raise Lie(f"sent data that is not what was asked for: {error}") from error
         self._patience.kept(peer)
         self._answer_seconds += 0.2 * (self._now() - began - self._answer_seconds)
         self._traffic.received += len(data)
