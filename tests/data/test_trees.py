@@ -23,6 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path) -> FolderPieces:
+    """A folder of shards, or its manifest."""
     return FolderPieces.open(Dataset.open(folder), folder.parent / "own", lambda text: None)
 
 
@@ -47,7 +48,7 @@ def test_the_hash_is_that_of_the_tokens_and_their_shards_alone(folder: Path, tmp
         (other / f"{index}.raw").write_bytes(part.tobytes())
     (other / "paths.txt").write_text("".join(f"{index}.raw\n" for index in range(len(tokens))))
     raw = FolderPieces.open(Dataset.open(other / "paths.txt", "uint16"), tmp_path / "own", lambda text: None)
-    assert raw.dataset_hash == opened(moved).dataset_hash
+    assert raw.dataset_hash == opened(moved).dataset_hash == opened(moved / "manifest.json").dataset_hash
     tokens[1][0] ^= 1
     (other / "1.raw").write_bytes(tokens[1].tobytes())
     changed = FolderPieces.open(Dataset.open(other / "paths.txt", "uint16"), tmp_path / "own", lambda text: None)
