@@ -62,6 +62,7 @@ class Feed:
         self._said_at = float("-inf")
         self._full_until: float | None = None
         self._was_full = False
+        self._full_slots = 0
 
     # ---- the training thread ----
 
@@ -152,14 +153,14 @@ class Feed:
                 self._news.notify_all()
         try:
             self.cache.put(piece, joined)
-            if self._was_full and self._full_until is None:
+            if self._was_full and self.cache.used > self._full_slots:
                 self._was_full = False
                 self._say("there is room again for data that is fetched ahead")
         except StorageFull as error:
             self._disk_is_full(error)
 
     def _disk_is_full(self, error: StorageFull) -> None:
-        self._full_until = self._now() + FULL_SECONDS
+        self._full_until, self._full_slots = self._now() + FULL_SECONDS, self.cache.used
         with self._news:
             self._protect()
         if not self._was_full:

@@ -34,10 +34,11 @@ class PieceCache:
         self._slot_bytes = grid.max_bytes
         self.capacity = min(grid.total, max_bytes // (self._slot_bytes + _NUMBER_BYTES))
         self._lock = threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT
-        self._slots = os.open(folder / SLOTS, flags, 0o644)
-        self._numbers = os.open(folder / NUMBERS, flags, 0o644)
+        with storage_errors(folder / SLOTS):
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT
+            self._slots = os.open(folder / SLOTS, flags, 0o644)
+            self._numbers = os.open(folder / NUMBERS, flags, 0o644)
         self._path = folder / SLOTS
         self._slot_of = np.zeros(grid.total, np.int32)  # + 1; pages that are never touched take no memory
         self._piece_in = np.full(self.capacity, -1, np.int64)
@@ -45,7 +46,6 @@ class PieceCache:
         self._clock = 0
         self._free: list[int] = []
         self._used = 0
-        """Slots below this have been written."""
         self._open()
 
     def close(self) -> None:
@@ -56,6 +56,11 @@ class PieceCache:
     @property
     def dataset_hash(self) -> Hash:
         return self.grid.catalogue.dataset_hash
+
+    @property
+    def used(self) -> int:
+        """Slots that have been written: what the file takes of the disk."""
+        return self._used
 
     @property
     def held(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spes_p2p.data.merkle import HASH_BYTES, leaf_hash, level_sizes, proof_length, root_by
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import DataError, RemoteProtocolError
 from spes_p2p.ids import Hash, sha256
 from spes_p2p.wire import pack, unpack
 
@@ -87,7 +87,10 @@ class Place:
 
 
 class PieceGrid:
-    """The numbers of a catalogue's pieces: which tokens are in which, and how to check one."""
+    """The numbers of a catalogue's pieces: which tokens are in which, and how to check one.
+
+    Raises DataError for more pieces than can be numbered.
+    """
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
@@ -103,7 +106,10 @@ class PieceGrid:
         self.tokens = int(tokens.sum())
         self.total = int(counts.sum())
         if self.total > MAX_PIECES:
-            raise ValueError(f"{self.total} pieces, at most {MAX_PIECES} can be numbered")
+            raise DataError(
+                f"the dataset has {self.total} pieces of {catalogue.piece_bytes} bytes, more than {MAX_PIECES}",
+                fix="train on a smaller part of it",
+            )
         self.max_proof_bytes = HASH_BYTES * (len(level_sizes(int(counts.max(initial=0)))) - 1 if self.total else 0)
 
     @property

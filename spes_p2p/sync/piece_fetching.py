@@ -35,6 +35,8 @@ LATE_SECONDS = 2.0
 UNKNOWN_SECONDS = 1.25
 """How long an answer takes, as long as none has come."""
 ASKED_BEFORE_ORGANISER = 3
+EXPECTED_AT_LEAST = 8
+"""Who should have had so many of the pieces it was asked for, by what it says of itself, and has none, rests too."""
 REST_SECONDS = (1.0, 60.0)
 """Who fails is left alone for so long, twice as long each time, up to the second number."""
 LEAST_SECONDS = 60.0
@@ -163,6 +165,8 @@ class PieceFetcher:
                     job.answered(peer, numbers, [number for number, _ in found])
                 finally:
                     job.release(peer, numbers)
+                if not found and share * len(numbers) >= EXPECTED_AT_LEAST:
+                    raise NetworkError(f"none of {len(numbers)} pieces")
                 self._failures.pop(peer, None)
         except Lie as error:
             if peer not in self._liars:

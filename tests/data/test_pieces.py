@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.data.merkle import EMPTY_ROOT
 from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue, PieceGrid, ShardRoot
-from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.errors import DataError, RemoteProtocolError
 from spes_p2p.ids import sha256
 from spes_p2p.wire import pack
 from tests.data.piece_makers import TOKENS, make_pieces
@@ -74,6 +74,11 @@ def test_a_catalogue_is_believed_only_where_it_hashes_to_the_dataset() -> None:
         Catalogue.checked(b"junk", sha256(b"junk"))
 
 
+def test_more_pieces_than_can_be_numbered_are_one_error() -> None:
+    with pytest.raises(DataError, match="pieces of 16 bytes"):
+        PieceGrid(catalogue(2**47, 2**47))
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -82,7 +87,6 @@ def test_a_catalogue_is_believed_only_where_it_hashes_to_the_dataset() -> None:
         lambda: catalogue(1, piece_bytes=2**21),
         lambda: catalogue(1, dtype="float32"),
         lambda: catalogue(-1),
-        lambda: PieceGrid(catalogue(2**47, 2**47)),
         lambda: Catalogue(2, "uint16", 16, ()),
     ],
 )

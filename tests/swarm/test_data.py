@@ -52,7 +52,7 @@ def test_data_is_counted_apart(finished: Finished) -> None:
     for name in NAMES:
         rounds = finished.of(Round)[name]
         received = sum(event.data_bytes_received for event in rounds)
-        assert 0 < received
+        assert received > 0
         assert all(event.bytes_received > 0 for event in rounds)
 
 

@@ -145,7 +145,8 @@ def test_the_bootstrap_node_is_left_for_what_others_lack(tmp_path: Path) -> None
         await site.holder(A, range(150))
         await site.holder(B, range(100, 220))
         await site.fetch()
-        assert sorted(boot.numbers) == list(range(220, 300))
+        assert set(boot.numbers) >= set(range(220, 300))
+        assert len(boot.numbers) <= 80 + 2 * AT_ONCE
         boot.asked.clear()
         await site.fetch(*range(20), urgent=True)
         assert boot.numbers
@@ -267,7 +268,10 @@ def test_who_says_more_than_it_holds_costs_a_question(tmp_path: Path) -> None:
         site.held[A] = 300
         await site.holder(BOOT)
         await site.fetch()
-        assert sorted(empty.numbers) == list(range(300))
+        assert len(empty.asked) <= piece_fetching.STREAMS_EACH
+        await site.fetch()
+        assert len(empty.asked) <= piece_fetching.STREAMS_EACH  # it rests
+        assert not site.fetcher.liars
 
     play(tmp_path, story)
 
