@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -247,12 +248,10 @@ class Connection:
             )
             keep_catalogue(folder, pack(catalogue))
         grid = PieceGrid(catalogue)
-        size = grid.tokens * grid.item_bytes
-        bound = self._options.max_disk
-        self._say(
-            f"data comes from other peers: {size / 1e9:.2g} GB in all, at most {bound / 1e9:.3g} GB are kept here"
-        )
-        return Feed(PieceCache(folder, grid, bound), say)
+        whole, bound = grid.tokens * grid.item_bytes / 1e9, self._options.max_disk / 1e9
+        self._say(f"data comes from other peers: {whole:.2g} GB in all, at most {bound:.3g} GB are kept here")
+        open_cache = partial(PieceCache, folder, grid, self._options.max_disk)
+        return Feed(await asyncio.get_running_loop().run_in_executor(None, open_cache), say)
 
     def _start_feeding(self) -> None:
         """Pieces are fetched from now on, also while the run has not begun: what is held out is needed in any case."""
