@@ -121,9 +121,9 @@ async def print_way(folder: Path, pieces: FolderPieces) -> None:
             await holder.transport.serve(_Holder(pieces, tasks))
             asker.transport.learn(holder.signer.peer_id, holder.transport.addresses)
         for some in (holders[:1], holders):
-            names = {holder.signer.peer_id: pieces.held for holder in some}
+            holding = dict.fromkeys((holder.signer.peer_id for holder in some), pieces.held)
             fetcher = PieceFetcher(
-                asker.transport, pieces.grid, holders[0].signer.peer_id, lambda names=names: names, print,
+                asker.transport, pieces.grid, holders[0].signer.peer_id, holding.copy, print,
                 DataTraffic(), lambda: 5.0, tasks.in_thread,
             )  # fmt: skip
             print(f"{len(some)} holder(s) on loopback: {await fetched_per_second(fetcher, pieces):.0f} MB/s")

@@ -119,7 +119,7 @@ class DataConfig(Section):
         "leased: blocks of the run's dataset; local: this peer's own.", "leased", private=True
     )
     path: str = local(
-        "Folder of token shards with manifest.json, or a text file that lists raw memmaps; a peer without any gets what "
+        "Folder of token shards with manifest.json, or a text file that lists raw memmaps; a peer without gets what "
         "it is leased from others.",
         "",
         private=True,

@@ -58,7 +58,7 @@ def test_only_the_bytes_of_a_piece_with_its_proof_pass(tmp_path: Path) -> None:
         changed = bytearray(joined[number])
         for at in range(0, len(changed), 5):
             changed[at] ^= 1
-            assert not grid.is_sound(number, changed[:size], bytes(changed[size:]))
+            assert not grid.is_sound(number, bytes(changed[:size]), bytes(changed[size:]))
             changed[at] ^= 1
         assert not grid.is_sound(number, joined[number][: size - 1], joined[number][size:])
         assert not grid.is_sound(number, joined[number][:size], joined[number][size:] + bytes(32))
