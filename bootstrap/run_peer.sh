@@ -3,7 +3,7 @@
 # restart goes on where it stopped.
 #
 #   SPES_INITIAL_PEERS   multiaddresses of live nodes of the run, separated by spaces (required)
-#   SPES_DATA            folder of the run's token shards
+#   SPES_DATA            folder with a copy of the run's token shards (default: data comes from other peers)
 #   SPES_FOLDER          identity, state and checkpoints: keep it (default: ./peer)
 #   SPES_RUN_ID, SPES_FINGERPRINT   which run, as the organiser's join command says
 #   SPES_PORT            TCP port to listen on (default: a free one)

@@ -6,6 +6,7 @@ traceback. What is not in this tree is a bug of ours and keeps its traceback.
     SpesError
     ├── ConfigError          the user's YAML, overrides or flags
     ├── DataError            corpus, tokenizer, shards
+    │   └── DataLate         pieces of the dataset that have not come from other peers yet
     ├── CheckpointError      a saved file is missing, cut short or does not fit
     ├── StateError           the committed state on disk is damaged or does not fit
     │   └── TileDamaged      some of its values do not hash to what was committed
@@ -38,6 +39,10 @@ class ConfigError(SpesError):
 
 class DataError(SpesError):
     """Text, tokenizer or token shards that cannot be used."""
+
+
+class DataLate(DataError):
+    """Tokens that were to be read have not come from other peers yet."""
 
 
 class CheckpointError(SpesError):

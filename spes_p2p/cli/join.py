@@ -25,7 +25,12 @@ def join(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Own choices such as output.tensorboard=true.", show_default=False)
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the run's token shards.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder with a copy of the run's token shards (default: from other peers).")
+    ] = None,
+    max_disk: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most disk for data that comes from other peers.")
+    ] = "20GB",
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
@@ -51,11 +56,18 @@ def join(
 ) -> None:
     """Trains in a run until Ctrl-C; then says goodbye to the others and ends within ten seconds.
 
-    Example: spes-p2p join --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/Qm... --data shards --output peer
+    Example: spes-p2p join --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/Qm... --output peer
     """
     import sys
 
-    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, parse_columns, parse_limit
+    from spes_p2p.peer.options import (
+        DEFAULT_HOST_MADDRS,
+        NetworkOptions,
+        PeerOptions,
+        parse_columns,
+        parse_disk,
+        parse_limit,
+    )
 
     network = NetworkOptions(
         tuple(initial_peers),
@@ -82,6 +94,7 @@ def join(
         dump_rounds=dump_rounds,
         overrides=tuple(overrides or ()),
         config_path=config,
+        max_disk=parse_disk(max_disk),
     )
     from spes_p2p.ids import short
     from spes_p2p.observe.events import EventBus  # now: what is wrong with the flags is known at once

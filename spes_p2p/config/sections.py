@@ -125,7 +125,10 @@ class DataConfig(Section):
         "leased: blocks of the run's dataset; local: this peer's own.", "leased", private=True
     )
     path: str = local(
-        "Folder of token shards with manifest.json, or a text file that lists raw memmaps.", "", private=True
+        "Folder of token shards with manifest.json, or a text file that lists raw memmaps; a peer without gets what "
+        "it is leased from others.",
+        "",
+        private=True,
     )
     raw_dtype: Literal["auto", "uint16", "uint32"] = local(
         "Type of raw memmaps without a manifest (auto: uint16 where the ids of model.vocab_size fit).",

@@ -7,7 +7,7 @@ happens in the model. It leaves out who leases what (`leases.py`) and moving tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spes_p2p.config.schema import Config
+from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.leases import Ranges, count, take
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences
 from spes_p2p.data.order import Order
 from spes_p2p.data.repetition import has_repetition
-from spes_p2p.errors import CheckpointError, ConfigError, DataError, LocalProtocolError
+from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataLate, LocalProtocolError
 from spes_p2p.ids import PeerId
+
+AnyDataset = Dataset | PieceDataset
+"""On this machine, or coming from other peers piece by piece."""
+MOST_AHEAD = 2**18
+"""Sequences that are fetched ahead; a lease is about two rounds of them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def open_dataset(config: Config) -> Dataset:
 class _Reader:
     """Sequence numbers to checked batches."""
 
-    def __init__(self, dataset: Dataset, config: Config) -> None:
+    def __init__(self, dataset: AnyDataset, config: Config) -> None:
         data = config.data
         self.sequences = TokenSequences(dataset, data.sequence_length, data.held_out_fraction)
         self._mask_repetitions = data.mask_repetitions
@@ -78,7 +84,7 @@ class _Reader:
 class _Loader:
     """What both loaders share: an order of the training sequences and this rank's share of a batch."""
 
-    def __init__(self, dataset: Dataset, config: Config, stream: str, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: AnyDataset, config: Config, stream: str, rank: int, world_size: int) -> None:
         self._reader = _Reader(dataset, config)
         self._rank, self._world_size = rank, world_size
         training, batch = self._reader.sequences.training, config.optimizer.batch_sequences
@@ -116,7 +122,7 @@ class LeasedLoader(_Loader):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: AnyDataset,
         config: Config,
         ranges: Ranges = (),
         offset: int = 0,
@@ -126,6 +132,7 @@ class LeasedLoader(_Loader):
     ) -> None:
         super().__init__(dataset, config, "run", rank, world_size)
         self._ranges, self._offset = ranges, offset
+        self._need_rest()
 
     @property
     def consumed(self) -> int:
@@ -143,11 +150,28 @@ class LeasedLoader(_Loader):
         """
         if sequences > self.remaining():
             raise LocalProtocolError(f"a batch of {sequences} sequences was asked for, {self.remaining()} are leased")
-        _, unread = take(self._ranges, self._offset)
-        taken, _ = take(unread, sequences)
-        batch = self._share(_positions(taken))
+        batch = self._share(self._next_positions(sequences))
         self._offset += sequences
+        if self._reader.sequences.is_tight:
+            self._need_rest()
         return batch
+
+    def wait_for_data(self, sequences: int, should_stop: Callable[[], bool]) -> bool:
+        """Until the tokens of the next batch are on this machine; False where `should_stop` said so first."""
+        if sequences > self.remaining() or not self._reader.sequences.come_from_others:
+            return True
+        wanted = self._order.sequences_at(self._next_positions(sequences))
+        return self._reader.sequences.wait(wanted, should_stop)
+
+    def _next_positions(self, sequences: int) -> NDArray[np.int64]:
+        taken, _ = take(take(self._ranges, self._offset)[1], sequences)
+        return _positions(taken)
+
+    def _need_rest(self) -> None:
+        """What is leased and not read yet should be fetched, where data comes from others."""
+        if self._reader.sequences.come_from_others:
+            unread = take(take(self._ranges, self._offset)[1], MOST_AHEAD)[0]
+            self._reader.sequences.need(self._order.sequences_at(_positions(unread)))
 
     def set_lease(self, ranges: Ranges, uncounted: int | None = None) -> None:
         """Goes on with what a new certificate says that this peer holds.
@@ -162,6 +186,7 @@ class LeasedLoader(_Loader):
                 f"{uncounted} uncounted sequences should begin the lease {ranges[:3]}, not {agreed}"
             )
         self._ranges, self._offset = ranges, agreed if uncounted is None else uncounted
+        self._need_rest()
 
     def state_dict(self) -> dict[str, Any]:
         return {"ranges": [list(span) for span in self._ranges], "offset": self._offset}
@@ -173,12 +198,15 @@ class LeasedLoader(_Loader):
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged_state(error) from error
         self._ranges, self._offset = ranges, offset
+        self._need_rest()
 
 
 class LocalLoader(_Loader):
     """Batches from the peer's own data, without leases: its own order, epoch after epoch."""
 
-    def __init__(self, dataset: Dataset, config: Config, peer: PeerId, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, dataset: AnyDataset, config: Config, peer: PeerId, *, rank: int = 0, world_size: int = 1
+    ) -> None:
         super().__init__(dataset, config, f"local/{peer}", rank, world_size)
         self._position = 0
 
@@ -199,20 +227,33 @@ class LocalLoader(_Loader):
             raise _damaged_state(error) from error
 
 
-def held_out_batches(dataset: Dataset, config: Config, max_sequences: int) -> Iterator[Batch]:
+def held_out_batches(
+    dataset: AnyDataset, config: Config, max_sequences: int, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[Batch]:
     """At most `max_sequences` held-out sequences, spread evenly, in batches of `optimizer.micro_batch_sequences`.
 
-    The same at every peer with the same dataset; nothing where nothing is held out.
+    The same at every peer with the same dataset; nothing where nothing is held out. Raises DataLate where data that
+    comes from others is not here when `should_stop` says so.
     """
     reader = _Reader(dataset, config)
-    available = reader.sequences.held_out
-    chosen = min(available, max_sequences)
-    first = reader.sequences.training
+    chosen = _held_out(reader.sequences, max_sequences)
     size = config.optimizer.micro_batch_sequences
-    for start in range(0, chosen, size):
-        steps = np.arange(start, min(start + size, chosen), dtype=np.int64)
-        sequences = first + steps * available // chosen
+    for start in range(0, len(chosen), size):
+        sequences = chosen[start : start + size]
+        if not reader.sequences.wait(sequences, should_stop):
+            raise DataLate(f"{len(chosen) - start} held-out sequences have not come yet")
         yield reader.batch(sequences, sequences)
+
+
+def need_held_out(dataset: AnyDataset, config: Config, max_sequences: int) -> None:
+    """Those of `held_out_batches` should be fetched, and stay, where data comes from others."""
+    sequences = _Reader(dataset, config).sequences
+    sequences.need(_held_out(sequences, max_sequences), always=True)
+
+
+def _held_out(sequences: TokenSequences, most: int) -> NDArray[np.int64]:
+    chosen = min(sequences.held_out, most)
+    return sequences.training + np.arange(chosen, dtype=np.int64) * sequences.held_out // max(chosen, 1)
 
 
 def _positions(ranges: Ranges) -> NDArray[np.int64]:

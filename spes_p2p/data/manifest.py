@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -20,7 +19,6 @@ import numpy as np
 
 from spes_p2p.data.shards import Shard, write_atomically
 from spes_p2p.errors import DataError
-from spes_p2p.ids import Hash, sha256
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -121,11 +119,6 @@ class Dataset:
         if path.name == MANIFEST:
             return _from_manifest(path)
         return _from_list(path, raw_dtype, vocab_size)
-
-    @cached_property
-    def dataset_hash(self) -> Hash:
-        """SHA-256 over the shard hashes and the dtype. Files of raw lists are read whole for it, once."""
-        return sha256(*(bytes.fromhex(file.sha256 or hash_tokens(file)) for file in self.files), self.dtype.encode())
 
     def verify(self, report: Callable[[TokenFile], None] | None = None) -> None:
         """Hashes every shard again, calling `report` after each. Raises DataError naming the first altered one."""

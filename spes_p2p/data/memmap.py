@@ -7,11 +7,15 @@ inside the model. What does not fill a sequence at the very end is left out, and
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.errors import DataError
 
@@ -19,32 +23,78 @@ OPEN_FILES = 128
 """Memory maps kept open; each one holds a file descriptor."""
 
 
+class Tokens(Protocol):
+    """A dataset's tokens by number. What is not on this machine must be waited for before it is read."""
+
+    @property
+    def is_tight(self) -> bool:
+        """Not all that was `need`ed fits at once: say again what is needed when some of it was read."""
+        ...
+
+    def need(self, starts: NDArray[np.int64], length: int, always: bool = False) -> None: ...
+
+    def wait(self, starts: NDArray[np.int64], length: int, should_stop: Callable[[], bool]) -> bool: ...
+
+    def read_into(self, row: NDArray[np.int64], start: int) -> None: ...
+
+
 class TokenSequences:
     """Sequences of a dataset by number."""
 
-    def __init__(self, dataset: Dataset, sequence_length: int, held_out_fraction: float = 0.0) -> None:
-        self._dataset = dataset
-        self._files = [file for file in dataset.files if file.tokens]
+    def __init__(self, dataset: Dataset | PieceDataset, sequence_length: int, held_out_fraction: float = 0.0) -> None:
+        self._tokens: Tokens = dataset.feed if isinstance(dataset, PieceDataset) else MappedTokens(dataset)
         self.sequence_length = sequence_length
-        self._ends = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
-        self._map = lru_cache(OPEN_FILES)(self._open_map)
         total = dataset.tokens // sequence_length
         self.held_out = min(total, max(1, int(total * held_out_fraction))) if held_out_fraction > 0 else 0
         """Sequences at the end that nobody trains on."""
         self.training = total - self.held_out
         """Sequences 0 to training - 1 are trained on."""
 
+    @property
+    def come_from_others(self) -> bool:
+        """They must be asked for, and waited for."""
+        return not isinstance(self._tokens, MappedTokens)
+
+    @property
+    def is_tight(self) -> bool:
+        """See `Tokens`."""
+        return self._tokens.is_tight
+
+    def need(self, sequences: NDArray[np.int64], always: bool = False) -> None:
+        """These will be read, in this order; `always`: again and again."""
+        self._tokens.need(sequences * self.sequence_length, self.sequence_length, always)
+
+    def wait(self, sequences: NDArray[np.int64], should_stop: Callable[[], bool]) -> bool:
+        """Until these can be read, next; False where `should_stop` said so first."""
+        return self._tokens.wait(sequences * self.sequence_length, self.sequence_length, should_stop)
+
     def read(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens [len(sequences), sequence_length] of sequences by number."""
         tokens = np.empty((len(sequences), self.sequence_length), dtype=np.int64)
-        starts = sequences * self.sequence_length
-        files = np.searchsorted(self._ends, starts, side="right")
-        for row, file, start in zip(tokens, files.tolist(), starts.tolist(), strict=True):
-            self._read_into(row, file, start)
+        for row, start in zip(tokens, (sequences * self.sequence_length).tolist(), strict=True):
+            self._tokens.read_into(row, start)
         return tokens
 
-    def _read_into(self, row: NDArray[np.int64], index: int, start: int) -> None:
-        filled = 0
+
+class MappedTokens:
+    """The tokens of files on this machine, mapped into memory: nothing to wait for."""
+
+    is_tight = False
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._files = [file for file in dataset.files if file.tokens]
+        self._ends: list[int] = np.cumsum([file.tokens for file in self._files], dtype=np.int64).tolist()
+        self._map = lru_cache(OPEN_FILES)(self._open_map)
+
+    def need(self, starts: NDArray[np.int64], length: int, always: bool = False) -> None:
+        """It is all here."""
+
+    def wait(self, starts: NDArray[np.int64], length: int, should_stop: Callable[[], bool]) -> bool:
+        return True
+
+    def read_into(self, row: NDArray[np.int64], start: int) -> None:
+        index, filled = bisect_right(self._ends, start), 0
         while filled < len(row):
             file, begin = self._map(index)
             inside = start + filled - begin
@@ -62,4 +112,4 @@ class TokenSequences:
             tokens = np.asarray(np.memmap(file.path, dtype, mode="r", offset=file.offset_bytes, shape=(file.tokens,)))
         except (OSError, ValueError) as error:
             raise DataError(f"shard {file.path} cannot be read: {error}", fix="copy it again") from error
-        return tokens, int(self._ends[index]) - file.tokens
+        return tokens, self._ends[index] - file.tokens

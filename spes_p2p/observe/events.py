@@ -65,6 +65,9 @@ class Round:
     """Peers whose values for some slice were not fit (not finite, far too large, of a wrong size), as known here."""
     lost_tokens: int = 0
     """Tokens of committed rounds of ours that are lost, because another history of the run won."""
+    data_bytes_sent: int = 0
+    data_bytes_received: int = 0
+    """Token data to and from other peers; not part of `bytes_sent` and `bytes_received`."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, NetworkError
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
+from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.options import NetworkOptions, config_path
@@ -38,6 +40,7 @@ from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
+from spes_p2p.sync.pieces import DataTraffic, PieceServing
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 
 Say = Callable[[str], None]
@@ -94,8 +97,11 @@ def _check(options: BootstrapOptions) -> None:
         )
 
 
-def _read_run(options: BootstrapOptions, say: Say) -> tuple[Config, Hash]:
-    """The config and the hash of its dataset; NO_HASH where peers bring data of their own."""
+_RunAndData = tuple[Config, FolderPieces | None]
+
+
+def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
+    """The config and its dataset; None where peers bring data of their own."""
     assert options.config_path is not None
     overrides = list(options.overrides)
     if options.data is not None:
@@ -106,18 +112,16 @@ def _read_run(options: BootstrapOptions, say: Say) -> tuple[Config, Hash]:
     elif options.model is not None:
         config = start_from_own(options.model, config, options.folder)
     if config.data.source == "local":
-        return config, NO_HASH
+        return config, None
     if not config.data.path:
         raise ConfigError(
             "the run leases data, but no dataset is given",
             fix="give the folder of the token shards with --data, or let peers bring their own: data.source=local",
         )
-    return config, open_dataset(config).dataset_hash
+    return config, FolderPieces.open(open_dataset(config), options.folder / DATA, say)
 
 
-async def _serve(
-    options: BootstrapOptions, run: tuple[Config, Hash] | None, say: Say, ready: Callable[[str], None]
-) -> None:
+async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, ready: Callable[[str], None]) -> None:
     network = await open_network(options.network, options.folder / "identity.key")
     try:
         check_dialable(network)
@@ -125,9 +129,10 @@ async def _serve(
             say(f"DHT node at {' '.join(network.transport.addresses)}")
             await network.keep_alive(say)
         else:
-            config, dataset = run
+            config, data = run
+            dataset = data.dataset_hash if data is not None else NO_HASH
             info = describe_run(config, dataset, network.signer.peer_id)
-            await _organise(options, config, info, network, say, ready)
+            await _organise(options, config, info, data, network, say, ready)
     finally:
         await network.close()
 
@@ -146,6 +151,7 @@ async def _organise(
     options: BootstrapOptions,
     config: Config,
     info: RunInfo,
+    data: FolderPieces | None,
     network: HivemindNetwork,
     say: Say,
     ready: Callable[[str], None],
@@ -164,12 +170,13 @@ async def _organise(
             stack.callback(archive.close)
         trouble = asyncio.get_running_loop().create_future()
         sequence = time.time_ns() // 1_000_000
+        serve_data = PieceServing(data, DataTraffic()).answer if data is not None else None
         server = None
         if options.serve:
             server = Server(
                 info, config, layout, folder, network.transport, network.signer, network.verifier,
                 KeySealer(network.signer), chain, store, MonotonicClock(), say, _once(trouble),
-                lambda: announcer.sources(), options.network.max_upload, first_sequence=sequence,
+                lambda: announcer.sources(), options.network.max_upload, first_sequence=sequence, data=serve_data,
             )  # fmt: skip
         organiser = Organiser(
             info,
@@ -186,9 +193,10 @@ async def _organise(
             archive,
             first_sequence=sequence,
             server=server,
+            data=serve_data,
         )
         stack.push_async_callback(organiser.stop)
-        describe = _describer(info, network, chain)
+        describe = _describer(info, network, chain, data.held if data is not None else 0)
 
         def newest() -> tuple[Commit, float] | None:
             commit = chain.newest
@@ -249,7 +257,7 @@ async def _herald(chain: Chain, say: Say) -> None:
         await asyncio.sleep(HERALD_SECONDS)
 
 
-def _describer(info: RunInfo, network: HivemindNetwork, chain: Chain) -> Callable[[], PeerRecord]:
+def _describer(info: RunInfo, network: HivemindNetwork, chain: Chain, data_pieces: int) -> Callable[[], PeerRecord]:
     started = int(time.time())
 
     def describe() -> PeerRecord:
@@ -267,6 +275,7 @@ def _describer(info: RunInfo, network: HivemindNetwork, chain: Chain) -> Callabl
             role="bootstrap",
             client_mode=network.client_mode,
             joined_at_seconds=started,
+            data_pieces=data_pieces,
         )
 
     return describe

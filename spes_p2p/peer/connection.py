@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +17,14 @@ from spes_p2p import __version__
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.data.feed import Feed
+from spes_p2p.data.piece_cache import PieceCache
+from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.own import run_layout
 from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.peer.data_feed import DATA, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.peer.stopping import Stopped, until_stopped
@@ -41,10 +46,14 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.piece_fetching import PieceFetcher, fetch_catalogue
+from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf
 from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers, WrongSize
+from spes_p2p.wire import pack
 
 T = TypeVar("T")
 ANSWER_SECONDS = 15.0
@@ -98,7 +107,14 @@ def reach_text(network: HivemindNetwork) -> str:
 class Connection:
     """Made by `Connection.open`, ended by `close`. `config` has this peer's own choices on top of the run's."""
 
-    def __init__(self, thread: NetworkThread, options: PeerOptions, gate: Gate, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        thread: NetworkThread,
+        options: PeerOptions,
+        gate: Gate,
+        say: Callable[[str], None],
+        data_traffic: DataTraffic | None = None,
+    ) -> None:
         self._thread = thread
         self._options = options
         self._say = say
@@ -111,16 +127,25 @@ class Connection:
         self._network: HivemindNetwork | None = None
         self._disk: Disk | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._shelf: PieceShelf | None = None
+        self._feed: Feed | None = None
+        self._feeding: Tasks | None = None
+        self._data_traffic = data_traffic or DataTraffic()
 
     @classmethod
     def open(
-        cls, thread: NetworkThread, options: PeerOptions, gate: Gate, say: Callable[[str], None]
+        cls,
+        thread: NetworkThread,
+        options: PeerOptions,
+        gate: Gate,
+        say: Callable[[str], None],
+        data_traffic: DataTraffic | None = None,
     ) -> tuple[Connection, Config, RunInfo]:
         """Joins the DHT, finds the run and checks its config; the run itself is entered by `enter`.
 
         Raises Stopped, here and in `enter`, when the gate says stop.
         """
-        self = cls(thread, options, gate, say)
+        self = cls(thread, options, gate, say, data_traffic)
         try:
             config, info = thread.run(self._unless_stopped(self._find()))
         except BaseException:
@@ -134,6 +159,16 @@ class Connection:
         `columns_that_fit`: expert columns that this machine's memory has room for.
         """
         return self._thread.run(self._unless_stopped(self._enter(columns_that_fit)))
+
+    def serve_data(self, shelf: PieceShelf) -> None:
+        """From `enter` on others get pieces of the run's dataset from here."""
+        self._shelf = shelf
+
+    def feed_from_others(self, say: Callable[[str], None]) -> Feed:
+        """The run's dataset, of which pieces come from others from `enter` on. Raises NetworkError, and Stopped."""
+        self._feed = self._thread.run(self._unless_stopped(self._open_feed(say)))
+        self._shelf = self._feed.cache
+        return self._feed
 
     # ---- what others may look at; written on the network's thread ----
 
@@ -203,6 +238,39 @@ class Connection:
             await transfers.moments_taken(holder, head, column)
             return moments or NO_MOMENTS
 
+    async def _open_feed(self, say: Callable[[str], None]) -> Feed:
+        assert self._network is not None
+        folder, dataset = self._options.output / DATA, self._info.dataset
+        catalogue = kept_catalogue(folder, dataset)
+        if catalogue is None:
+            holders = [self._info.organiser, *(peer for peer in self._publishers if peer != self._info.organiser)]
+            catalogue = await fetch_catalogue(
+                self._network.transport, dataset, holders, ANSWER_SECONDS, self.gate.notice
+            )
+            keep_catalogue(folder, pack(catalogue))
+        grid = PieceGrid(catalogue)
+        whole, bound = grid.tokens * grid.item_bytes / 1e9, self._options.max_disk / 1e9
+        self._say(f"data comes from other peers: {whole:.2g} GB in all, at most {bound:.3g} GB are kept here")
+        open_cache = partial(PieceCache, folder, grid, self._options.max_disk)
+        return Feed(await asyncio.get_running_loop().run_in_executor(None, open_cache), say)
+
+    def _start_feeding(self) -> None:
+        """Pieces are fetched from now on, also while the run has not begun: what is held out is needed in any case."""
+        assert self._network is not None
+        if self._feed is None:
+            return
+        self._feeding = Tasks(self.gate.failed)
+        beat = self.config.swarm.heartbeat_seconds
+        fetcher = PieceFetcher(
+            self._network.transport, self._feed.grid, self._info.organiser, self._data_holders, self.gate.notice,
+            self._data_traffic, lambda: max(5.0, 5 * beat), self._feeding.in_thread,
+        )  # fmt: skip
+        self._feeding.spawn(DataFeed(self._feed, fetcher).run())
+
+    def _data_holders(self) -> dict[PeerId, int]:
+        known = self._announcer.known if self._announcer is not None else {}
+        return {peer: record.data_pieces for peer, record in known.items()}
+
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, broken off and unwound when the gate says stop. Raises what the peer failed with, or Stopped."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -221,6 +289,7 @@ class Connection:
         if said := reach_text(network):
             self._say(said)
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
+        self._publishers = tuple(group.addresses())
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
         if expected is not None:
             _check_same(expected, agreed, self._info)
@@ -253,6 +322,7 @@ class Connection:
             learnt=self._greet,
         )  # fmt: skip
         await self._announcer.start()
+        self._start_feeding()
         folder = self._options.output / "run"
         claim_folder(folder, info, self.layout)
         joining = Joining(
@@ -262,7 +332,8 @@ class Connection:
         place = await joining.enter(intent, self._announcer.sources)
         inputs, moments = Inputs(folder / "inputs", self.layout), MomentShelf(folder / "moments", self.layout)
         residuals = Residuals(folder / "residuals", self.layout)
-        self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments)
+        data = PieceServing(self._shelf, self._data_traffic).answer if self._shelf is not None else None
+        self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments, data)
         core = Core(
             me=network.signer.peer_id,
             incarnation=place.votes.incarnation,
@@ -336,6 +407,7 @@ class Connection:
             role="peer",
             client_mode=self._network.client_mode,
             joined_at_seconds=self._joined_at,
+            data_pieces=self._shelf.held if self._shelf is not None and core is not None else 0,
         )
 
     # ---- the end ----
@@ -361,6 +433,8 @@ class Connection:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
+        if self._feeding is not None:
+            await self._feeding.stop()
         if self._driver is not None:
             await self._driver.stop()
         if self._announcer is not None:
@@ -369,6 +443,8 @@ class Connection:
             await self._network.close()
         if self._disk is not None:
             self._disk.store.close()
+        if self._feed is not None:
+            self._feed.cache.close()
 
 
 def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.config.load import bundled_config
 from spes_p2p.errors import ConfigError
-from spes_p2p.planning.units import parse_rate
+from spes_p2p.planning.units import parse_bytes, parse_rate
 from spes_p2p.swarm.pacing import LEAST_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
     from spes_p2p.interop.own import Model
 
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
+DEFAULT_MAX_DISK = 20 * 10**9
+LEAST_DISK = 16 * 10**6
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class PeerOptions:
     (None: none by number). `max_experts`: most columns that it ever owns (None: what fits into memory). `rounds`: stop
     once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
     out of each round. `config_path`: the run must have this config. `model`: the model of one's own that the run
-    trains.
+    trains. `max_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
     """
 
     network: NetworkOptions
@@ -61,6 +63,18 @@ class PeerOptions:
     overrides: tuple[str, ...] = ()
     config_path: Path | None = None
     model: Model | None = None
+    max_disk: int = DEFAULT_MAX_DISK
+
+
+def parse_disk(text: str) -> int:
+    """`20GB` to bytes. Raises ConfigError, also for less than training can live with."""
+    size = parse_bytes(text, "--max-disk")
+    if size < LEAST_DISK:
+        raise ConfigError(
+            f"--max-disk {text} holds too little of the run's data to train from",
+            fix=f"allow {LEAST_DISK // 10**6}MB or more, or give a copy of the token shards with --data",
+        )
+    return size
 
 
 def parse_limit(text: str | None, flag: str) -> float | None:

@@ -9,14 +9,16 @@ from contextlib import closing
 import torch
 
 from spes_p2p.config.schema import Config, steps_per_round_at
-from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
-from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.feed import PieceDataset
+from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, need_held_out, open_dataset
+from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, DataError, SpesError
-from spes_p2p.ids import NO_HASH, PeerId, short
+from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
 from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.fitting import fit_config, measure
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.options import PeerOptions
@@ -34,6 +36,7 @@ from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.pieces import DataTraffic
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.own import own_trainer
 from spes_p2p.train.trainer import Trainer
@@ -56,10 +59,11 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Callable[[Peer
         return
     if not prepare_folder(options.output, options.resume) and options.resume:
         say(f"nothing to resume in {options.output}: starting anew")
-    gate = Gate(lambda event: _note_commit(event, bus), lambda notice: _note(notice, bus))
+    traffic = DataTraffic()
+    gate = Gate(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
     with NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
         try:
-            _run_connected(thread, options, gate, device, outer, bus, say, show)
+            _run_connected(thread, options, gate, traffic, device, outer, bus, say, show)
         except Stopped:
             say("stopped before training began")
         except SpesError as error:
@@ -71,16 +75,17 @@ def _run_connected(
     thread: NetworkThread,
     options: PeerOptions,
     gate: Gate,
+    traffic: DataTraffic,
     device: torch.device,
     outer: Ranks | None,
     bus: EventBus,
     say: Say,
     show: Callable[[PeerId, StepsPerRound], None],
 ) -> None:
-    connection, config, info = Connection.open(thread, options, gate, say)
+    connection, config, info = Connection.open(thread, options, gate, say, traffic)
     try:
         _add_file_sinks(options, config, info, connection.peer_id, bus)
-        dataset = open_dataset(config)
+        dataset = _open_data(connection, options, config, info, bus, say)
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks:
             if options.model is None:
@@ -112,7 +117,7 @@ def _train(
     info: RunInfo,
     trainer: Trainer,
     loader: LeasedLoader | LocalLoader,
-    dataset: Dataset,
+    dataset: AnyDataset,
     bus: EventBus,
     say: Say,
     show: Callable[[PeerId, StepsPerRound], None],
@@ -218,21 +223,44 @@ def _rank_count(options: PeerOptions, device: torch.device) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _make_loader(config: Config, info: RunInfo, dataset: Dataset, me: PeerId) -> LeasedLoader | LocalLoader:
-    """Leased blocks of the run's dataset, or the peer's own data. Raises DataError for another dataset."""
+def _open_data(
+    connection: Connection, options: PeerOptions, config: Config, info: RunInfo, bus: EventBus, say: Say
+) -> AnyDataset:
+    """The data on this machine, or what other peers give of the run's. Raises DataError for another dataset."""
+    dataset: AnyDataset
+    is_own = config.data.source == "local" or info.dataset == NO_HASH
+    if not is_own and not config.data.path:
+        dataset = PieceDataset(connection.feed_from_others(lambda text: bus.emit(Warning(text))))
+    else:
+        dataset = open_dataset(config)
+        if not is_own:
+            pieces = FolderPieces.open(dataset, options.output / DATA, say)
+            _check_dataset(pieces.dataset_hash, config, info)
+            connection.serve_data(pieces)
+    if config.eval.every_rounds:
+        need_held_out(dataset, config, config.eval.sequences)
+    return dataset
+
+
+def _make_loader(config: Config, info: RunInfo, dataset: AnyDataset, me: PeerId) -> LeasedLoader | LocalLoader:
+    """Leased blocks of the run's dataset, or the peer's own data."""
     if config.data.source == "local" or info.dataset == NO_HASH:
         return LocalLoader(dataset, config, me)
-    if dataset.dataset_hash != info.dataset:
-        raise DataError(
-            f"the data in {config.data.path} has hash {dataset.dataset_hash.hex()[:16]}, "
-            f"the run trains on {info.dataset.hex()[:16]}",
-            fix="use the organiser's shards, or train on your own with data.source=local",
-        )
     return LeasedLoader(dataset, config)
 
 
-def _note_commit(event: Applied, bus: EventBus) -> None:
+def _check_dataset(found: Hash, config: Config, info: RunInfo) -> None:
+    if found != info.dataset:
+        raise DataError(
+            f"the data in {config.data.path} has hash {found.hex()[:16]}, the run trains on {info.dataset.hex()[:16]}",
+            fix="leave --data out (the data comes from other peers then), use the organiser's shards, or train on "
+            "your own with data.source=local",
+        )
+
+
+def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:
     manifest = event.commit.manifest
+    data_sent, data_received = traffic.take()
     bus.emit(
         Round(
             round=manifest.round,
@@ -240,8 +268,8 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             roster_size=len(manifest.roster),
             commit="degraded" if event.commit.certificate.kind in (DEGRADED, ORGANISER) else "committed",
             tokens=sum(entry.tokens for entry in manifest.roster),
-            bytes_sent=event.bytes_sent,
-            bytes_received=event.bytes_received,
+            bytes_sent=max(0, event.bytes_sent - data_sent),
+            bytes_received=max(0, event.bytes_received - data_received),
             seconds=event.seconds,
             model_hash=manifest.state_root.hex(),
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
@@ -249,6 +277,8 @@ def _note_commit(event: Applied, bus: EventBus) -> None:
             deadline_seconds=round(event.deadline_seconds, 3),
             refused=tuple(event.refused),
             lost_tokens=event.lost_tokens,
+            data_bytes_sent=data_sent,
+            data_bytes_received=data_received,
         )
     )
     if event.caught_up:

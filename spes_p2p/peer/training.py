@@ -17,9 +17,8 @@ import numpy as np
 
 from spes_p2p.config.schema import Config
 from spes_p2p.data.leases import Ranges
-from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches
-from spes_p2p.data.manifest import Dataset
-from spes_p2p.errors import LocalProtocolError, StorageFull
+from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, held_out_batches
+from spes_p2p.errors import DataLate, LocalProtocolError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.observe.events import Eval, Event, Step, Warning
 from spes_p2p.ownership.expert_map import columns_of
@@ -38,6 +37,8 @@ from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 
 REPORT_SECONDS = 1.0
+EVALUATION_WAIT_SECONDS = 10.0
+"""So long the held-out data is waited for, where it comes from others."""
 PATIENCE_SECONDS = 15.0
 """A newcomer that has waited so long is told why."""
 
@@ -87,7 +88,7 @@ class TrainingLoop:
         config: Config,
         trainer: Trainer,
         loader: LeasedLoader | LocalLoader,
-        dataset: Dataset,
+        dataset: AnyDataset,
         emit: Callable[[Event], None],
         save: Save,
         dump: RoundDump | None,
@@ -190,7 +191,7 @@ class TrainingLoop:
             if not self._connection.others():
                 self._save(turn.manifest, turn.base, self.uncounted, final=True)
                 return
-            self._train_one_step()
+            self._train_one_step(until)
             self._hand_in(turn)
         self._connection.leave()
         self._moments.offer_all(turn.manifest)
@@ -199,7 +200,7 @@ class TrainingLoop:
             news = self._gate.wait(until, heed_stop=False)
             newest = news.applied[-1].commit.manifest if news.applied else turn.manifest
             if news.applied and self._takes_turns and not self._nobody_counts_on_us(newest):
-                turn, uncounted = self._hand_in_again(turn, news.applied), None
+                turn, uncounted = self._hand_in_again(turn, news.applied, until), None
             elif news.applied:
                 self._dump_round(news.applied[0])
                 self._note_counted(news.applied[0])
@@ -221,12 +222,12 @@ class TrainingLoop:
             text = f"{self._lead.tokens:,} tokens are lost: the round that they came after was not synced in time"
             self._emit(Warning(text))
 
-    def _hand_in_again(self, turn: _Turn, events: tuple[Applied, ...]) -> _Turn:
+    def _hand_in_again(self, turn: _Turn, events: tuple[Applied, ...], until: float) -> _Turn:
         """Who is still named when it leaves had columns to hand out that the round did not take."""
         self._take(events)
         if self._turn is None:
             return turn
-        self._train_one_step()
+        self._train_one_step(until)
         self._hand_in(self._turn)
         self._moments.offer_all(self._turn.manifest)
         return self._turn
@@ -289,10 +290,14 @@ class TrainingLoop:
         if fit is not None and self._connection.limit_columns(fit):
             self._emit(Warning(f"activations leave memory for {fit} expert columns: no more will be taken over"))
 
-    def _train_one_step(self) -> None:
+    def _train_one_step(self, until: float) -> None:
         """Columns are handed out with work that a round counts: who leaves and has none would keep them to itself."""
+
+        def is_late() -> bool:
+            return time.monotonic() > until
+
         if self._takes_turns and not self.uncounted.tokens:
-            work = run_inner_steps(self._trainer, self._loader, 1, lambda: False, self._on_step, self._emit)
+            work = run_inner_steps(self._trainer, self._loader, 1, is_late, self._on_step, self._emit)
             self.uncounted.tokens += work.tokens
             self.uncounted.steps += work.steps
 
@@ -471,8 +476,19 @@ class TrainingLoop:
 
     def _evaluate(self, manifest: Manifest) -> None:
         """The held-out loss of the model as it is loaded."""
-        batches = held_out_batches(self._dataset, self._config, self._config.eval.sequences)
-        loss = self._trainer.evaluate(itertools.takewhile(lambda batch: not self._gate.stopping, batches))
+        until = time.monotonic() + EVALUATION_WAIT_SECONDS
+        batches = held_out_batches(
+            self._dataset,
+            self._config,
+            self._config.eval.sequences,
+            lambda: self._gate.stopping or time.monotonic() > until,
+        )
+        try:
+            loss = self._trainer.evaluate(itertools.takewhile(lambda batch: not self._gate.stopping, batches))
+        except DataLate as error:
+            if not self._gate.stopping:
+                self._emit(Warning(f"round {manifest.round} was not evaluated: {error}"))
+            return
         if np.isfinite(loss) and not self._gate.stopping:
             tokens = self._config.eval.sequences * self._config.data.sequence_length
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))

@@ -7,7 +7,7 @@ virtual clock. Nothing here knows rounds, tensors or files. All coroutines run o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,8 @@ class Blob:
     data: bytes | memoryview
     header: bytes = b""
     """Small, goes before the data (at most 64 KiB)."""
+    on_sent: Callable[[int], None] | None = None
+    """Is told of bytes of the data as they leave."""
 
 
 class Handler(Protocol):

@@ -91,6 +91,8 @@ class PeerRecord:
     """Wall clock of the peer, seconds since 1970; for people, nothing is decided by it."""
     written_at_seconds: int = 0
     """When this record was written, by the same clock."""
+    data_pieces: int = 0
+    """How many pieces of the run's dataset it gives to others."""
 
     def __post_init__(self) -> None:
         _matches("run_id", self.run_id, _RUN_ID)
@@ -103,6 +105,7 @@ class PeerRecord:
         _between("tokens_per_second", self.tokens_per_second, 0, MAX_SPEED)
         _between("joined_at_seconds", self.joined_at_seconds, 0, 2**40)
         _between("written_at_seconds", self.written_at_seconds, 0, 2**40)
+        _between("data_pieces", self.data_pieces, 0, MAX_COUNT)
         _columns(self.owned)
         if self.role not in ROLES:
             raise ValueError(f"role is {self.role!r}, not one of {ROLES}")

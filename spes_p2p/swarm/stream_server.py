@@ -150,6 +150,8 @@ class StreamServer:
             await self._in_time(stream.write(chunk))
             self._traffic.sent += chunk.nbytes
             self._traffic.meter.sent(chunk.nbytes)
+            if blob.on_sent is not None:
+                blob.on_sent(chunk.nbytes)
             sent = start + chunk.nbytes
             reached(steps.STREAM, peer=self._me, to=caller, request=request.body, sent=sent, size=data.nbytes)
         await self._in_time(stream.write(digest.digest()))

@@ -138,6 +138,8 @@ class Disk:
     residuals: Residuals
     moments: MomentShelf | None = None
     """What is handed over to new owners of columns; none where nothing is trained."""
+    data: Callable[[Request], Blob] | None = None
+    """Answers what others ask of the run's data (see `pieces`); none where none is here."""
 
 
 @dataclass
@@ -178,7 +180,7 @@ class Driver:
         for problem in disk.residuals.problems:
             hooks.notice(do.Notice("disk", problem))
         outgoing = Outgoing(self._layout, disk.inputs, disk.residuals, self._committed)
-        self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments)
+        self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments, disk.data)
         self._retention = Retention(disk.store, clock.now)
         self._keeping_up = KeepingUp(self._layout)
         self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)

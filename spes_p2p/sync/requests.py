@@ -1,4 +1,4 @@
-"""What can be fetched from a peer as a stream: contributions, tiles, hash lists, the chain, the run itself.
+"""What can be fetched from a peer as a stream: contributions, tiles, hash lists, the chain, the run itself, its data.
 
 One small record names what is asked for; `Serving` answers it from what is on disk. Nothing is computed for others, and
 a request for what is not here is refused, so that the asker tries another holder.
@@ -27,6 +27,8 @@ WIRES = "wires"
 MOMENTS = "moments"
 CHAIN = "chain"
 RUN = "run"
+CATALOGUE = "catalogue"
+PIECES = "pieces"
 MAX_TILES_AT_ONCE = 64
 MAX_JOINED_BYTES = 32 * 2**20
 """Of several tiles in one answer: they are copied together, for each stream that is served."""
@@ -38,7 +40,8 @@ MAX_CHAIN_BYTES = 8 * 2**20
 class Request:
     """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count),
     TILES (hashes, joined), HASHES (name: state root, first: round), WIRES (first: round, count: the round of
-    the state that the asker has), CHAIN (first round, count), RUN.
+    the state that the asker has), CHAIN (first round, count), RUN; of the run's data CATALOGUE (name: the dataset) and
+    PIECES (name: the dataset; hashes: numbers of pieces, 8 bytes each).
 
     MOMENTS with a count of 0 says that the asker needs no more of the column in which the first tile is.
     """
@@ -67,9 +70,14 @@ class Serving:
         store: StateStore | None,
         inputs: Callable[[Hash, int, int], memoryview | bytes | None],
         moments: MomentShelf | None = None,
+        data: Callable[[Request], Blob] | None = None,
     ) -> None:
-        """`inputs(parent, first tile, count)` gives own contributed values as bytes, or None."""
+        """`inputs(parent, first tile, count)` gives own contributed values as bytes, or None.
+
+        `data` answers what is asked of the run's data; None where there is none here.
+        """
         self._moments = moments
+        self._data = data
         self._info = info
         self._chain = chain
         self._store = store
@@ -94,6 +102,10 @@ class Serving:
             return self._hashes(request.name, request.first)
         if request.kind == WIRES:
             return self._wires(request.first)
+        if request.kind in (CATALOGUE, PIECES):
+            if self._data is None:
+                raise RemoteProtocolError("no data of the run is here")
+            return self._data(request)
         raise RemoteProtocolError(f"nothing is known of {request.kind[:20]!r}")
 
     def _offered(self, request: Request) -> Blob:

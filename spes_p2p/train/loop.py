@@ -47,7 +47,7 @@ def run_inner_steps(
     started = time.perf_counter()
     size = trainer.config.optimizer.batch_sequences
     done = tokens = sequences = skipped = 0
-    while done < steps and not should_stop() and _has(loader, size):
+    while done < steps and not should_stop() and _has(loader, size, should_stop):
         result = trainer.train_step(loader.next_batch(size))
         reached(INNER_STEP, seconds=result.seconds)
         _pass_notes_on(trainer, emit)
@@ -62,8 +62,11 @@ def run_inner_steps(
     return RoundWork(done, tokens, sequences, time.perf_counter() - started, skipped)
 
 
-def _has(loader: LeasedLoader | LocalLoader, sequences: int) -> bool:
-    return not isinstance(loader, LeasedLoader) or loader.remaining() >= sequences
+def _has(loader: LeasedLoader | LocalLoader, sequences: int, should_stop: Callable[[], bool]) -> bool:
+    """Whether that many are leased; waits until they are on this machine."""
+    if not isinstance(loader, LeasedLoader):
+        return True
+    return loader.remaining() >= sequences and loader.wait_for_data(sequences, should_stop)
 
 
 def _pass_notes_on(trainer: Trainer, emit: Callable[[Event], None] | None) -> None:

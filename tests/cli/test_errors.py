@@ -85,7 +85,7 @@ def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> N
         (("--owned-experts", "two"), ("--owned-experts 'two' is not a list of columns", "0,3-5")),
         (("--device", "tpu"), ("--device 'tpu' is no device", "auto, cpu or cuda")),
         (("--data", "nowhere"), ("there is no dataset at nowhere", "spes-p2p tokenize")),
-        ((), ("data.path is empty", "--data DIR")),
+        (("data.source=local",), ("data.path is empty", "--data DIR")),
         (("--config", "tinny"), ("no config named tinny", "small")),
         (("--host-maddrs", "rubbish"), ("rubbish", "--host-maddrs")),
     ],

@@ -43,13 +43,15 @@ def rounds(output: Path) -> list[Round]:
 def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, serving: Serve) -> None:
     with serving() as organiser:
         program, *arguments = shlex.split(organiser.command)
-        more = ("--data", str(organiser.data), "-o", str(tmp_path / "peer"), "--rounds", "2", "--host-maddrs", LOOPBACK)
+        more = ("-o", str(tmp_path / "peer"), "--rounds", "2", "--host-maddrs", LOOPBACK)
         answer = spes_p2p(*arguments, *more)
     assert (program, answer.exit_code) == ("spes-p2p", 0), answer
     assert [event.round for event in rounds(tmp_path / "peer")] == [1, 2]
     assert [event.step for event in events(tmp_path / "peer") if isinstance(event, Step)] == [1, 2, 3, 4, 5, 6]
     lines = answer.output.splitlines()
     assert lines[0].startswith("run tiny, fingerprint ")
+    assert any(line.startswith("data comes from other peers: ") for line in lines)
+    assert sum(event.data_bytes_received for event in rounds(tmp_path / "peer")) > 0
     assert any(line.startswith("round 2 committed at step 6: 1 peers") for line in lines)
     said = "\n".join(organiser.said)
     assert "has come, 1 of 1" in said
@@ -89,6 +91,16 @@ def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config
     folder = tmp_path / "organiser"
     common = ("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(folder), "--host-maddrs", LOOPBACK)
     refused(spes_p2p(*common), "holds another run: its fingerprint is", "--output")
+
+
+def test_who_has_fetched_its_data_goes_on_with_it(tmp_path: Path, serving: Serve) -> None:
+    with serving() as organiser:
+        assert organiser.join(tmp_path / "peer", "--rounds", "1").exit_code == 0
+        first = sum(event.data_bytes_received for event in rounds(tmp_path / "peer"))
+        assert organiser.join(tmp_path / "peer", "--rounds", "2", "--resume").exit_code == 0
+        again = sum(event.data_bytes_received for event in rounds(tmp_path / "peer")) - first
+    assert again < first  # nothing that was here is fetched again
+    assert (tmp_path / "peer" / "data" / "pieces.bin").stat().st_size > 0
 
 
 def test_claims_are_granted_and_what_nobody_claims_is_said_aloud(tmp_path: Path, serving: Serve) -> None:

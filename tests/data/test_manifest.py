@@ -79,17 +79,6 @@ def test_a_newer_format_is_refused(folder: Path) -> None:
         Dataset.open(folder)
 
 
-def test_the_hash_names_the_content_not_the_place(folder: Path, tmp_path: Path) -> None:
-    moved = folder.rename(tmp_path / "moved")
-    before = Dataset.open(moved).dataset_hash
-    assert Dataset.open(moved / "manifest.json").dataset_hash == before
-    (tmp_path / "list").mkdir()
-    tokens = [np.load(shard) for shard in sorted(moved.glob("*.npy"))]
-    assert Dataset.open(raw_list(tmp_path / "list", *tokens), "uint16").dataset_hash == before
-    tokens[0][0] += 1
-    assert Dataset.open(raw_list(tmp_path / "list", *tokens), "uint16").dataset_hash != before
-
-
 def test_raw_memmaps_are_read_by_the_size_of_the_vocabulary(tmp_path: Path) -> None:
     small, large = np.arange(8, dtype="<u2"), np.arange(70000, 70008, dtype="<u4")
     assert Dataset.open(raw_list(tmp_path, small), vocab_size=65536).tokens == 8

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from spes_p2p.data.loader import LeasedLoader, open_dataset
+from spes_p2p.data.feed import PieceDataset
+from spes_p2p.data.loader import LeasedLoader, need_held_out, open_dataset
+from spes_p2p.data.trees import FolderPieces
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Step, Warning
 from spes_p2p.ownership.assign import Wish
@@ -28,6 +30,7 @@ from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer
+from tests.data.piece_makers import hand_over, make_feed
 from tests.peer.test_resume import config_with_data
 from tests.sync.chains import A, MadeRun
 
@@ -516,4 +519,62 @@ def test_the_last_round_is_not_run_beyond(tmp_path: Path) -> None:
     story = Story(tmp_path, "sync.overlap=true")
     story.loop._last_round = 1
     story.play()
+    assert story.steps == STEPS
+
+
+# ---- data of other peers ----
+
+
+def without_data(story: Story, folder: Path, sequences: int) -> Callable[[], int]:
+    """Takes the peer's data away; what this gives hands over what it misses."""
+    config = story.loop._config
+    pieces = FolderPieces.open(open_dataset(config), folder / "own", story.said.append, piece_bytes=64)
+    feed, _ = make_feed(folder / "cache", pieces)
+    dataset = PieceDataset(feed)
+    need_held_out(dataset, config, sequences)
+    story.loop._dataset, story.loop._loader = dataset, LeasedLoader(dataset, config)
+    feed.changed = lambda: None
+    return lambda: hand_over(pieces, feed)
+
+
+def feed_of(story: Story) -> Any:
+    return story.loop._dataset.feed  # type: ignore[union-attr]
+
+
+def test_data_that_comes_in_time_changes_nothing(story: Story, tmp_path: Path) -> None:
+    bring = without_data(story, tmp_path, 4)
+    feed_of(story).changed = bring
+    story.on_ready = lambda work: story.gate.stop()
+    story.loop.run(story.manifest)
+    assert story.steps == STEPS
+    assert story.ready[0].tokens > 0
+
+
+def test_a_round_that_closes_ends_the_wait_for_data(story: Story, tmp_path: Path) -> None:
+    without_data(story, tmp_path, 4)
+    feed_of(story).changed = story.gate.close_training
+    story.on_ready = lambda work: story.gate.stop()
+    story.loop.run(story.manifest)
+    assert story.steps == 0
+    assert [(work.tokens, work.sequences) for work in story.ready] == [(0, 0)]
+
+
+def test_who_waits_for_data_can_be_stopped(story: Story, tmp_path: Path) -> None:
+    without_data(story, tmp_path, 4)
+    feed_of(story).changed = story.gate.stop
+    story.loop.run(story.manifest)
+    assert story.steps == 0
+
+
+def test_without_the_held_out_data_there_is_no_evaluation_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spes_p2p.peer.training.EVALUATION_WAIT_SECONDS", 0.0)
+    story = Story(tmp_path, "eval.every_rounds=1", "data.held_out_fraction=0.2")
+    bring = without_data(story, tmp_path, 4)
+    story.on_ready = lambda work: story.gate.stop()
+    waits = iter([lambda: None])
+    feed_of(story).changed = lambda: next(waits, bring)()
+    story.loop.run(story.manifest)
+    assert any("round 0 was not evaluated" in text for text in story.said)
     assert story.steps == STEPS

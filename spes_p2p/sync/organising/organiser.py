@@ -56,11 +56,13 @@ class Organiser:
         archive_store: StateStore | None = None,
         first_sequence: int = 0,
         server: Server | None = None,
+        data: Callable[[Request], Blob] | None = None,
     ) -> None:
         """`store` holds the initial state as round 0; `say` is told what a person should read.
 
         With an `archive_store` the newest states are kept there. `first_sequence` is above all that this node ever
-        sent. With a `server` this node is a member from genesis on, on the same store and chain.
+        sent. With a `server` this node is a member from genesis on, on the same store and chain. `data` answers what is
+        asked of the run's data, where it is here.
         """
         self.info = info
         self.chain = chain
@@ -81,7 +83,7 @@ class Organiser:
             self._tasks, archive_store, first_sequence,
         )  # fmt: skip
         stores = [store] if archive_store is None else [archive_store, store]
-        self._serving = [Serving(info, chain, one, lambda parent, first, count: None) for one in stores]
+        self._serving = [Serving(info, chain, one, lambda parent, first, count: None, data=data) for one in stores]
 
     async def start(self) -> None:
         """Begins to answer."""

@@ -19,7 +19,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.membership import Member
-from spes_p2p.swarm.ports import Clock, Signer, Transport, Verifier
+from spes_p2p.swarm.ports import Blob, Clock, Signer, Transport, Verifier
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.core.messages import Intent, Sealer
@@ -30,6 +30,7 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, Sources, rules_of
 from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.requests import Request
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker
 
@@ -61,10 +62,12 @@ class Server:
         max_upload: float | None = None,
         new_incarnation: Callable[[], int] = wall_clock_microseconds,
         first_sequence: int = 0,
+        data: Callable[[Request], Blob] | None = None,
     ) -> None:
         """`folder` holds votes and residuals beside `chain` and `store`; `failed` hears of what ends this node.
 
-        `max_upload`: bytes a second, which the others are told. `sources` finds peers that may be asked.
+        `max_upload`: bytes a second, which the others are told. `sources` finds peers that may be asked. `data` answers
+        what is asked of the run's data, where it is here.
         """
         self._info = info
         self._config = config
@@ -80,6 +83,7 @@ class Server:
         self._failed = failed
         self._sources = sources
         self._first_sequence = first_sequence
+        self._data = data
         self._votes = VoteBook(folder / "votes", new_incarnation)
         self._joining = Joining(
             info, config, layout, folder, transport, signer, verifier, sealer, say, new_incarnation
@@ -130,7 +134,7 @@ class Server:
         residuals = Residuals(self._folder / "residuals", self._layout)
         driver = Driver(
             core, self._info, self._transport, self._checker,
-            Disk(place.store, place.chain, place.votes, inputs, residuals),
+            Disk(place.store, place.chain, place.votes, inputs, residuals, data=self._data),
             Arithmetic(self._layout, self._config.sync.merge_top_k, outer_optimizer(self._config.sync)),
             self, self._clock, held_bytes=HELD_BYTES,
         )  # fmt: skip

@@ -1,0 +1,302 @@
+"""Getting the run's data from those who hold some of it: the catalogue, then pieces, from several at a time.
+
+Each holder takes the next pieces when it is done with its last ones, so the fastest gives most. What a holder has not,
+or does not give in time, is asked of another; who sends what does not hash is named and asked no more. The bootstrap
+node, which everybody knows, is left for what others lack, unless training waits. Leaves out which pieces are wanted
+(`data/feed.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
+from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.swarm.ports import Transport
+from spes_p2p.swarm.streams import BlobTooLarge
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
+from spes_p2p.sync.pieces import MAX_ASKED, MAX_GIVEN, DataTraffic, PiecesHead, given_pieces, pieces_request
+from spes_p2p.sync.requests import CATALOGUE, Request
+from spes_p2p.wire import pack, unpack
+
+T = TypeVar("T")
+AT_ONCE = 32
+"""Pieces of one answer that are hoped for: large enough for the way, small enough to be shared among holders."""
+STREAMS_EACH = 2
+MOST_HOLDERS = 6
+"""Asked at a time; with STREAMS_EACH and MAX_GIVEN the bound of the memory: 7 MB with the usual pieces."""
+LATE_SECONDS = 2.0
+"""What one holder was asked for so long ago, and for four times as long as is usual, another one may be asked for."""
+UNKNOWN_SECONDS = 1.25
+"""How long an answer takes, as long as none has come."""
+ASKED_BEFORE_ORGANISER = 3
+EXPECTED_AT_LEAST = 8
+"""Who should have had so many of the pieces it was asked for, by what it says of itself, and has none, rests too."""
+REST_SECONDS = (1.0, 60.0)
+"""Who fails is left alone for so long, twice as long each time, up to the second number."""
+LEAST_SECONDS = 60.0
+HEADER_BYTES = 64 * 2**10
+Take = Callable[[Sequence[tuple[int, bytes]]], None]
+"""Is given checked pieces as (number, bytes and proof); called in a thread."""
+InThread = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+class Lie(RemoteProtocolError):
+    """Somebody sent what does not hash to what it should."""
+
+
+async def fetch_catalogue(
+    transport: Transport, dataset: Hash, holders: Sequence[PeerId], stall_seconds: float, tell: Callable[[Notice], None]
+) -> Catalogue:
+    """The catalogue of a dataset, from the first holder that gives it.
+
+    Raises NetworkError when nobody does; who sends another one is named to `tell`.
+    """
+    reasons: list[str] = []
+    request = pack(Request(CATALOGUE, dataset))
+    for holder in holders:
+        try:
+            _, data = await fetch_within(
+                transport, holder, request, stall_seconds, MAX_CATALOGUE_BYTES, lambda: LONGEST_STALLS * stall_seconds
+            )
+        except (NetworkError, RemoteProtocolError) as error:
+            reasons.append(f"{short(holder)}: {error}")
+            continue
+        try:
+            return Catalogue.checked(data, dataset)
+        except RemoteProtocolError as error:
+            tell(Notice("data", f"sent {error}; it is not asked for data again", holder))
+            reasons.append(f"{short(holder)}: {error}")
+    raise NetworkError(
+        f"nobody gave the list of the run's data ({'; '.join(reasons) or 'nobody to ask'})",
+        fix="keep the bootstrap node running, which hands out its --data, or give a copy of the token shards: --data",
+    )
+
+
+class PieceFetcher:
+    """All fetches of data of one peer.
+
+    `holders` gives how many pieces each holder has; `organiser` is the bootstrap node. `stall_seconds()`: how long a
+    stream may pause.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        grid: PieceGrid,
+        organiser: PeerId,
+        holders: Callable[[], Mapping[PeerId, int]],
+        tell: Callable[[Notice], None],
+        traffic: DataTraffic,
+        stall_seconds: Callable[[], float],
+        in_thread: InThread,
+    ) -> None:
+        self._transport = transport
+        self._grid = grid
+        self._dataset = grid.catalogue.dataset_hash
+        self._organiser = organiser
+        self._holders = holders
+        self._tell = tell
+        self._traffic = traffic
+        self._stall_seconds = stall_seconds
+        self._in_thread = in_thread
+        self._patience = Patience(lambda: LEAST_SECONDS, lambda: 0.0)
+        self._liars: set[PeerId] = set()
+        self._failures: Counter[PeerId] = Counter()
+        self._rests_until: dict[PeerId, float] = {}
+        self._answer_seconds = UNKNOWN_SECONDS
+
+    @property
+    def liars(self) -> frozenset[PeerId]:
+        return frozenset(self._liars)
+
+    async def fetch(self, wanted: Sequence[int], take: Take, urgent: bool = False) -> None:
+        """Fetches these pieces and hands them to `take`, the first ones first.
+
+        Raises NetworkError when nobody who could be asked gave the rest, and what `take` raises.
+        """
+        chosen = self._chosen()
+        job = _Job(wanted, self._organiser, tuple(chosen), urgent, lambda: max(LATE_SECONDS, 4 * self._answer_seconds))
+        works = [
+            asyncio.ensure_future(self._work(peer, share, job, take))
+            for peer, share in chosen.items()
+            for _ in range(STREAMS_EACH)
+        ]
+        try:
+            pending: set[asyncio.Future[None]] = set(works)
+            while pending and job.left:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for work in done:
+                    work.result()
+        finally:
+            for work in works:
+                work.cancel()
+            if works:
+                await asyncio.wait(works)
+        if job.left:
+            reasons = "; ".join(dict.fromkeys(job.reasons)) or "nobody has them"
+            raise NetworkError(f"{len(job.left)} pieces of the data could not be had ({reasons})")
+
+    def _chosen(self) -> dict[PeerId, float]:
+        """Whom to ask, and what part of the dataset each has; those with most, and the organiser in any case."""
+        now, total = self._now(), max(1, self._grid.total)
+        shares = {peer: min(1.0, held / total) for peer, held in self._holders().items() if held > 0}
+        shares[self._organiser] = 1.0
+        shares.pop(self._transport.peer_id, None)
+        able = [peer for peer in shares if peer not in self._liars and self._rests_until.get(peer, now) <= now]
+        able.sort(key=lambda peer: (peer != self._organiser, self._failures[peer], -shares[peer], peer))
+        return {peer: shares[peer] for peer in able[:MOST_HOLDERS]}
+
+    async def _work(self, peer: PeerId, share: float, job: _Job, take: Take) -> None:
+        """Asks one holder for the next pieces until it can give none that are wanted, or fails."""
+        most = min(MAX_ASKED, max(AT_ONCE, int(AT_ONCE / share)))
+        job.enter(peer)
+        try:
+            while (numbers := await job.claim(peer, most, self._now)) is not None:
+                try:
+                    found = await self._ask(peer, numbers)
+                    new = [(number, joined) for number, joined in found if number in job.left]
+                    await self._in_thread(lambda new=new: take(new))  # type: ignore[misc]
+                    job.answered(peer, numbers, [number for number, _ in found])
+                finally:
+                    job.release(peer, numbers)
+                if not found and share * len(numbers) >= EXPECTED_AT_LEAST:
+                    raise NetworkError(f"none of {len(numbers)} pieces")
+                self._failures.pop(peer, None)
+        except Lie as error:
+            if peer not in self._liars:
+                self._liars.add(peer)
+                self._tell(Notice("data", f"{error}; it is not asked for data again", peer))
+            job.reasons.append(f"{short(peer)}: {error}")
+        except (NetworkError, RemoteProtocolError) as error:
+            self._rest(peer, isinstance(error, RemoteProtocolError))
+            job.reasons.append(f"{short(peer)}: {error}")
+        finally:
+            job.leave(peer)
+
+    async def _ask(self, peer: PeerId, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+        """What the holder has of these, checked."""
+        most, began = min(len(numbers), MAX_GIVEN) * self._grid.max_bytes, self._now()
+        try:
+            header, data = await fetch_within(
+                self._transport,
+                peer,
+                pieces_request(self._dataset, numbers),
+                self._stall_seconds(),
+                most,
+                lambda: self._patience.seconds(peer, most),
+                patient=True,
+            )
+        except NeverEnding:
+            self._patience.lost(peer)
+            raise
+        except BlobTooLarge as error:
+            raise Lie(f"sent data that is not what was asked for: {error}") from error
+        self._patience.kept(peer)
+        self._answer_seconds += 0.2 * (self._now() - began - self._answer_seconds)
+        self._traffic.received += len(data)
+        found: list[tuple[int, bytes]] = []
+
+        def check() -> None:
+            try:
+                head = unpack(PiecesHead, header, HEADER_BYTES)
+                found.extend(given_pieces(self._grid, numbers, head.given, data))
+            except RemoteProtocolError as error:
+                raise Lie(f"sent data that is not what was asked for: {error}") from error
+
+        await self._in_thread(check)
+        return found
+
+    def _rest(self, peer: PeerId, refused: bool) -> None:
+        """Leaves a peer alone for a while; longer at once where it said that it has nothing for us."""
+        least, most = REST_SECONDS
+        self._failures[peer] += 4 if refused else 1
+        pause = min(most, least * 2.0 ** min(self._failures[peer] - 1, 16))
+        self._rests_until[peer] = self._now() + pause
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class _Job:
+    """Pieces that are wanted, and who was asked for which."""
+
+    def __init__(
+        self,
+        wanted: Sequence[int],
+        organiser: PeerId,
+        holders: tuple[PeerId, ...],
+        urgent: bool,
+        late_seconds: Callable[[], float],
+    ) -> None:
+        self.left: dict[int, set[PeerId]] = {number: set() for number in wanted}
+        """Who has said not to have each that is still wanted, in the order of need."""
+        self.reasons: list[str] = []
+        self._organiser = organiser
+        self._urgent = urgent
+        self._late_seconds = late_seconds
+        self._asked: dict[int, tuple[PeerId, float]] = {}
+        """Who was asked last for what is on its way, and when."""
+        self._active = Counter[PeerId](dict.fromkeys(holders, 0))
+        self._changed = asyncio.Event()
+
+    def enter(self, peer: PeerId) -> None:
+        self._active[peer] += 1
+
+    def leave(self, peer: PeerId) -> None:
+        self._active[peer] -= 1
+        if not self._active[peer]:
+            del self._active[peer]
+        self._wake()
+
+    async def claim(self, peer: PeerId, most: int, now: Callable[[], float]) -> list[int] | None:
+        """The next pieces to ask this holder for; waits while others are asked for all; None when it can give none."""
+        while True:
+            able = [number for number, lack in self.left.items() if peer not in lack]
+            if not able:
+                return None
+            turn = [number for number in able if self._is_turn(peer, number, now())][:most]
+            if turn:
+                self._asked.update(dict.fromkeys(turn, (peer, now())))
+                return turn
+            changed = self._changed
+            try:
+                async with asyncio.timeout(LATE_SECONDS / 2):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    def release(self, peer: PeerId, numbers: Sequence[int]) -> None:
+        """They are not on their way from this holder any more."""
+        for number in numbers:
+            if self._asked.get(number, (None, 0.0))[0] == peer:
+                del self._asked[number]
+        self._wake()
+
+    def answered(self, peer: PeerId, asked: Sequence[int], found: Sequence[int]) -> None:
+        """What it did not give, of those before the last that it could give, it has not."""
+        for number in found:
+            self.left.pop(number, None)
+        given = set(found)
+        end = len(asked) if len(found) < MAX_GIVEN else asked.index(found[-1])
+        for number in asked[:end]:
+            if number not in given and number in self.left:
+                self.left[number].add(peer)
+
+    def _is_turn(self, peer: PeerId, number: int, now: float) -> bool:
+        if number in self._asked:
+            other, at = self._asked[number]
+            return other != peer and now - at > self._late_seconds()
+        if peer != self._organiser or self._urgent:
+            return True
+        lack = self.left[number]
+        return len(lack) >= ASKED_BEFORE_ORGANISER or all(other in lack for other in self._active if other != peer)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,129 @@
+"""The data of a run between peers: what is asked and answered. Serving is here, asking in `piece_fetching`.
+
+CATALOGUE gives the list that the dataset's hash stands for. PIECES names up to MAX_ASKED pieces by number; the answer
+says which of the first ones are here (at most MAX_GIVEN), and brings these with their proofs, one after the other.
+Nothing is announced piece by piece: how many pieces a peer holds stands in its record, and what it holds it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from spes_p2p.data.pieces import PieceGrid
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import short
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.requests import CATALOGUE, PIECES, Request
+from spes_p2p.wire import pack
+
+MAX_ASKED = 1024
+MAX_GIVEN = 64
+NUMBER_BYTES = 8
+
+
+class PieceShelf(Protocol):
+    """Where pieces are: a whole dataset on disk, or a cache. Thread-safe."""
+
+    @property
+    def grid(self) -> PieceGrid: ...
+
+    @property
+    def held(self) -> int:
+        """How many are here."""
+        ...
+
+    def find(self, piece: int) -> bytes | None:
+        """A piece and its proof, joined and checked; None where it is not here."""
+        ...
+
+
+@dataclass
+class DataTraffic:
+    """Bytes of data to and from others, apart from what rounds need. Counted on the network's thread."""
+
+    sent: int = 0
+    received: int = 0
+
+    def add_sent(self, size: int) -> None:
+        self.sent += size
+
+    def take(self) -> tuple[int, int]:
+        """(sent, received) since the last call."""
+        counted, self.sent, self.received = (self.sent, self.received), 0, 0
+        return counted
+
+
+@dataclass(frozen=True)
+class PiecesHead:
+    """What goes before pieces: a bit for each number that was asked for (the highest bit first), 1 where it follows."""
+
+    given: bytes
+
+
+class PieceServing:
+    """Answers CATALOGUE and PIECES from a shelf."""
+
+    def __init__(self, shelf: PieceShelf, traffic: DataTraffic) -> None:
+        self._shelf = shelf
+        self._traffic = traffic
+
+    def answer(self, request: Request) -> Blob:
+        """Raises RemoteProtocolError for another dataset, and for what no such dataset has."""
+        catalogue = self._shelf.grid.catalogue
+        if request.name != catalogue.dataset_hash:
+            raise RemoteProtocolError(f"this is dataset {short(catalogue.dataset_hash)}, not {short(request.name)}")
+        if request.kind == CATALOGUE:
+            return Blob(pack(catalogue), on_sent=self._traffic.add_sent)
+        return self._pieces(asked_numbers(request.hashes, self._shelf.grid.total))
+
+    def _pieces(self, numbers: Sequence[int]) -> Blob:
+        given, found = np.zeros(len(numbers), bool), list[bytes]()
+        for at, number in enumerate(numbers):
+            joined = self._shelf.find(number)
+            if joined is not None:
+                given[at] = True
+                found.append(joined)
+                if len(found) == MAX_GIVEN:
+                    break
+        return Blob(b"".join(found), pack(PiecesHead(np.packbits(given).tobytes())), self._traffic.add_sent)
+
+
+def pieces_request(dataset: bytes, numbers: Sequence[int]) -> bytes:
+    """The packed request for these pieces."""
+    joined = b"".join(number.to_bytes(NUMBER_BYTES, "big") for number in numbers)
+    return pack(Request(PIECES, dataset, hashes=joined))  # type: ignore[arg-type]
+
+
+def asked_numbers(joined: bytes, total: int) -> list[int]:
+    """Raises RemoteProtocolError unless these are 1 to MAX_ASKED numbers below `total`."""
+    if not 0 < len(joined) <= MAX_ASKED * NUMBER_BYTES or len(joined) % NUMBER_BYTES:
+        raise RemoteProtocolError(f"a request for {len(joined)} bytes of piece numbers")
+    numbers: list[int] = np.frombuffer(joined, ">u8").tolist()
+    if max(numbers) >= total:
+        raise RemoteProtocolError(f"a request for piece {max(numbers)} of {total}")
+    return numbers
+
+
+def given_pieces(grid: PieceGrid, asked: Sequence[int], given: bytes, data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(piece, its bytes and proof joined) of an answer, each checked when it is taken.
+
+    Raises RemoteProtocolError at the first that is not what its number stands for.
+    """
+    bits = np.unpackbits(np.frombuffer(given, np.uint8))
+    if len(given) != (len(asked) + 7) // 8 or bits[len(asked) :].any():
+        raise RemoteProtocolError(f"{len(given)} bytes say which of {len(asked)} pieces follow")
+    at, view = 0, memoryview(data)
+    for number in (number for number, bit in zip(asked, bits.tolist()) if bit):
+        place = grid.place(number)
+        end = at + place.size + place.proof_bytes
+        joined = bytes(view[at:end])
+        if not grid.is_sound(number, memoryview(joined)[: place.size], joined[place.size :]):
+            raise RemoteProtocolError(f"what came as piece {number} does not hash to it")
+        at = end
+        yield number, joined
+    if at != len(data):
+        raise RemoteProtocolError(f"{len(data) - at} bytes follow the last piece")

@@ -1,0 +1,235 @@
+"""The whole way of data into a peer that brings none, on the in-memory network: ahead, urgent, bounded, again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+
+from spes_p2p.data.feed import Feed, PieceDataset
+from spes_p2p.data.loader import LeasedLoader
+from spes_p2p.data.piece_cache import PieceCache
+from spes_p2p.data.trees import FolderPieces
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.peer.data_feed import CATALOGUE_FILE, DataFeed, keep_catalogue, kept_catalogue
+from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.piece_fetching import PieceFetcher
+from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf
+from spes_p2p.sync.requests import Request
+from spes_p2p.testing.virtual_time import run_virtual
+from spes_p2p.wire import pack, unpack
+from tests.data.conftest import tiny_config
+from tests.data.piece_makers import make_dataset, make_pieces
+
+BOOT = PeerId("boot")
+TOKENS = (1000, 1400)
+CONFIG = tiny_config("optimizer.batch_sequences=10", "model.vocab_size=5000")
+"""Sequences of 4 tokens, ten a batch; pieces have 8."""
+
+
+class Shelf:
+    """Serves a shelf, and counts what it gave."""
+
+    def __init__(self, shelf: PieceShelf) -> None:
+        self.traffic = DataTraffic()
+        self._serving = PieceServing(shelf, self.traffic)
+
+    async def on_call(self, caller: PeerId, request: bytes) -> bytes:
+        return b""
+
+    async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
+        return self._serving.answer(unpack(Request, request))
+
+
+class Volunteer:
+    """A peer without data: cache, feed, loader and fetching, as `Connection` puts them together."""
+
+    def __init__(self, site: Site, name: str, slots: int = 10**6) -> None:
+        self.name = PeerId(name)
+        self.said: list[str] = []
+        self.notices: list[Notice] = []
+        size = slots * (site.whole.grid.max_bytes + 8)
+        self.feed = Feed(PieceCache(site.folder / name, site.whole.grid, size), self.said.append)
+        self.loader = LeasedLoader(PieceDataset(self.feed), CONFIG)
+        transport = site.network.peer(name).transport
+        fetcher = PieceFetcher(
+            transport, site.whole.grid, BOOT, lambda: site.held(self.name), self.notices.append, DataTraffic(),
+            lambda: 5.0, in_place,
+        )  # fmt: skip
+        self._task = asyncio.get_running_loop().create_task(DataFeed(self.feed, fetcher).run())
+        self.given = Shelf(self.feed.cache)
+        site.volunteers[self.name] = self
+
+    def lease(self, start: int, stop: int) -> None:
+        self.loader.load_state_dict({"ranges": [[start, stop]], "offset": 0})
+
+    async def train(self, batches: int, most_seconds: float = 60.0) -> float:
+        """Reads so many batches; the longest wait for one in virtual seconds."""
+        longest = 0.0
+        for _ in range(batches):
+            began = now()
+            while not self.loader.wait_for_data(10, lambda: True):
+                self.want()
+                await asyncio.sleep(0.05)
+                assert now() - began < most_seconds
+            longest = max(longest, now() - began)
+            batch = self.loader.next_batch(10)
+            assert (batch.tokens == batch.tokens[:, :1] + np.arange(4)).all()
+        return longest
+
+    def want(self) -> None:
+        """A blocking wait cannot stand on a virtual clock: `wait` gives up at once, so urgency is set by hand."""
+        wanted = self.loader._order.sequences_at(self.loader._next_positions(10))
+        self.feed._fill(self.feed.grid.of_tokens(wanted * 4, 4).tolist())
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        self.feed.cache.close()
+
+
+class Site:
+    """A bootstrap node with data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.network = MemoryNetwork(5)
+        self.whole: FolderPieces = make_pieces(folder / "whole", TOKENS)
+        self.boot = Shelf(self.whole)
+        self.volunteers: dict[PeerId, Volunteer] = {}
+
+    def held(self, asker: PeerId) -> dict[PeerId, int]:
+        """As peers say it in their records."""
+        return {name: one.feed.cache.held for name, one in self.volunteers.items() if name != asker}
+
+    async def start(self) -> None:
+        await self.network.peer(BOOT).transport.serve(self.boot)
+
+
+async def in_place(work: Callable[[], object]) -> object:
+    return work()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def play(folder: Path, story: Callable[[Site], Awaitable[None]]) -> None:
+    async def main() -> None:
+        site = Site(folder)
+        await site.start()
+        await story(site)
+        for one in site.volunteers.values():
+            await one.stop()
+
+    run_virtual(main())
+
+
+def test_a_lease_is_fetched_ahead_and_training_waits_only_at_the_start(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        one = Volunteer(site, "a")
+        one.lease(0, 200)
+        assert await one.train(1) < 2.0
+        await asyncio.sleep(10)
+        assert await one.train(19) == 0.0
+        assert one.feed.missing(100).pieces == ()
+        one.lease(200, 400)
+        await asyncio.sleep(10)
+        assert await one.train(20) == 0.0
+
+    play(tmp_path, story)
+
+
+def test_what_training_waits_for_overtakes_what_is_fetched_ahead(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        site.network.set_link(BOOT, None, LinkShape(bytes_per_second=4_000))
+        one = Volunteer(site, "a")
+        one.lease(0, 600)
+        await asyncio.sleep(0.5)
+        one.lease(300, 310)
+        one.lease(300, 600)
+        took = await one.train(1)
+        assert took < 0.5 * 300 * site.whole.grid.max_bytes / 4_000  # half of the time for all that was leased at first
+
+    play(tmp_path, story)
+
+
+def test_two_peers_give_each_other_what_they_have(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        both = [Volunteer(site, name) for name in ("a", "b")]
+        for one in both:
+            await site.network.peer(one.name).transport.serve(one.given)
+        both[0].lease(0, 600)
+        await asyncio.sleep(30)
+        first = site.boot.traffic.sent
+        both[1].lease(0, 600)  # the same data, in a later epoch say
+        await asyncio.sleep(30)
+        assert await both[1].train(60) == 0.0
+        assert site.boot.traffic.sent == first
+        assert both[0].given.traffic.sent > 0
+
+    play(tmp_path, story)
+
+
+def test_the_bootstrap_node_goes_and_comes_back(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        one = Volunteer(site, "a")
+        site.network.kill(BOOT)
+        one.lease(0, 100)
+        await asyncio.sleep(20)
+        assert one.feed.trouble
+        await site.network.restart(BOOT).transport.serve(site.boot)
+        await one.train(10, most_seconds=120)
+        assert one.feed.trouble == ""
+
+    play(tmp_path, story)
+
+
+def test_a_restart_fetches_nothing_again(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        one = Volunteer(site, "a")
+        one.lease(0, 300)
+        await asyncio.sleep(30)
+        assert await one.train(5) == 0.0
+        await one.stop()
+        before = site.boot.traffic.sent
+        site.network.kill(BOOT)
+        site.network.restart("a")
+        again = Volunteer(site, "a")
+        again.lease(0, 300)
+        assert await again.train(30) == 0.0
+        assert site.boot.traffic.sent == before
+
+    play(tmp_path, story)
+
+
+def test_a_small_disk_is_never_exceeded_and_does_for_the_whole_lease(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        one = Volunteer(site, "a", slots=40)
+        one.lease(0, 600)
+        for _ in range(60):
+            await one.train(1)
+            await asyncio.sleep(1)
+            size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
+            assert size <= 40 * (site.whole.grid.max_bytes + 8)
+        piece = site.whole.grid.max_bytes
+        assert site.boot.traffic.sent < 600 * 2 * piece  # each sequence is in one piece or two: none came in vain
+
+    play(tmp_path, story)
+
+
+def test_the_catalogue_is_kept_for_a_later_life(tmp_path: Path) -> None:
+    catalogue = make_pieces(tmp_path / "whole", TOKENS).catalogue
+    assert make_dataset(tmp_path / "whole", TOKENS).tokens == sum(TOKENS)
+    folder = tmp_path / "data"
+    assert kept_catalogue(folder, catalogue.dataset_hash) is None
+    keep_catalogue(folder, pack(catalogue))
+    assert kept_catalogue(folder, catalogue.dataset_hash) == catalogue
+    assert kept_catalogue(folder, sha256(b"another run")) is None
+    (folder / CATALOGUE_FILE).write_bytes(b"damaged")
+    assert kept_catalogue(folder, catalogue.dataset_hash) is None

@@ -1,0 +1,68 @@
+"""Two peers that bring no data: what they are leased comes from the bootstrap node and from each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.piece_cache import PieceCache
+from spes_p2p.data.trees import FolderPieces
+from spes_p2p.observe.events import Eval, Round, Step, Warning
+from tests import oracle
+from tests.swarm.micro import LOCAL, MICRO, Finished, config_of, dumping, local_swarm
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+NAMES = ("p0", "p1")
+ROUNDS = 4
+AGREED = ("swarm.min_peers=2", "swarm.experts_per_peer=4")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished:
+    folder = tmp_path_factory.mktemp("no-data")
+    with local_swarm(folder) as swarm:
+        swarm.bootstrap("tiny", tokens, [*MICRO, *AGREED])
+        for name in NAMES:
+            arguments = [*dumping(folder, name), "--rounds", str(ROUNDS), "--max-disk", "100MB", *LOCAL]
+            swarm.peer(name, None, arguments)
+        swarm.wait_for_end(NAMES, 180.0)
+        events = {name: [event for _, event in swarm.processes[name].seen] for name in NAMES}
+    return Finished(folder, config_of(AGREED), events)
+
+
+def test_they_train_the_same_rounds_with_the_same_bits(finished: Finished) -> None:
+    rounds = finished.of(Round)
+    hashes = [{event.round: event.model_hash for event in rounds[name]} for name in NAMES]
+    assert hashes[0] == hashes[1]
+    assert set(hashes[0]) >= {ROUNDS}
+    assert all(event.roster_size == 2 for event in rounds["p0"])
+    assert all(finished.of(Step)[name] for name in NAMES)
+    assert oracle.check_dumps(finished.folder / "dumps", finished.config.sync.tile_values)
+
+
+def test_somebody_measured_the_held_out_loss(finished: Finished) -> None:
+    assert any(finished.of(Eval).values())
+    said = [event.message for events in finished.of(Warning).values() for event in events]
+    assert not [text for text in said if "was not evaluated" in text]
+
+
+def test_data_is_counted_apart(finished: Finished) -> None:
+    for name in NAMES:
+        rounds = finished.of(Round)[name]
+        received = sum(event.data_bytes_received for event in rounds)
+        assert received > 0
+        assert all(event.bytes_received > 0 for event in rounds)
+
+
+def test_what_they_keep_is_the_runs_data(finished: Finished, tokens: Path) -> None:
+    """Piece by piece, and no more than they were leased: nobody has the whole dataset."""
+    whole = FolderPieces.open(Dataset.open(tokens), finished.folder / "own", lambda text: None)
+    for name in NAMES:
+        cache = PieceCache(finished.folder / name / "data", whole.grid, 10**8)
+        assert 0 < cache.held <= whole.held
+        found = [piece for piece in range(whole.held) if cache.find(piece) is not None]
+        assert len(found) == cache.held
+        assert all(cache.find(piece) == whole.find(piece) for piece in found)
+        cache.close()
