@@ -59,4 +59,4 @@ def bootstrap(
         parse_limit(max_download, "--max-download"),
     )
     options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive, init_from)
-    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))
+    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, with the address:\n  {command}\n"))

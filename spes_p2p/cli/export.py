@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import MADDRS, Fingerprint, RunId
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId
 from spes_p2p.cli.showing import shown_bytes
 
 
@@ -22,10 +23,6 @@ class Dtype(StrEnum):
 
 DtypeOption = Annotated[Dtype, typer.Option(help="Type of the values written; fp32 is exact.")]
 MaxShardSize = Annotated[str, typer.Option(metavar="5GB", help="Largest size of one safetensors file.")]
-OptionalPeers = Annotated[
-    list[str] | None,
-    typer.Option("--initial-peers", metavar=MADDRS, help="Take the newest state of the live run.", show_default=False),
-]
 CheckpointFolder = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="A peer's output folder, or one of its checkpoints.", show_default=False),
@@ -42,6 +39,7 @@ TokenizerOption = Annotated[
 
 def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
+    invitation: Invitation = None,
     checkpoint: CheckpointFolder = None,
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
@@ -55,17 +53,18 @@ def export(
     Example: spes-p2p export --checkpoint peer --output my-model --dtype bf16
     """
     from spes_p2p.peer.export import ExportOptions, run_export
-    from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.peer.options import NetworkOptions, meeting
     from spes_p2p.peer.stopping import INTERRUPTED, Stopped
     from spes_p2p.planning.units import parse_bytes
 
-    one_source(checkpoint, initial_peers)
+    run = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
+    one_source(checkpoint, run.addresses)
     options = ExportOptions(
         output,
         checkpoint,
-        NetworkOptions(tuple(initial_peers or ()), client_mode=True, use_relay=False),
-        run_id,
-        fingerprint,
+        NetworkOptions(run.addresses, client_mode=True, use_relay=False),
+        run.run_id,
+        run.fingerprint,
         dtype.value,
         parse_bytes(max_shard_size, "--max-shard-size"),
         tokenizer,
@@ -78,10 +77,12 @@ def export(
     typer.echo(f"{output}: run {facts.run_id}, round {facts.round}, step {facts.step:,}, state {facts.state_root[:10]}")
 
 
-def one_source(checkpoint: Path | None, initial_peers: list[str] | None) -> None:
+def one_source(checkpoint: Path | None, addresses: Sequence[str]) -> None:
     """Raises ConfigError unless exactly one place is given to take the model from."""
     from spes_p2p.errors import ConfigError
 
-    if (checkpoint is None) == (not initial_peers):
-        what = "both --checkpoint and --initial-peers are" if initial_peers else "no --checkpoint is"
-        raise ConfigError(f"{what} given", fix="give the folder of a checkpoint, or --initial-peers of a live run")
+    if (checkpoint is None) == (not addresses):
+        what = "both --checkpoint and a live run are" if addresses else "no --checkpoint is"
+        raise ConfigError(
+            f"{what} given", fix="give the folder of a checkpoint, or the invitation to a live run (or --initial-peers)"
+        )

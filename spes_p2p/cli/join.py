@@ -12,19 +12,24 @@ from spes_p2p.cli.arguments import (
     Fingerprint,
     HostMaddrs,
     IdentityPath,
-    InitialPeers,
     MaxDownload,
     MaxUpload,
+    OptionalPeers,
     RunId,
     UseRelay,
 )
 
 
 def join(
-    initial_peers: InitialPeers,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Own choices such as output.tensorboard=true.", show_default=False)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[INVITE] [KEY=VALUE]...",
+            help="The word that the organiser sent you; own choices such as output.tensorboard=true.",
+            show_default=False,
+        ),
     ] = None,
+    initial_peers: OptionalPeers = None,
     data: Annotated[str | None, typer.Option(help="Folder of the run's token shards.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
     run_id: RunId = None,
@@ -51,14 +56,24 @@ def join(
 ) -> None:
     """Trains in a run until Ctrl-C; then says goodbye to the others and ends within ten seconds.
 
-    Example: spes-p2p join --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/Qm... --data shards --output peer
+    Example: spes-p2p join spes1... --data shards --output peer
     """
     import sys
 
-    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, parse_columns, parse_limit
+    from spes_p2p.peer.options import (
+        DEFAULT_HOST_MADDRS,
+        NetworkOptions,
+        PeerOptions,
+        meeting,
+        parse_columns,
+        parse_limit,
+        split_words,
+    )
 
+    invites, overrides = split_words(words or ())
+    found = meeting(invites, initial_peers or (), run_id, fingerprint)
     network = NetworkOptions(
-        tuple(initial_peers),
+        found.addresses,
         tuple(host_maddrs or DEFAULT_HOST_MADDRS),
         tuple(announce_maddrs or ()),
         identity_path,
@@ -71,8 +86,8 @@ def join(
         network=network,
         output=output,
         data=data,
-        run_id=run_id,
-        fingerprint=fingerprint,
+        run_id=found.run_id,
+        fingerprint=found.fingerprint,
         owned_experts=None if owned_experts is None else parse_columns(owned_experts),
         max_experts=max_experts,
         device=device,
@@ -80,8 +95,9 @@ def join(
         resume=resume,
         rounds=rounds,
         dump_rounds=dump_rounds,
-        overrides=tuple(overrides or ()),
+        overrides=overrides,
         config_path=config,
+        organiser=found.organiser,
     )
     from spes_p2p.ids import short
     from spes_p2p.observe.events import EventBus  # now: what is wrong with the flags is known at once

@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "quickstart": "spes_p2p.cli.quickstart:quickstart",
     "join": "spes_p2p.cli.join:join",
     "bootstrap": "spes_p2p.cli.bootstrap:bootstrap",
+    "invite": "spes_p2p.cli.invite:invite",
     "plan": "spes_p2p.cli.plan:plan",
     "status": "spes_p2p.cli.status:status",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",

@@ -22,13 +22,16 @@ from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
+from spes_p2p.peer.inviting import INVITE_FILE, invite_of
 from spes_p2p.peer.options import NetworkOptions, config_path
 from spes_p2p.peer.start_state import make_start, start_from
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
+from spes_p2p.state.files import write_whole
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.invite import to_be_shown
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
@@ -164,8 +167,16 @@ async def _organise(
         stack.push_async_callback(announcer.stop)
         await announcer.start()
         _introduce(config, info, chain, say)
+        _invite(options.folder, info, network.transport.addresses, say)
         ready(join_command(network.transport.addresses, info))
         await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))
+
+
+def _invite(folder: Path, info: RunInfo, addresses: tuple[str, ...], say: Say) -> None:
+    """Says the invitation and keeps it, for `spes-p2p invite`."""
+    word = invite_of(info, addresses)
+    write_whole(folder / INVITE_FILE, f"{word}\n".encode())
+    say(f"volunteers join with:\n  spes-p2p join {word}")
 
 
 async def _make_initial(store: StateStore, layout: Layout, config: Config, init_from: Path | None, say: Say) -> None:
@@ -230,10 +241,9 @@ def _describer(
 
 
 def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
-    """What a volunteer types; loopback addresses only where there are no others."""
-    outside = [address for address in addresses if "/127.0.0.1/" not in address and "/::1/" not in address]
+    """What a volunteer types who has no invitation; loopback addresses only where there are no others."""
     flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
-    return shlex.join(["spes-p2p", "join", "--initial-peers", *(outside or addresses), *flags])
+    return shlex.join(["spes-p2p", "join", "--initial-peers", *to_be_shown(addresses), *flags])
 
 
 async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:

@@ -221,6 +221,7 @@ class Connection:
             self._say(said)
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
+        _check_organiser(options.organiser, self._info)
         if expected is not None:
             _check_same(expected, agreed, self._info)
         overrides = list(options.overrides)
@@ -238,7 +239,8 @@ class Connection:
         """What can be checked before anybody is asked; the config that the run must have, where one was given."""
         options = self._options
         if not options.network.initial_peers:
-            raise ConfigError("no initial peer is given", fix="give --initial-peers the address the organiser printed")
+            fix = "give the word that the organiser printed: spes-p2p join spes1..."
+            raise ConfigError("no invitation is given", fix=fix)
         split_overrides(options.overrides)
         return None if options.config_path is None else load_config(config_path(options.config_path))
 
@@ -368,6 +370,15 @@ class Connection:
             await self._network.close()
         if self._disk is not None:
             self._disk.store.close()
+
+
+def _check_organiser(expected: PeerId | None, info: RunInfo) -> None:
+    """Raises RemoteProtocolError where the run is not that of the organiser who invited."""
+    if expected not in (None, info.organiser):
+        raise RemoteProtocolError(
+            f"run {info.run_id} is of the organiser {info.organiser}, the invitation of {expected}",
+            fix="ask who invited you for another invitation",
+        )
 
 
 def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:
