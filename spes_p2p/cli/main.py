@@ -21,6 +21,7 @@ from spes_p2p.errors import SpesError
 COMMANDS: Mapping[str, str] = {
     "quickstart": "spes_p2p.cli.quickstart:quickstart",
     "join": "spes_p2p.cli.join:join",
+    "doctor": "spes_p2p.cli.doctor:doctor",
     "bootstrap": "spes_p2p.cli.bootstrap:bootstrap",
     "invite": "spes_p2p.cli.invite:invite",
     "plan": "spes_p2p.cli.plan:plan",

@@ -15,7 +15,9 @@ from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
 from spes_p2p.observe.sinks import file_sinks
+from spes_p2p.peer.checks import insist
 from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.options import PeerOptions
@@ -80,9 +82,11 @@ def _run_connected(
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks:
             memory = measure(device, ranks.world_size)
-            config, words = fit_config(config, options, memory)
+            agreed = config
+            config, words = fit_config(agreed, options, memory)
             if words:
                 say(words)
+            insist(fitness_of(agreed, config, words, options, memory), say)
             fit = columns_that_fit(config, memory)
             # memory runs out here, before others count on us
             with closing(Trainer(config, connection.layout, device, ranks)) as trainer:
