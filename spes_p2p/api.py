@@ -119,7 +119,7 @@ class Peer:
         """Trains until `rounds` of the options are committed, or Ctrl-C. `on_event` hears of every step and round."""
         bus = EventBus(_Caller(on_event))
         try:
-            run_peer(self._options, bus, say, lambda peer, steps_per_round: None)
+            run_peer(self._options, bus, say, lambda running: None)
         finally:
             bus.close()
 

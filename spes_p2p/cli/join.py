@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +20,14 @@ from spes_p2p.cli.arguments import (
     RunId,
     UseRelay,
 )
+
+
+class LogFormat(StrEnum):
+    """How a running peer tells what happens."""
+
+    AUTO = "auto"
+    TEXT = "text"
+    JSON = "json"
 
 
 def join(
@@ -53,13 +63,22 @@ def join(
     use_relay: UseRelay = True,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="HOURS", help="Train in these hours alone, such as 22:00-08:00.", show_default=False),
+    ] = None,
+    pause_on_battery: Annotated[
+        bool, typer.Option("--pause-on-battery", help="Train on mains power alone, where that can be known.")
+    ] = False,
+    nice: Annotated[int, typer.Option(help="Give way to other programs: 0 (not) to 19 (to all).", min=0, max=19)] = 0,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="A full screen on a terminal and lines elsewhere (auto), lines, or JSON lines.")
+    ] = LogFormat.AUTO,
 ) -> None:
     """Trains in a run until Ctrl-C; then says goodbye to the others and ends within ten seconds.
 
     Example: spes-p2p join spes1... --data shards --output peer
     """
-    import sys
-
     from spes_p2p.peer.options import (
         DEFAULT_HOST_MADDRS,
         NetworkOptions,
@@ -69,6 +88,7 @@ def join(
         parse_limit,
         split_words,
     )
+    from spes_p2p.peer.pausing import Schedule
 
     invites, overrides = split_words(words or ())
     found = meeting(invites, initial_peers or (), run_id, fingerprint)
@@ -98,24 +118,14 @@ def join(
         overrides=overrides,
         config_path=config,
         organiser=found.organiser,
+        schedule=None if schedule is None else Schedule.parse(schedule),
+        pause_on_battery=pause_on_battery,
     )
-    from spes_p2p.ids import short
-    from spes_p2p.observe.events import EventBus  # now: what is wrong with the flags is known at once
-    from spes_p2p.observe.progress import progress_sink
+    if nice:
+        # before there are threads and children, which have it then too
+        os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+    from spes_p2p.cli.watching import Watching  # now: what is wrong with the flags is known at once
     from spes_p2p.peer.run import run_peer
 
-    bus = EventBus()
-
-    def say(text: str) -> None:
-        sys.stdout.write(f"{text}\n")  # which is above the live display while there is one
-        sys.stdout.flush()
-
-    try:
-        run_peer(
-            options,
-            bus,
-            say,
-            lambda peer, steps_per_round: bus.add(progress_sink(short(peer), steps_per_round, sys.stdout)),
-        )
-    finally:
-        bus.close()
+    with Watching(log_format) as watching:
+        run_peer(options, watching.bus, watching.say, watching.show, watching.pause)

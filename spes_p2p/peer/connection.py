@@ -110,6 +110,7 @@ class Connection:
         self._network: HivemindNetwork | None = None
         self._disk: Disk | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._paused = False
 
     @classmethod
     def open(
@@ -159,6 +160,10 @@ class Connection:
         core, now = self.driver.core, self.clock.now()
         contacts = list(core.contacts.items())
         return [contact.status for peer, contact in contacts if core.alive(peer, now)]
+
+    def known(self) -> dict[PeerId, PeerRecord]:
+        """What the nodes of the run last said of themselves in the DHT."""
+        return dict(self._announcer.known) if self._announcer is not None else {}
 
     def lost_round(self) -> int | None:
         """The newest round by the word of the bootstrap node, where nobody who is heard has its state."""
@@ -247,7 +252,8 @@ class Connection:
     async def _enter(self, columns_that_fit: int) -> Commit:
         network, config, info = self._network, self.config, self._info
         assert network is not None
-        intent = self.intent = self._first_intent(columns_that_fit)
+        self.intent = self._first_intent(columns_that_fit)
+        intent = self._wished()
         sealer, checker = KeySealer(network.signer), EnvelopeChecker(network.verifier)
         self._announcer = Announcer(
             info, network.transport, network.directory, self._describe, self._newest, self.gate.failed, self._contacts,
@@ -289,6 +295,7 @@ class Connection:
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
+        self._tell()  # it may have been paused meanwhile
         return place.tip
 
     def _first_intent(self, columns_that_fit: int) -> Intent:
@@ -346,13 +353,28 @@ class Connection:
         if self._options.max_experts is not None or fit >= self.intent.max_columns:
             return False
         self.intent = replace(self.intent, max_columns=fit)
-        self.gate.wish(self.intent)
+        self._tell()
         return True
+
+    def pause(self, paused: bool) -> None:
+        """Who does not train asks for no columns: others take them over, if there are any. For any thread."""
+        self._paused = paused and (self._driver is None or self._has_company())
+        self._tell()
 
     def leave(self) -> None:
         """Tells the others that this peer goes; what it has trained so far counts."""
         self.intent = replace(self.intent, leaving=True)
-        self.gate.wish(self.intent)
+        self._tell()
+
+    def _has_company(self) -> bool:
+        return any(status.intent.joining and not status.intent.leaving for status in self.others())
+
+    def _wished(self) -> Intent:
+        return replace(self.intent, max_columns=0, claims=()) if self._paused else self.intent
+
+    def _tell(self) -> None:
+        if self._driver is not None:
+            self.gate.wish(self._wished())
 
     def close(self) -> None:
         """Ends driver, records and network. What is on disk stays."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from spes_p2p.config.load import bundled_config
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
+from spes_p2p.peer.pausing import Schedule
 from spes_p2p.planning.units import parse_rate
 from spes_p2p.swarm.invite import Invite, decode, looks_like_invite
 from spes_p2p.swarm.pacing import LEAST_BYTES_PER_SECOND
@@ -90,7 +91,7 @@ class PeerOptions:
     be signed with (None: whom the run names, which its fingerprint covers). `owned_experts`: columns to claim
     (None: none by number). `max_experts`: most columns that it ever owns (None: what fits into memory). `rounds`: stop
     once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
-    out of each round. `config_path`: the run must have this config.
+    out of each round. `config_path`: the run must have this config. `schedule`: hours in which to train (None: all).
     """
 
     network: NetworkOptions
@@ -108,6 +109,8 @@ class PeerOptions:
     overrides: tuple[str, ...] = ()
     config_path: Path | None = None
     organiser: PeerId | None = None
+    schedule: Schedule | None = None
+    pause_on_battery: bool = False
 
 
 def parse_limit(text: str | None, flag: str) -> float | None:

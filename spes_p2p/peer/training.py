@@ -24,6 +24,7 @@ from spes_p2p.observe.events import Eval, Event, Step, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
 from spes_p2p.peer.handover import HandOver
+from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
@@ -37,6 +38,8 @@ from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
 
 REPORT_SECONDS = 1.0
+PAUSE_GRACE_SECONDS = 15.0
+PAUSE_LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 15.0
 """A newcomer that has waited so long is told why."""
 
@@ -81,9 +84,14 @@ class TrainingLoop:
         dump: RoundDump | None,
         last_round: int | None,
         tasks: TaskRunner | None = None,
+        pause: PauseSwitch | None = None,
     ) -> None:
-        """`tasks` evaluates the newest checkpoint beside the training, when it is this peer's turn."""
+        """`tasks` evaluates the newest checkpoint beside the training, when it is this peer's turn.
+
+        While `pause` says so nothing is trained: the peer is ready with what it has, and follows the rounds.
+        """
         self._tasks = tasks
+        self._pause = pause or PauseSwitch()
         self._connection = connection
         self._gate = connection.gate
         self._config = config
@@ -166,10 +174,11 @@ class TrainingLoop:
         turn = self._turn
         if turn is None or not self._connection.is_member():
             return
-        if self._handed_in != turn.head:
-            if not self._connection.others():
-                self._save(turn.manifest, turn.base, self.uncounted, final=True)
-                return
+        is_new = self._handed_in != turn.head
+        if (is_new or not self.uncounted.tokens) and not self._connection.others():
+            self._save(turn.manifest, turn.base, self.uncounted, final=True)
+            return
+        if is_new:
             self._train_one_step()
             self._hand_in(turn)
         self._connection.leave()
@@ -226,16 +235,38 @@ class TrainingLoop:
     # ---------------------------------------------------------------- one round
 
     def _train(self) -> None:
+        while self._train_until_paused():
+            continue
+
+    def _train_until_paused(self) -> bool:
+        """Trains the rest of the round and hands in; whether a short pause was all that ended it."""
         turn = self._turn
         assert turn is not None
         wanted = turn.manifest.steps_per_round - self._trainer.round_steps
         self._started = time.monotonic()
-        work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.should_stop, self._on_step, self._emit)
+        work = run_inner_steps(self._trainer, self._loader, wanted, self._should_stop, self._on_step, self._emit)
         self.uncounted.tokens += work.tokens
         self.uncounted.steps += work.steps
         self._look_at_memory(work.steps)
+        if self._pause.active and self._is_short():
+            return True
+        if self._pause.active:
+            self._connection.progress.tokens_per_second = 0.0
+        if self._pause.active and turn.owned:
+            self._train_one_step()
         if not self._gate.stopping:  # how to leave is decided in `_leave`
             self._hand_in(turn, work.seconds)
+        return False
+
+    def _is_short(self) -> bool:
+        """Waits for a moment whether a pause is over again: once handed in, a peer trains in the next round only."""
+        until = time.monotonic() + PAUSE_GRACE_SECONDS
+        while self._pause.active and not self._gate.should_stop() and time.monotonic() < until:
+            self._pause.wait(PAUSE_LOOK_SECONDS)
+        return not self._pause.active and not self._gate.should_stop()
+
+    def _should_stop(self) -> bool:
+        return self._pause.active or self._gate.should_stop()
 
     def _look_at_memory(self, steps: int) -> None:
         """Owns no more from now on than the steps that were made leave room for."""
@@ -397,7 +428,8 @@ class TrainingLoop:
                 self._evaluate(manifest)
             self._trainer.adopt(owned, carried or masters, manifest.step)
             self._moments.take(manifest, new)
-            self._save(manifest, base, self.uncounted)
+            if not self._pause.active or new or self.uncounted.tokens:  # else a former checkpoint has all that counts
+                self._save(manifest, base, self.uncounted)
         self._gate.use(manifest.round)
         if not self._is_ahead and self._evaluates(manifest):
             self._evaluate(manifest)
@@ -423,6 +455,8 @@ class TrainingLoop:
 
     def _is_evaluator(self, manifest: Manifest) -> bool:
         """One peer whose model is the committed one; without exchange everybody, since each has a model of its own."""
+        if self._pause.active:
+            return False
         if not self._config.sync.enabled:
             return True
         order = leader_order(manifest_hash(manifest), manifest.members)
