@@ -36,6 +36,7 @@ from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit
+from spes_p2p.sync.ending import ENDING_FILE, EndingWatch, SignedEnding, keep_ending, load_ending
 from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
@@ -166,6 +167,9 @@ async def _organise(
         announcer = Announcer(info, network.transport, network.directory, describe, newest, _once(trouble), members)
         stack.push_async_callback(announcer.stop)
         await announcer.start()
+        ending = _watch_ending(folder / ENDING_FILE, info, network, say, _once(trouble))
+        stack.push_async_callback(ending.stop)
+        await ending.start()
         _introduce(config, info, chain, say)
         _invite(options.folder, info, network.transport.addresses, say)
         ready(join_command(network.transport.addresses, info))
@@ -177,6 +181,19 @@ def _invite(folder: Path, info: RunInfo, addresses: tuple[str, ...], say: Say) -
     word = invite_of(info, addresses)
     write_whole(folder / INVITE_FILE, f"{word}\n".encode())
     say(f"volunteers join with:\n  spes-p2p join {word}")
+
+
+def _watch_ending(
+    path: Path, info: RunInfo, network: HivemindNetwork, say: Say, failed: Callable[[BaseException], None]
+) -> EndingWatch:
+    """What `spes-p2p run stop` has signed is kept, and told to whoever comes."""
+    check = EnvelopeChecker(network.verifier).check
+
+    def told(signed: SignedEnding) -> None:
+        say(f"the run ends with round {signed.ending.last_round}, by our key: nobody can join it after that")
+        keep_ending(path, signed)
+
+    return EndingWatch(info, network.directory, check, told, failed, load_ending(path, info, check))
 
 
 async def _make_initial(store: StateStore, layout: Layout, config: Config, init_from: Path | None, say: Say) -> None:

@@ -34,6 +34,7 @@ from spes_p2p.sync.core.messages import Commit, Intent, Status
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
+from spes_p2p.sync.ending import EndingWatch, SignedEnding, read_ending
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
@@ -111,6 +112,9 @@ class Connection:
         self._disk: Disk | None = None
         self._watch: asyncio.Task[None] | None = None
         self._paused = False
+        self._ending: EndingWatch | None = None
+        self.last_round: int | None = None
+        """After which the organiser has ended the run."""
 
     @classmethod
     def open(
@@ -227,6 +231,7 @@ class Connection:
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
         _check_organiser(options.organiser, self._info)
+        await self._check_not_over(group.round)
         if expected is not None:
             _check_same(expected, agreed, self._info)
         overrides = list(options.overrides)
@@ -239,6 +244,21 @@ class Connection:
         column_budget(options, self.config.swarm.experts_per_peer, 0, self.layout.num_columns)
         self._say(f"run {self._info.run_id}, fingerprint {self._info.fingerprint.hex()[:16]}")
         return self.config, self._info
+
+    async def _check_not_over(self, round: int) -> None:
+        assert self._network is not None
+        check = EnvelopeChecker(self._network.verifier).check
+        ended = await read_ending(self._network.directory, self._info, check, ANSWER_SECONDS)
+        if ended is not None and round >= ended.ending.last_round:
+            raise ConfigError(
+                f"run {self._info.run_id} is over: its organiser has ended it with round {ended.ending.last_round}",
+                fix="take its model with spes-p2p export, or ask for an invitation to another run",
+            )
+
+    def _note_end(self, signed: SignedEnding) -> None:
+        self.last_round = signed.ending.last_round
+        text = f"the organiser ends the run with round {self.last_round}: then this peer saves and goes"
+        self.gate.notice(Notice("ending", text))
 
     def _check_options(self) -> Config | None:
         """What can be checked before anybody is asked; the config that the run must have, where one was given."""
@@ -295,6 +315,8 @@ class Connection:
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
+        self._ending = EndingWatch(info, network.directory, checker.check, self._note_end, self.gate.failed)
+        await self._ending.start()
         self._tell()  # it may have been paused meanwhile
         return place.tip
 
@@ -384,6 +406,8 @@ class Connection:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
+        if self._ending is not None:
+            await self._ending.stop()
         if self._driver is not None:
             await self._driver.stop()
         if self._announcer is not None:

@@ -77,7 +77,7 @@ class LiveFacts:
             contributors=contributors,
             swarm_tokens=tip.tokens,
             swarm_tokens_per_second=self._speed(connection.known()),
-            leaving=connection.gate.stopping,
+            leaving=connection.gate.stopping or (connection.last_round or tip.round + 1) <= tip.round,
         )
 
     def _speed(self, known: dict[PeerId, PeerRecord]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,6 +66,8 @@ class PauseSwitch:
         self._changed = threading.Event()
         self._why: dict[str, str] = {}
         self._overridden: set[str] = set()
+        self.since = float("-inf")
+        """When it last changed, monotonic seconds."""
         self._listeners: list[Callable[[str], None]] = []
 
     @property
@@ -110,6 +113,7 @@ class PauseSwitch:
         self._changed.clear()
 
     def _tell(self, why: str) -> None:
+        self.since = time.monotonic()
         self._changed.set()
         for listener in self._listeners:
             listener(why)

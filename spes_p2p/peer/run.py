@@ -155,6 +155,8 @@ def _train(
         carried = resumed.columns_ahead(tip.manifest, me, connection.layout, connection.disk, trainer)
     try:
         loop.run(tip.manifest, exactly, carried)
+        if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
+            say(f"the run is over; its model: spes-p2p export --checkpoint {options.output} --output MODEL")
     finally:
         if tasks is not None:
             tasks.close()

@@ -134,6 +134,7 @@ class TrainingLoop:
             elif self._turn is None:
                 self._explain_waiting()
         if self._is_over():
+            self._save_end()
             self._linger()
         else:
             self._leave()
@@ -153,7 +154,18 @@ class TrainingLoop:
             self._emit(Warning(text))
 
     def _is_over(self) -> bool:
-        return self._last_round is not None and self._taken >= self._last_round
+        return self._end is not None and self._taken >= self._end
+
+    @property
+    def _end(self) -> int | None:
+        """The round with which this peer is done: by its own choice, or because the organiser ends the run."""
+        known = [last for last in (self._last_round, self._connection.last_round) if last is not None]
+        return min(known, default=None)
+
+    def _save_end(self) -> None:
+        """A run that is over is kept, however seldom checkpoints are saved."""
+        if self._turn is not None and self._connection.last_round is not None:
+            self._save(self._turn.manifest, self._turn.base, self.uncounted, final=True)
 
     def _linger(self) -> None:
         """Serves the others until they have the last round too; the bootstrap node hears of it with a heartbeat."""
@@ -161,7 +173,7 @@ class TrainingLoop:
         told, until = now + 2 * self._config.swarm.heartbeat_seconds, now + LINGER_SECONDS
         while time.monotonic() < until and not self._gate.stopping:
             others = self._connection.others()
-            if time.monotonic() > told and all(status.round >= (self._last_round or 0) for status in others):
+            if time.monotonic() > told and all(status.round >= (self._end or 0) for status in others):
                 break
             self._gate.wait(time.monotonic() + 0.2)
 
@@ -254,19 +266,19 @@ class TrainingLoop:
             self._connection.progress.tokens_per_second = 0.0
         if self._pause.active and turn.owned:
             self._train_one_step()
-        if not self._gate.stopping:  # how to leave is decided in `_leave`
+        if not self._gate.stopping and not self._is_over():  # how to leave is decided in `_leave`
             self._hand_in(turn, work.seconds)
         return False
 
     def _is_short(self) -> bool:
         """Waits for a moment whether a pause is over again: once handed in, a peer trains in the next round only."""
-        until = time.monotonic() + PAUSE_GRACE_SECONDS
+        until = self._pause.since + PAUSE_GRACE_SECONDS
         while self._pause.active and not self._gate.should_stop() and time.monotonic() < until:
             self._pause.wait(PAUSE_LOOK_SECONDS)
         return not self._pause.active and not self._gate.should_stop()
 
     def _should_stop(self) -> bool:
-        return self._pause.active or self._gate.should_stop()
+        return self._pause.active or self._gate.should_stop() or self._is_over()
 
     def _look_at_memory(self, steps: int) -> None:
         """Owns no more from now on than the steps that were made leave room for."""

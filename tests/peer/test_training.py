@@ -91,7 +91,7 @@ class Story:
                 store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain
             ),
             others=lambda: self.others,
-            lost_round=lambda: self.lost_round, is_archive_behind=lambda round: False,
+            lost_round=lambda: self.lost_round, last_round=None, is_archive_behind=lambda round: False,
             progress=SimpleNamespace(tokens=0, tokens_per_second=0.0), leave=self._leave, limit_columns=self._limit,
         )  # fmt: skip
 
@@ -198,6 +198,15 @@ def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(
     story.play()
     assert [(work.ready, work.steps) for work in story.ready] == [(True, 2), (True, 0), (True, 0), (True, STEPS)]
     assert [manifest.round for manifest, _, _, final, _ in story.saved if not final] == [0, 3]
+
+
+def test_only_the_beginning_of_a_pause_is_waited_out(story: Story) -> None:
+    story.pause.toggle()
+    story.pause.since -= PAUSE_GRACE_SECONDS
+    story.pause.wait = lambda seconds: pytest.fail("waited")  # type: ignore[method-assign]
+    story.on_ready = lambda work: story.gate.stop() if story.round == 2 else story.commit(counted=False)
+    story.play()
+    assert [work.steps for work in story.ready] == [0, 0, 0]
 
 
 def test_a_pause_of_a_moment_costs_nothing_of_the_round(story: Story) -> None:
