@@ -1,6 +1,6 @@
 """Where events are written: `metrics.jsonl`, lines of text, TensorBoard, Weights & Biases; and reading the file again.
 
-TensorBoard and wandb are optional and loaded only when asked for. The live terminal display is in `progress`.
+TensorBoard and wandb are optional and loaded only when asked for. The live screen is in `live`.
 """
 
 from __future__ import annotations
