@@ -50,7 +50,8 @@ class Watching:
         """The peer is in: from now on it is worth looking at."""
         if self._json is not None:
             return
-        if self._format == "text" or not sys.stdout.isatty():
+        console = Console()
+        if self._format == "text" or not console.is_terminal or console.is_dumb_terminal:
             self.bus.add(PlainLines(sys.stdout))
             return
         hears = can_hear_keys()
@@ -58,7 +59,7 @@ class Watching:
             running.run_id, short(running.peer), __version__, running.steps_per_round, running.facts, keys=hears
         )
         actions = {"p": self.pause.toggle, "q": _leave}
-        self._screen = LiveScreen(model, Console(), actions, sys.stdin.fileno() if hears else None)
+        self._screen = LiveScreen(model, console, actions, sys.stdin.fileno() if hears else None)
         stopping.before_hard_end.append(self._screen.abandon)
         self.bus.add(self._screen)
 

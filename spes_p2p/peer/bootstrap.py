@@ -16,7 +16,7 @@ from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
@@ -191,7 +191,10 @@ def _watch_ending(
 
     def told(signed: SignedEnding) -> None:
         say(f"the run ends with round {signed.ending.last_round}, by our key: nobody can join it after that")
-        keep_ending(path, signed)
+        try:
+            keep_ending(path, signed)
+        except StorageFull as error:  # the peers that have heard of it repeat it meanwhile
+            say(f"the end of the run is not kept: {error}")
 
     return EndingWatch(info, network.directory, check, told, failed, load_ending(path, info, check))
 

@@ -112,6 +112,7 @@ class Connection:
         self._disk: Disk | None = None
         self._watch: asyncio.Task[None] | None = None
         self._paused = False
+        self._is_in = False
         self._ending: EndingWatch | None = None
         self.last_round: int | None = None
         """After which the organiser has ended the run."""
@@ -248,7 +249,10 @@ class Connection:
     async def _check_not_over(self, round: int) -> None:
         assert self._network is not None
         check = EnvelopeChecker(self._network.verifier).check
-        ended = await read_ending(self._network.directory, self._info, check, ANSWER_SECONDS)
+        try:
+            ended = await read_ending(self._network.directory, self._info, check, ANSWER_SECONDS)
+        except NetworkError:  # it is looked for again when we are in
+            return
         if ended is not None and round >= ended.ending.last_round:
             raise ConfigError(
                 f"run {self._info.run_id} is over: its organiser has ended it with round {ended.ending.last_round}",
@@ -317,6 +321,7 @@ class Connection:
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
         self._ending = EndingWatch(info, network.directory, checker.check, self._note_end, self.gate.failed)
         await self._ending.start()
+        self._is_in = True
         self._tell()  # it may have been paused meanwhile
         return place.tip
 
@@ -380,7 +385,7 @@ class Connection:
 
     def pause(self, paused: bool) -> None:
         """Who does not train asks for no columns: others take them over, if there are any. For any thread."""
-        self._paused = paused and (self._driver is None or self._has_company())
+        self._paused = paused and (not self._is_in or self._has_company())
         self._tell()
 
     def leave(self) -> None:
@@ -395,7 +400,7 @@ class Connection:
         return replace(self.intent, max_columns=0, claims=()) if self._paused else self.intent
 
     def _tell(self) -> None:
-        if self._driver is not None:
+        if self._is_in:
             self.gate.wish(self._wished())
 
     def close(self) -> None:

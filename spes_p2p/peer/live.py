@@ -29,6 +29,8 @@ class Contributions:
 
     def follow(self, newest: int) -> None:
         """Reads the rounds that it does not know yet; those of a damaged chain are left out."""
+        if any(round > newest for round in self._rounds):  # another history has won
+            self._rounds = {}
         for round in range(max(1, newest - ROUNDS_COUNTED + 1), newest + 1):
             if round not in self._rounds:
                 try:

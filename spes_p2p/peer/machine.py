@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -44,8 +45,12 @@ def find_disk(output: Path) -> Disk:
 
 def _held_bytes(folder: Path) -> int:
     """Of all files under it, those with several names counted once."""
-    found = [path.lstat() for path in folder.rglob("*")] if folder.is_dir() else []
-    return sum({stat.st_ino: stat.st_blocks * 512 for stat in found}.values())
+    found: dict[int, int] = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a running peer may have removed it
+            stat = path.lstat()
+            found[stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
 
 
 def _gpus() -> list[Gpu]:

@@ -83,6 +83,10 @@ class PauseSwitch:
         """`listener` gets `why` whenever training should stop or go on."""
         self._listeners.append(listener)
 
+    def close(self) -> None:
+        """Nobody listens any more: what they would do it to is about to end."""
+        self._listeners = []
+
     def set(self, name: str, why: str) -> None:
         """A reason comes (`why` is what people read), or goes (empty)."""
         with self._lock:
@@ -115,7 +119,7 @@ class PauseSwitch:
     def _tell(self, why: str) -> None:
         self.since = time.monotonic()
         self._changed.set()
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             listener(why)
 
 

@@ -158,6 +158,7 @@ def _train(
         if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
             say(f"the run is over; its model: spes-p2p export --checkpoint {options.output} --output MODEL")
     finally:
+        pause.close()
         if tasks is not None:
             tasks.close()
 

@@ -28,6 +28,8 @@ LEAST_CHARACTERS = 40
 """No shorter word is taken for an invitation: a folder may be named `spes1`."""
 _SHAPE = re.compile(rf"{MARK}(\d)(\w+)", re.IGNORECASE | re.ASCII)
 _TCP = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ADDRESS = re.compile(r"/[!-~]{1,256}")
 _FIX = "copy it again as a whole; whoever runs the bootstrap node prints it with: spes-p2p invite"
 
 
@@ -96,13 +98,15 @@ def _upgrade(found: re.Match[str]) -> str:
 
 def _invite(record: _Record) -> Invite:
     """Raises ValueError for a record that whoever made it had better not."""
-    if len(record.fingerprint) != FINGERPRINT_BYTES or not record.nodes:
-        raise ValueError("no fingerprint, or no address")
+    if len(record.fingerprint) != FINGERPRINT_BYTES or not record.nodes or not _RUN_ID.fullmatch(record.run_id):
+        raise ValueError("no fingerprint, no address, or no name of a run")
     addresses = tuple(
         f"{_address(packed)}/p2p/{base58.b58encode(node.peer or record.organiser).decode()}"
         for node in record.nodes
         for packed in node.addresses
     )
+    if not all(map(_ADDRESS.fullmatch, addresses)):  # they are shown on terminals
+        raise ValueError("an address that is none")
     organiser = PeerId(base58.b58encode(record.organiser).decode())
     return Invite(record.run_id, record.fingerprint, organiser, addresses[:MAX_ADDRESSES])
 

@@ -19,7 +19,7 @@ def word(organiser: Organiser) -> str:
 def changed(word: str, **fields: object) -> str:
     known = decode(word)
     values = {name: getattr(known, name) for name in ("run_id", "fingerprint", "organiser", "addresses")}
-    return encode(Invite(**(values | fields)))  # type: ignore[arg-type]
+    return encode(Invite(**(values | fields)))
 
 
 def test_the_bootstrap_node_says_it_and_prints_it_again(organiser: Organiser, word: str) -> None:

@@ -68,6 +68,13 @@ def test_whatever_bytes_have_a_right_checksum_end_in_an_invitation_or_an_error(d
         decode("spes1" + base58.b58encode_check(data).decode())
 
 
+def test_what_could_harm_a_terminal_is_not_taken() -> None:
+    for wrong in (Invite("ti\x1b[2Jny", bytes(16), ORGANISER, INVITE.addresses[:1]),
+                  Invite("tiny", bytes(16), ORGANISER, (f"/dns4/\x1b[2J/p2p/{ORGANISER}",))):  # fmt: skip
+        with pytest.raises(ConfigError):
+            decode(encode(wrong))
+
+
 @pytest.mark.parametrize("word", ["", "tiny", "/ip4/1.2.3.4/tcp/1", "a=b", "spes1" + "z" * 5000, "spes"])
 def test_other_words_are_no_invitations(word: str) -> None:
     with pytest.raises(ConfigError):

@@ -60,7 +60,7 @@ def test_the_limit_of_who_serves_is_kept() -> None:
 def test_one_at_a_time_and_so_much_an_hour() -> None:
     async def main() -> None:
         net = Net(1e9, 1e9)
-        slow, _ = await net.open(), await asyncio.sleep(0)
+        slow = await net.open()
         await write_frame(slow, b"V", b"\x91\xc2")
         await asyncio.sleep(0.1)
         with pytest.raises(RemoteProtocolError, match="busy"):
