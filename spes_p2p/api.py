@@ -30,7 +30,7 @@ from spes_p2p.observe.events import Event, EventBus
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
 from spes_p2p.peer.connection import open_network
 from spes_p2p.peer.export import ExportOptions, find_checkpoint, run_export
-from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path
+from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path, meeting
 from spes_p2p.peer.run import run_peer
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.report import RunReport, read_report
@@ -110,12 +110,15 @@ class Peer:
         host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS,
         **options: Any,
     ) -> None:
-        """`options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `resume`, `max_experts`.
+        """`initial_peers`: addresses, or an invitation.
 
+        `options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `resume`, `max_experts`.
         Where the run trains a model of its organiser's own, `model` is the same one.
         """
-        addresses = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
-        network = NetworkOptions(addresses, host_maddrs, use_relay=False)
+        words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        run = meeting((), words, options.pop("run_id", None), options.pop("fingerprint", None))
+        options |= {"run_id": run.run_id, "fingerprint": run.fingerprint, "organiser": run.organiser}
+        network = NetworkOptions(run.addresses, host_maddrs, use_relay=False)
         if options.get("data") is not None:
             options["data"] = str(options["data"])
         self._options = PeerOptions(network=network, output=Path(output), **options)
@@ -129,7 +132,7 @@ class Peer:
         """Trains until `rounds` of the options are committed, or Ctrl-C. `on_event` hears of every step and round."""
         bus = EventBus(_Caller(on_event))
         try:
-            run_peer(self._options, bus, say, lambda peer, steps_per_round: None)
+            run_peer(self._options, bus, say, lambda running: None)
         finally:
             bus.close()
 
@@ -148,10 +151,12 @@ class Swarm:
     def __init__(
         self, initial_peers: str | tuple[str, ...], run_id: str | None = None, fingerprint: str | None = None
     ) -> None:
-        addresses = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
-        self._network = NetworkOptions(addresses, client_mode=True, use_relay=False)
-        self._run_id = run_id
-        self._fingerprint = fingerprint
+        """`initial_peers`: addresses, or an invitation."""
+        words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        run = meeting((), words, run_id, fingerprint)
+        self._network = NetworkOptions(run.addresses, client_mode=True, use_relay=False)
+        self._run_id = run.run_id
+        self._fingerprint = run.fingerprint
 
     def status(self) -> RunReport:
         """Round, peers, columns with their owners, the newest certificate. Raises NetworkError."""

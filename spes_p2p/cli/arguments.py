@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.options import Meeting
 
 MADDRS = "MADDR [MADDR ...]"
 
@@ -21,9 +24,17 @@ def optional(text: str, metavar: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, show_default=False)
 
 
-InitialPeers = Annotated[
-    list[str],
-    typer.Option("--initial-peers", metavar=MADDRS, help="Addresses of live nodes of the run; any peer will do."),
+Invitation = Annotated[
+    str | None, typer.Argument(metavar="INVITE", help="The word that the organiser sent you.", show_default=False)
+]
+OptionalPeers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--initial-peers",
+        metavar=MADDRS,
+        help="Instead of an invitation: addresses of live nodes of the run; any peer will do.",
+        show_default=False,
+    ),
 ]
 HostMaddrs = Annotated[
     list[str] | None, optional("Where to listen (default: everywhere, a free port).", MADDRS, "--host-maddrs")
@@ -49,6 +60,19 @@ TokenizerOption = Annotated[
         "As for tokenize: byte, a file, a folder, a name on the hub (default: what the checkpoint names).", "NAME"
     ),
 ]
+
+
+def met(
+    invitation: str | None, initial_peers: Sequence[str] | None, run_id: str | None, fingerprint: str | None
+) -> Meeting:
+    """Where the run is found. Raises ConfigError where neither an invitation nor an address is given."""
+    from spes_p2p.errors import ConfigError
+    from spes_p2p.peer.options import meeting
+
+    found = meeting((invitation,) if invitation else (), tuple(initial_peers or ()), run_id, fingerprint)
+    if not found.addresses:
+        raise ConfigError("no invitation is given", fix="give the word that the organiser printed: spes1...")
+    return found
 
 
 class Command(TyperCommand):

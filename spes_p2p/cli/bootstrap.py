@@ -63,4 +63,4 @@ def bootstrap(
         parse_limit(max_download, "--max-download"),
     )
     options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive, init_from, serve=serve)
-    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nVolunteers join with:\n  {command}\n"))
+    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, with the address:\n  {command}\n"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, LivePeers, RunId, TokenizerOption
+from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, OptionalPeers, RunId, TokenizerOption
 from spes_p2p.cli.export import Dtype, DtypeOption, one_source
 from spes_p2p.cli.showing import shown_bytes
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 def evaluate(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="HF_DIR", help="A Hugging Face folder.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="HF_DIR|INVITE", help="A Hugging Face folder, or a live run.", show_default=False),
     ] = None,
     checkpoint: CheckpointFolder = None,
-    initial_peers: LivePeers = None,
+    initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     tokenizer: TokenizerOption = None,
@@ -52,13 +53,18 @@ def evaluate(
     """
     from spes_p2p.peer.evaluation import EvalOptions, run_eval
     from spes_p2p.peer.export import ExportOptions
-    from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.peer.options import NetworkOptions, meeting
     from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+    from spes_p2p.swarm.invite import looks_like_invite
 
+    invites: tuple[str, ...] = ()
+    if folder is not None and looks_like_invite(str(folder)):
+        invites, folder = (str(folder),), None
+    run = meeting(invites, initial_peers or (), run_id, fingerprint)
     if folder is None:
-        one_source(checkpoint, initial_peers)
-    network = NetworkOptions(tuple(initial_peers or ()), client_mode=True, use_relay=False)
-    source = ExportOptions(Path(), checkpoint, network, run_id, fingerprint, dtype.value, tokenizer=tokenizer)
+        one_source(checkpoint, run.addresses)
+    network = NetworkOptions(run.addresses, client_mode=True, use_relay=False)
+    source = ExportOptions(Path(), checkpoint, network, run.run_id, run.fingerprint, dtype.value, tokenizer=tokenizer)
     options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length, metrics, append)
     try:
         with shown_bytes() as report:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, LivePeers, RunId, TokenizerOption
+from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, Invitation, OptionalPeers, RunId, TokenizerOption
 from spes_p2p.cli.showing import shown_bytes
 
 
@@ -26,8 +27,9 @@ MaxShardSize = Annotated[str, typer.Option(metavar="5GB", help="Largest size of 
 
 def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
+    invitation: Invitation = None,
     checkpoint: CheckpointFolder = None,
-    initial_peers: LivePeers = None,
+    initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     dtype: DtypeOption = Dtype.FP32,
@@ -39,17 +41,18 @@ def export(
     Example: spes-p2p export --checkpoint peer --output my-model --dtype bf16
     """
     from spes_p2p.peer.export import ExportOptions, run_export
-    from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.peer.options import NetworkOptions, meeting
     from spes_p2p.peer.stopping import INTERRUPTED, Stopped
     from spes_p2p.planning.units import parse_bytes
 
-    one_source(checkpoint, initial_peers)
+    run = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
+    one_source(checkpoint, run.addresses)
     options = ExportOptions(
         output,
         checkpoint,
-        NetworkOptions(tuple(initial_peers or ()), client_mode=True, use_relay=False),
-        run_id,
-        fingerprint,
+        NetworkOptions(run.addresses, client_mode=True, use_relay=False),
+        run.run_id,
+        run.fingerprint,
         dtype.value,
         parse_bytes(max_shard_size, "--max-shard-size"),
         tokenizer,
@@ -62,10 +65,12 @@ def export(
     typer.echo(f"{output}: run {facts.run_id}, round {facts.round}, step {facts.step:,}, state {facts.state_root[:10]}")
 
 
-def one_source(checkpoint: Path | None, initial_peers: list[str] | None) -> None:
+def one_source(checkpoint: Path | None, addresses: Sequence[str]) -> None:
     """Raises ConfigError unless exactly one place is given to take the model from."""
     from spes_p2p.errors import ConfigError
 
-    if (checkpoint is None) == (not initial_peers):
-        what = "both --checkpoint and --initial-peers are" if initial_peers else "no --checkpoint is"
-        raise ConfigError(f"{what} given", fix="give the folder of a checkpoint, or --initial-peers of a live run")
+    if (checkpoint is None) == (not addresses):
+        what = "both --checkpoint and a live run are" if addresses else "no --checkpoint is"
+        raise ConfigError(
+            f"{what} given", fix="give the folder of a checkpoint, or the invitation to a live run (or --initial-peers)"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +14,32 @@ from spes_p2p.cli.arguments import (
     Fingerprint,
     HostMaddrs,
     IdentityPath,
-    InitialPeers,
     MaxDownload,
     MaxUpload,
+    OptionalPeers,
     RunId,
     UseRelay,
 )
 
 
+class LogFormat(StrEnum):
+    """How a running peer tells what happens."""
+
+    AUTO = "auto"
+    TEXT = "text"
+    JSON = "json"
+
+
 def join(
-    initial_peers: InitialPeers,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Own choices such as output.tensorboard=true.", show_default=False)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[INVITE] [KEY=VALUE]...",
+            help="The word that the organiser sent you; own choices such as output.tensorboard=true.",
+            show_default=False,
+        ),
     ] = None,
+    initial_peers: OptionalPeers = None,
     data: Annotated[
         str | None, typer.Option(help="Folder with a copy of the run's token shards (default: from other peers).")
     ] = None,
@@ -53,24 +68,38 @@ def join(
     use_relay: UseRelay = True,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="HOURS", help="Train in these hours alone, such as 22:00-08:00.", show_default=False),
+    ] = None,
+    pause_on_battery: Annotated[
+        bool, typer.Option("--pause-on-battery", help="Train on mains power alone, where that can be known.")
+    ] = False,
+    nice: Annotated[int, typer.Option(help="Give way to other programs: 0 (not) to 19 (to all).", min=0, max=19)] = 0,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="A full screen on a terminal and lines elsewhere (auto), lines, or JSON lines.")
+    ] = LogFormat.AUTO,
 ) -> None:
     """Trains in a run until Ctrl-C; then says goodbye to the others and ends within ten seconds.
 
-    Example: spes-p2p join --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/Qm... --output peer
+    Example: spes-p2p join spes1... --output peer
     """
-    import sys
-
     from spes_p2p.peer.options import (
         DEFAULT_HOST_MADDRS,
         NetworkOptions,
         PeerOptions,
+        meeting,
         parse_columns,
         parse_disk,
         parse_limit,
+        split_words,
     )
+    from spes_p2p.peer.pausing import Schedule
 
+    invites, overrides = split_words(words or ())
+    found = meeting(invites, initial_peers or (), run_id, fingerprint)
     network = NetworkOptions(
-        tuple(initial_peers),
+        found.addresses,
         tuple(host_maddrs or DEFAULT_HOST_MADDRS),
         tuple(announce_maddrs or ()),
         identity_path,
@@ -83,8 +112,8 @@ def join(
         network=network,
         output=output,
         data=data,
-        run_id=run_id,
-        fingerprint=fingerprint,
+        run_id=found.run_id,
+        fingerprint=found.fingerprint,
         owned_experts=None if owned_experts is None else parse_columns(owned_experts),
         max_experts=max_experts,
         device=device,
@@ -92,27 +121,18 @@ def join(
         resume=resume,
         rounds=rounds,
         dump_rounds=dump_rounds,
-        overrides=tuple(overrides or ()),
+        overrides=overrides,
         config_path=config,
         max_disk=parse_disk(max_disk),
+        organiser=found.organiser,
+        schedule=None if schedule is None else Schedule.parse(schedule),
+        pause_on_battery=pause_on_battery,
     )
-    from spes_p2p.ids import short
-    from spes_p2p.observe.events import EventBus  # now: what is wrong with the flags is known at once
-    from spes_p2p.observe.progress import progress_sink
+    if nice:
+        # before there are threads and children, which have it then too
+        os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+    from spes_p2p.cli.watching import Watching  # now: what is wrong with the flags is known at once
     from spes_p2p.peer.run import run_peer
 
-    bus = EventBus()
-
-    def say(text: str) -> None:
-        sys.stdout.write(f"{text}\n")  # which is above the live display while there is one
-        sys.stdout.flush()
-
-    try:
-        run_peer(
-            options,
-            bus,
-            say,
-            lambda peer, steps_per_round: bus.add(progress_sink(short(peer), steps_per_round, sys.stdout)),
-        )
-    finally:
-        bus.close()
+    with Watching(log_format) as watching:
+        run_peer(options, watching.bus, watching.say, watching.show, watching.pause)

@@ -21,7 +21,9 @@ from spes_p2p.errors import SpesError
 COMMANDS: Mapping[str, str] = {
     "quickstart": "spes_p2p.cli.quickstart:quickstart",
     "join": "spes_p2p.cli.join:join",
+    "doctor": "spes_p2p.cli.doctor:doctor",
     "bootstrap": "spes_p2p.cli.bootstrap:bootstrap",
+    "invite": "spes_p2p.cli.invite:invite",
     "plan": "spes_p2p.cli.plan:plan",
     "status": "spes_p2p.cli.status:status",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
@@ -31,6 +33,14 @@ COMMANDS: Mapping[str, str] = {
     "upcycle": "spes_p2p.cli.upcycle:upcycle",
 }
 """Command to the function behind it, in the order of the help."""
+
+GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "run": (
+        "Begins a run, looks at its history, ends it: for organisers.",
+        {"init": "spes_p2p.cli.run:init", "inspect": "spes_p2p.cli.run:inspect", "stop": "spes_p2p.cli.run:stop"},
+    ),
+}
+"""Commands with commands of their own: (help, command to function)."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
@@ -42,16 +52,24 @@ def main() -> None:
     build(COMMANDS)(prog_name="spes-p2p")
 
 
-def build(commands: Mapping[str, str]) -> typer.Typer:
+def build(commands: Mapping[str, str], groups: Mapping[str, tuple[str, Mapping[str, str]]] = GROUPS) -> typer.Typer:
     """The program with these commands (name to "module:function")."""
     # Typer's own pretty tracebacks hide what a bug report needs.
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
     app.callback()(_program)
+    _add(app, commands)
+    for name, (words, inner) in groups.items():
+        group = typer.Typer(no_args_is_help=True, help=words)
+        _add(group, inner)
+        app.add_typer(group, name=name)
+    return app
+
+
+def _add(app: typer.Typer, commands: Mapping[str, str]) -> None:
     for name, target in commands.items():
         module, _, function = target.partition(":")
         command = getattr(importlib.import_module(module), function)
         app.command(name, cls=Command)(_with_known_errors(command))
-    return app
 
 
 def _show_warnings() -> None:

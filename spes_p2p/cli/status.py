@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, InitialPeers, RunId
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import NetworkOptions
@@ -25,7 +25,8 @@ CLEAR_SCREEN = "\x1b[2J\x1b[H"
 
 
 def status(
-    initial_peers: InitialPeers,
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
@@ -33,18 +34,19 @@ def status(
 ) -> None:
     """Shows a run: round, peers, columns with their owners, age of the newest certificate. Any live node will do.
 
-    Example: spes-p2p status --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/Qm...
+    Example: spes-p2p status spes1...
     """
     from spes_p2p.peer.options import NetworkOptions
     from spes_p2p.peer.stopping import INTERRUPTED, Stopped, leaving_on_signals, until_stopped
     from spes_p2p.swarm.hivemind_backend import NetworkThread
 
-    options = NetworkOptions(tuple(initial_peers), client_mode=True, use_relay=False)
+    run = met(invitation, initial_peers, run_id, fingerprint)
+    options = NetworkOptions(run.addresses, client_mode=True, use_relay=False)
     with NetworkThread() as thread:
         stop = asyncio.Event()
         with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):
             try:
-                thread.run(until_stopped(stop, _read_and_show(options, run_id, fingerprint, as_json, watch)))
+                thread.run(until_stopped(stop, _read_and_show(options, run.run_id, run.fingerprint, as_json, watch)))
             except Stopped as stopped:
                 raise typer.Exit(0 if watch else INTERRUPTED) from stopped
 

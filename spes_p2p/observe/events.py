@@ -92,6 +92,16 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """This peer stopped training, or trains again; it serves the others all the while."""
+
+    event: ClassVar[str] = "pause"
+    paused: bool
+    why: str
+    """By key, schedule or battery; empty when it trains again."""
+
+
+@dataclass(frozen=True)
 class Eval:
     """Held-out loss of the committed model."""
 
@@ -136,9 +146,9 @@ class Error:
         return cls(str(error), error.fix)
 
 
-Event = Step | Round | Peer | Columns | Eval | Tasks | Warning | Error
+Event = Step | Round | Peer | Columns | Pause | Eval | Tasks | Warning | Error
 KINDS: Mapping[str, type[Event]] = {
-    kind.event: kind for kind in (Step, Round, Peer, Columns, Eval, Tasks, Warning, Error)
+    kind.event: kind for kind in (Step, Round, Peer, Columns, Pause, Eval, Tasks, Warning, Error)
 }
 
 

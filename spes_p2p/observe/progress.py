@@ -1,19 +1,14 @@
-"""Live display on a terminal: one peer, or several side by side. Elsewhere `sinks.PlainLines` serves."""
+"""A table of several peers side by side, for the quickstart. One peer has a screen of its own: `live`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from typing import TextIO
+from collections.abc import Mapping
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spes_p2p.observe.events import Event, Sink
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
-from spes_p2p.observe.sinks import PlainLines
 from spes_p2p.observe.view import PeerView
 
 _COLUMNS = ("step", "loss", "held-out", "tokens/s", "round", "peers", "sent", "received", "deadline", "next sync")
@@ -47,32 +42,3 @@ def render(views: Mapping[str, PeerView]) -> RenderableType:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-class LiveProgress:
-    """A sink that keeps one peer's row up to date at the bottom of the terminal."""
-
-    def __init__(
-        self, peer: str, steps_per_round: Callable[[int], int] | None = None, console: Console | None = None
-    ) -> None:
-        self._peer = peer
-        self._view = PeerView(steps_per_round)
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
-        self._live.start()
-
-    def write(self, time: float, event: Event) -> None:
-        self._view.apply(time, event)
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def _render(self) -> RenderableType:
-        return render({self._peer: self._view})
-
-
-def progress_sink(peer: str, steps_per_round: Callable[[int], int] | None = None, stream: TextIO | None = None) -> Sink:
-    """The live display where `stream` (standard output) is a terminal, else plain lines."""
-    stream = stream if stream is not None else sys.stdout
-    if stream.isatty():
-        return LiveProgress(peer, steps_per_round, Console(file=stream))
-    return PlainLines(stream)

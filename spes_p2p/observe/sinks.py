@@ -1,13 +1,15 @@
 """Where events are written: `metrics.jsonl`, lines of text, TensorBoard, Weights & Biases; and reading the file again.
 
-TensorBoard and wandb are optional and loaded only when asked for. The live terminal display is in `progress`.
+TensorBoard and wandb are optional and loaded only when asked for. The live screen is in `live`.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
+import time as wall_time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -101,6 +103,26 @@ class PlainLines:
 
     def close(self) -> None:
         self._stream.flush()
+
+
+class JsonStream:
+    """The lines of `metrics.jsonl` on a stream, for whoever collects logs; what is no event as `note`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, time: float, event: Event) -> None:
+        self._put(to_json(time, event))
+
+    def say(self, text: str) -> None:
+        """A line for people, such as where others can dial this machine."""
+        self._put(json.dumps({"event": "note", "time": wall_time.time(), "message": text}))
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _put(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
 
 
 class TensorBoard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spes_p2p.ids import short
-from spes_p2p.observe.events import Columns, Error, Eval, Event, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, Event, Pause, Peer, Round, Step, Tasks, Warning
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 
 
@@ -23,6 +23,8 @@ def line(event: Event) -> str:
             return f"peer {short(event.who)} {event.change} (round {event.round})"
         case Columns():
             return _columns_line(event)
+        case Pause():
+            return f"paused: {event.why}" if event.paused else "training goes on"
         case Eval():
             return f"eval at step {event.step} (round {event.round}): held-out loss {event.loss:.4f}"
         case Tasks():

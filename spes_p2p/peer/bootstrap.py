@@ -17,24 +17,28 @@ from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
+from spes_p2p.peer.inviting import INVITE_FILE, invite_of
 from spes_p2p.peer.options import NetworkOptions, config_path
 from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
+from spes_p2p.state.files import write_whole
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.invite import to_be_shown
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit
+from spes_p2p.sync.ending import ENDING_FILE, EndingWatch, SignedEnding, keep_ending, load_ending
 from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
@@ -214,9 +218,36 @@ async def _organise(
         await announcer.start()
         if server is not None:
             stack.push_async_callback(server.leave, LEAVE_SECONDS)
+        ending = _watch_ending(folder / ENDING_FILE, info, network, say, _once(trouble))
+        stack.push_async_callback(ending.stop)
+        await ending.start()
         _introduce(config, info, chain, say)
+        _invite(options.folder, info, network.transport.addresses, say)
         ready(join_command(network.transport.addresses, info))
         await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))
+
+
+def _invite(folder: Path, info: RunInfo, addresses: tuple[str, ...], say: Say) -> None:
+    """Says the invitation and keeps it, for `spes-p2p invite`."""
+    word = invite_of(info, addresses)
+    write_whole(folder / INVITE_FILE, f"{word}\n".encode())
+    say(f"volunteers join with:\n  spes-p2p join {word}")
+
+
+def _watch_ending(
+    path: Path, info: RunInfo, network: HivemindNetwork, say: Say, failed: Callable[[BaseException], None]
+) -> EndingWatch:
+    """What `spes-p2p run stop` has signed is kept, and told to whoever comes."""
+    check = EnvelopeChecker(network.verifier).check
+
+    def told(signed: SignedEnding) -> None:
+        say(f"the run ends with round {signed.ending.last_round}, by our key: nobody can join it after that")
+        try:
+            keep_ending(path, signed)
+        except StorageFull as error:  # the peers that have heard of it repeat it meanwhile
+            say(f"the end of the run is not kept: {error}")
+
+    return EndingWatch(info, network.directory, check, told, failed, load_ending(path, info, check))
 
 
 async def _make_initial(store: StateStore, layout: Layout, config: Config, options: BootstrapOptions, say: Say) -> None:
@@ -282,10 +313,9 @@ def _describer(info: RunInfo, network: HivemindNetwork, chain: Chain, data_piece
 
 
 def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
-    """What a volunteer types; loopback addresses only where there are no others."""
-    outside = [address for address in addresses if "/127.0.0.1/" not in address and "/::1/" not in address]
+    """What a volunteer types who has no invitation; loopback addresses only where there are no others."""
     flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
-    return shlex.join(["spes-p2p", "join", "--initial-peers", *(outside or addresses), *flags])
+    return shlex.join(["spes-p2p", "join", "--initial-peers", *to_be_shown(addresses), *flags])
 
 
 async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:

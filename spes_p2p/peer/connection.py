@@ -39,6 +39,7 @@ from spes_p2p.sync.core.messages import Commit, Intent, Status
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
+from spes_p2p.sync.ending import EndingWatch, SignedEnding, read_ending
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
@@ -131,6 +132,11 @@ class Connection:
         self._feed: Feed | None = None
         self._feeding: Tasks | None = None
         self._data_traffic = data_traffic or DataTraffic()
+        self._paused = False
+        self._is_in = False
+        self._ending: EndingWatch | None = None
+        self.last_round: int | None = None
+        """After which the organiser has ended the run."""
 
     @classmethod
     def open(
@@ -195,6 +201,10 @@ class Connection:
         core, now = self.driver.core, self.clock.now()
         contacts = list(core.contacts.items())
         return [contact.status for peer, contact in contacts if core.alive(peer, now)]
+
+    def known(self) -> dict[PeerId, PeerRecord]:
+        """What the nodes of the run last said of themselves in the DHT."""
+        return dict(self._announcer.known) if self._announcer is not None else {}
 
     def lost_round(self) -> int | None:
         """The newest round by the word of the bootstrap node, where nobody who is heard has its state."""
@@ -291,6 +301,8 @@ class Connection:
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._publishers = tuple(group.addresses())
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
+        _check_organiser(options.organiser, self._info)
+        await self._check_not_over(group.round)
         if expected is not None:
             _check_same(expected, agreed, self._info)
         overrides = list(options.overrides)
@@ -304,18 +316,38 @@ class Connection:
         self._say(f"run {self._info.run_id}, fingerprint {self._info.fingerprint.hex()[:16]}")
         return self.config, self._info
 
+    async def _check_not_over(self, round: int) -> None:
+        assert self._network is not None
+        check = EnvelopeChecker(self._network.verifier).check
+        try:
+            ended = await read_ending(self._network.directory, self._info, check, ANSWER_SECONDS)
+        except NetworkError:  # it is looked for again when we are in
+            return
+        if ended is not None and round >= ended.ending.last_round:
+            raise ConfigError(
+                f"run {self._info.run_id} is over: its organiser has ended it with round {ended.ending.last_round}",
+                fix="take its model with spes-p2p export, or ask for an invitation to another run",
+            )
+
+    def _note_end(self, signed: SignedEnding) -> None:
+        self.last_round = signed.ending.last_round
+        text = f"the organiser ends the run with round {self.last_round}: then this peer saves and goes"
+        self.gate.notice(Notice("ending", text))
+
     def _check_options(self) -> Config | None:
         """What can be checked before anybody is asked; the config that the run must have, where one was given."""
         options = self._options
         if not options.network.initial_peers:
-            raise ConfigError("no initial peer is given", fix="give --initial-peers the address the organiser printed")
+            fix = "give the word that the organiser printed: spes-p2p join spes1..."
+            raise ConfigError("no invitation is given", fix=fix)
         split_overrides(options.overrides)
         return None if options.config_path is None else load_config(config_path(options.config_path))
 
     async def _enter(self, columns_that_fit: int) -> Commit:
         network, config, info = self._network, self.config, self._info
         assert network is not None
-        intent = self.intent = self._first_intent(columns_that_fit)
+        self.intent = self._first_intent(columns_that_fit)
+        intent = self._wished()
         sealer, checker = KeySealer(network.signer), EnvelopeChecker(network.verifier)
         self._announcer = Announcer(
             info, network.transport, network.directory, self._describe, self._newest, self.gate.failed, self._contacts,
@@ -359,6 +391,10 @@ class Connection:
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
+        self._ending = EndingWatch(info, network.directory, checker.check, self._note_end, self.gate.failed)
+        await self._ending.start()
+        self._is_in = True
+        self._tell()  # it may have been paused meanwhile
         return place.tip
 
     def _first_intent(self, columns_that_fit: int) -> Intent:
@@ -417,13 +453,28 @@ class Connection:
         if self._options.max_experts is not None or fit >= self.intent.max_columns:
             return False
         self.intent = replace(self.intent, max_columns=fit)
-        self.gate.wish(self.intent)
+        self._tell()
         return True
+
+    def pause(self, paused: bool) -> None:
+        """Who does not train asks for no columns: others take them over, if there are any. For any thread."""
+        self._paused = paused and (not self._is_in or self._has_company())
+        self._tell()
 
     def leave(self) -> None:
         """Tells the others that this peer goes; what it has trained so far counts."""
         self.intent = replace(self.intent, leaving=True)
-        self.gate.wish(self.intent)
+        self._tell()
+
+    def _has_company(self) -> bool:
+        return any(status.intent.joining and not status.intent.leaving for status in self.others())
+
+    def _wished(self) -> Intent:
+        return replace(self.intent, max_columns=0, claims=()) if self._paused else self.intent
+
+    def _tell(self) -> None:
+        if self._is_in:
+            self.gate.wish(self._wished())
 
     def close(self) -> None:
         """Ends driver, records and network. What is on disk stays."""
@@ -435,6 +486,8 @@ class Connection:
             await asyncio.wait([self._watch])
         if self._feeding is not None:
             await self._feeding.stop()
+        if self._ending is not None:
+            await self._ending.stop()
         if self._driver is not None:
             await self._driver.stop()
         if self._announcer is not None:
@@ -445,6 +498,15 @@ class Connection:
             self._disk.store.close()
         if self._feed is not None:
             self._feed.cache.close()
+
+
+def _check_organiser(expected: PeerId | None, info: RunInfo) -> None:
+    """Raises RemoteProtocolError where the run is not that of the organiser who invited."""
+    if expected not in (None, info.organiser):
+        raise RemoteProtocolError(
+            f"run {info.run_id} is of the organiser {info.organiser}, the invitation of {expected}",
+            fix="ask who invited you for another invitation",
+        )
 
 
 def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:

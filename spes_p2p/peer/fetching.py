@@ -76,6 +76,27 @@ async def fetch_newest(
     return Fetched(info, config, commit, version)
 
 
+async def fetch_chain(
+    directory: Directory,
+    transport: Transport,
+    verifier: Verifier,
+    folder: Path,
+    run_id: str | None = None,
+    fingerprint: str | None = None,
+) -> Chain:
+    """The same without any state: all certificates of a live run, checked, in `folder`."""
+    group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
+    info, config = await load_run(transport, group, ANSWER_SECONDS)
+    store = StateStore(folder / "state", state_layout(config))
+    chain = Chain(folder / "chain")
+    try:
+        fetching = _Fetching(directory, transport, verifier, info, config, store, chain, lambda done, total: None)
+        await fetching.newest()
+    finally:
+        store.close()
+    return chain
+
+
 class _Fetching:
     def __init__(
         self,
@@ -102,7 +123,7 @@ class _Fetching:
     async def run(self) -> tuple[Commit, Version]:
         tried: Commit | None = None
         for _ in range(MOST_TRIES):
-            commit, holders = await self._newest()
+            commit, holders = await self.newest()
             try:
                 return commit, await self._state(commit, holders)
             except NetworkError as error:
@@ -114,7 +135,7 @@ class _Fetching:
             fix=_FIX,
         )
 
-    async def _newest(self) -> tuple[Commit, list[PeerId]]:
+    async def newest(self) -> tuple[Commit, list[PeerId]]:
         """The newest commit that somebody proves, with all before it; and whom to ask for its state."""
         peers, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id), ANSWER_SECONDS))
         heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))

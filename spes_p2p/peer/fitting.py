@@ -33,12 +33,16 @@ def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Co
     """
     if not device.is_gpu:
         return config, ""
-    wanted = len(options.owned_experts or ()) or config.swarm.experts_per_peer
-    if options.max_experts is not None:
-        wanted = min(wanted, options.max_experts)
+    wanted = wanted_columns(config, options)
     by_hand = {parse_override(override)[0] for override in options.overrides}
     host_free, _ = free_and_total_bytes(torch.device("cpu"))
     return fitted(config, device, wanted, {*by_hand, *_not_here(config, device, wanted, host_free)})
+
+
+def wanted_columns(config: Config, options: PeerOptions) -> int:
+    """What was claimed by number, else what the organiser asks of everybody; at most `--max-experts`."""
+    wanted = len(options.owned_experts or ()) or config.swarm.experts_per_peer
+    return wanted if options.max_experts is None else min(wanted, options.max_experts)
 
 
 def _not_here(config: Config, device: Device, wanted: int, host_free_bytes: int) -> Iterator[str]:

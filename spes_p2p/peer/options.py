@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_p2p.config.load import bundled_config
 from spes_p2p.errors import ConfigError
+from spes_p2p.ids import PeerId
+from spes_p2p.peer.pausing import Schedule
 from spes_p2p.planning.units import parse_bytes, parse_rate
+from spes_p2p.swarm.invite import Invite, decode, looks_like_invite
 from spes_p2p.swarm.pacing import LEAST_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
@@ -38,14 +42,64 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where a run is found, and which one is meant; `organiser` None: whoever the run names."""
+
+    addresses: tuple[str, ...] = ()
+    run_id: str | None = None
+    fingerprint: str | None = None
+    organiser: PeerId | None = None
+
+
+def meeting(
+    invites: Sequence[str],
+    initial_peers: Sequence[str],
+    run_id: str | None = None,
+    fingerprint: str | None = None,
+) -> Meeting:
+    """From invitations and addresses (among which may be invitations too), and what was said beside them.
+
+    Raises ConfigError for a mistyped invitation, and where two of them, or the flags, mean different runs.
+    """
+    found = [decode(word) for word in (*invites, *filter(looks_like_invite, initial_peers))]
+    addresses = [word for word in initial_peers if not looks_like_invite(word)]
+    if not found:
+        return Meeting(tuple(addresses), run_id, fingerprint)
+    for one in found:
+        _check_one_run(one, found[0], run_id, fingerprint)
+    addresses += [address for one in found for address in one.addresses]
+    longer = max((fingerprint or "").lower(), found[0].fingerprint.hex(), key=len)
+    return Meeting(tuple(dict.fromkeys(addresses)), found[0].run_id, longer, found[0].organiser)
+
+
+def _check_one_run(invite: Invite, first: Invite, run_id: str | None, fingerprint: str | None) -> None:
+    given, own = (fingerprint or "").lower(), invite.fingerprint.hex()
+    same = invite.fingerprint == first.fingerprint and run_id in (None, invite.run_id)
+    if not (same and (own.startswith(given) or given.startswith(own))):
+        other = first.run_id if invite.fingerprint != first.fingerprint else (run_id or f"fingerprint {fingerprint}")
+        raise ConfigError(
+            f"the invitation is to run {invite.run_id} with fingerprint {own[:16]}, not to {other}",
+            fix="give one invitation, without --run-id and --fingerprint",
+        )
+
+
+def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(invitations, overrides) of what was typed without a flag; overrides have an equals sign."""
+    invites = tuple(word for word in words if "=" not in word)
+    return invites, tuple(word for word in words if word not in invites)
+
+
+@dataclass(frozen=True)
 class PeerOptions:
     """Everything about one peer that is not the run's.
 
-    `fingerprint`: hexadecimal digits with which the run's fingerprint must begin. `owned_experts`: columns to claim
+    `fingerprint`: hexadecimal digits with which the run's fingerprint must begin. `organiser`: whose key genesis must
+    be signed with (None: whom the run names, which its fingerprint covers). `owned_experts`: columns to claim
     (None: none by number). `max_experts`: most columns that it ever owns (None: what fits into memory). `rounds`: stop
     once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
     out of each round. `config_path`: the run must have this config. `model`: the model of one's own that the run
     trains. `max_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
+    `schedule`: hours in which to train (None: all).
     """
 
     network: NetworkOptions
@@ -64,6 +118,9 @@ class PeerOptions:
     config_path: Path | None = None
     model: Model | None = None
     max_disk: int = DEFAULT_MAX_DISK
+    organiser: PeerId | None = None
+    schedule: Schedule | None = None
+    pause_on_battery: bool = False
 
 
 def parse_disk(text: str) -> int:

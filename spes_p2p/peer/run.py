@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
@@ -15,13 +16,18 @@ from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.interop.own import check_own_settings
-from spes_p2p.observe.events import Error, EventBus, Peer, Round, Warning
+from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
+from spes_p2p.observe.live import Facts
 from spes_p2p.observe.sinks import file_sinks
+from spes_p2p.peer.checks import insist
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA
+from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
+from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
+from spes_p2p.peer.pausing import PauseSwitch, Watch
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.task_runner import TaskRunner
@@ -43,14 +49,26 @@ from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
 
 Say = Callable[[str], None]
-StepsPerRound = Callable[[int], int]
 
 
-def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Callable[[PeerId, StepsPerRound], None]) -> None:
+@dataclass(frozen=True)
+class Running:
+    """A peer that is in: its id, the run's, H by step, and what a live view asks it."""
+
+    peer: PeerId
+    run_id: str
+    steps_per_round: Callable[[int], int]
+    facts: Callable[[], Facts]
+
+
+Show = Callable[[Running], None]
+
+
+def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: PauseSwitch | None = None) -> None:
     """Joins a run, trains until SIGINT, SIGTERM or the last round, and leaves.
 
-    `say` gets lines for a person before training starts; `show` is called once with the own peer id and H by step, and
-    may add sinks to `bus`. Under an outer torchrun only rank 0 joins the network.
+    `say` gets lines for a person; `show` is called once when the peer is in, and may add sinks to `bus`. `pause` is
+    obeyed, and set by the options' schedule and battery. Under an outer torchrun only rank 0 joins the network.
     """
     device = choose_device(options.device)
     outer = ranks_from_environment(device)
@@ -61,9 +79,11 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Callable[[Peer
         say(f"nothing to resume in {options.output}: starting anew")
     traffic = DataTraffic()
     gate = Gate(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
-    with NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
+    pause = pause or PauseSwitch()
+    watch = Watch(pause, options.schedule, options.pause_on_battery)
+    with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
         try:
-            _run_connected(thread, options, gate, traffic, device, outer, bus, say, show)
+            _run_connected(thread, options, gate, traffic, device, outer, bus, say, show, pause)
         except Stopped:
             say("stopped before training began")
         except SpesError as error:
@@ -80,7 +100,8 @@ def _run_connected(
     outer: Ranks | None,
     bus: EventBus,
     say: Say,
-    show: Callable[[PeerId, StepsPerRound], None],
+    show: Show,
+    pause: PauseSwitch,
 ) -> None:
     connection, config, info = Connection.open(thread, options, gate, say, traffic)
     try:
@@ -89,17 +110,18 @@ def _run_connected(
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks:
             if options.model is None:
-                memory = measure(device, ranks.world_size)
-                config, words = fit_config(config, options, memory)
+                memory, agreed = measure(device, ranks.world_size), config
+                config, words = fit_config(agreed, options, memory)
                 if words:
                     say(words)
+                insist(fitness_of(agreed, config, words, options, memory), say)
                 fit = columns_that_fit(config, memory)
             else:  # nobody can say what it needs
                 check_own_settings(config)
                 fit = 0
             # memory runs out here, before others count on us
             with closing(_make_trainer(options, config, connection.layout, device, ranks)) as trainer:
-                _train(connection, options, config, info, trainer, loader, dataset, bus, say, show, fit)
+                _train(connection, options, config, info, trainer, loader, dataset, bus, say, show, fit, pause)
     finally:
         connection.close()
 
@@ -120,17 +142,22 @@ def _train(
     dataset: AnyDataset,
     bus: EventBus,
     say: Say,
-    show: Callable[[PeerId, StepsPerRound], None],
+    show: Show,
     columns: int,
+    pause: PauseSwitch,
 ) -> None:
     """`columns`: how many this machine has memory for."""
     checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
     again = options.resume and holds_run(options.output)
     store = options.output / RUN / STATE
     resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if again else None
+    pause.on_change(lambda why: _note_pause(why, connection, bus))
+    connection.pause(pause.active)
     tip = connection.enter(columns)
     say(f"peer {me} is in, round {tip.manifest.round}")
-    show(me, lambda step: steps_per_round_at(config, step))
+    show(Running(me, info.run_id, lambda step: steps_per_round_at(config, step), LiveFacts(connection)))
+    if pause.active:
+        bus.emit(Pause(True, pause.why))
     commit_of, tokenizer = connection.disk.chain.commit, dataset.tokenizer
     saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
     dump = None
@@ -138,14 +165,19 @@ def _train(
         outer = outer_optimizer(config.sync)
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
     tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
-    loop = TrainingLoop(connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks)
+    loop = TrainingLoop(
+        connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks, pause
+    )
     exactly = _restore(resumed, tip, loop, trainer, loader)
     carried = None
     if resumed is not None and not exactly and config.sync.column_rounds > 1:
         carried = resumed.values_ahead(tip.manifest, me, connection.layout, connection.disk, trainer, config.sync)
     try:
         loop.run(tip.manifest, exactly, carried)
+        if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
+            say(f"the run is over; its model: spes-p2p export --checkpoint {options.output} --output MODEL")
     finally:
+        pause.close()
         if tasks is not None:
             tasks.close()
 
@@ -289,6 +321,11 @@ def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:
         bus.emit(Peer("joined", peer, manifest.round))
     for peer in sorted(before - after):
         bus.emit(Peer("left" if peer in event.leavers else "lost", peer, manifest.round))
+
+
+def _note_pause(why: str, connection: Connection, bus: EventBus) -> None:
+    connection.pause(bool(why))
+    bus.emit(Pause(bool(why), why))
 
 
 def _note(notice: Notice, bus: EventBus) -> None:

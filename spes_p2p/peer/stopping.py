@@ -26,6 +26,8 @@ INTERRUPTED = 130
 """Exit code after a second signal, as shells have it (128 + SIGINT)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h\n"
+before_hard_end: list[Callable[[], object]] = []
+"""Called before the process is ended at once: who has changed the terminal puts it back."""
 
 
 class Stopped(Exception):
@@ -97,6 +99,8 @@ def _heard(read: int, timeout_seconds: float | None) -> bool:
 
 def _end(code: int) -> None:
     """Without any cleaning up, but for the terminal."""
+    for call in before_hard_end:
+        call()
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout.isatty():
             os.write(1, _SHOW_CURSOR)

@@ -24,6 +24,7 @@ from spes_p2p.observe.events import Eval, Event, Step, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS, Connection
 from spes_p2p.peer.handover import HandOver
+from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
@@ -39,6 +40,8 @@ from spes_p2p.train.trainer import StepResult, Trainer
 REPORT_SECONDS = 1.0
 EVALUATION_WAIT_SECONDS = 10.0
 """So long the held-out data is waited for, where it comes from others."""
+PAUSE_GRACE_SECONDS = 15.0
+PAUSE_LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 15.0
 """A newcomer that has waited so long is told why."""
 
@@ -94,9 +97,14 @@ class TrainingLoop:
         dump: RoundDump | None,
         last_round: int | None,
         tasks: TaskRunner | None = None,
+        pause: PauseSwitch | None = None,
     ) -> None:
-        """`tasks` evaluates the newest checkpoint beside the training, when it is this peer's turn."""
+        """`tasks` evaluates the newest checkpoint beside the training, when it is this peer's turn.
+
+        While `pause` says so nothing is trained: the peer is ready with what it has, and follows the rounds.
+        """
         self._tasks = tasks
+        self._pause = pause or PauseSwitch()
         self._connection = connection
         self._gate = connection.gate
         self._config = config
@@ -145,6 +153,7 @@ class TrainingLoop:
             elif self._turn is None:
                 self._explain_waiting()
         if self._is_over():
+            self._save_end()
             self._linger()
         else:
             self._leave()
@@ -164,7 +173,18 @@ class TrainingLoop:
             self._emit(Warning(text))
 
     def _is_over(self) -> bool:
-        return self._last_round is not None and self._taken >= self._last_round
+        return self._end is not None and self._taken >= self._end
+
+    @property
+    def _end(self) -> int | None:
+        """The round with which this peer is done: by its own choice, or because the organiser ends the run."""
+        known = [last for last in (self._last_round, self._connection.last_round) if last is not None]
+        return min(known, default=None)
+
+    def _save_end(self) -> None:
+        """A run that is over is kept, however seldom checkpoints are saved."""
+        if self._turn is not None and self._connection.last_round is not None:
+            self._save(self._turn.manifest, self._turn.base, self.uncounted, final=True)
 
     def _linger(self) -> None:
         """Serves the others until they have the last round too; the bootstrap node hears of it with a heartbeat."""
@@ -172,7 +192,7 @@ class TrainingLoop:
         told, until = now + 2 * self._config.swarm.heartbeat_seconds, now + LINGER_SECONDS
         while time.monotonic() < until and not self._gate.stopping:
             others = self._connection.others()
-            if time.monotonic() > told and all(status.round >= (self._last_round or 0) for status in others):
+            if time.monotonic() > told and all(status.round >= (self._end or 0) for status in others):
                 break
             self._gate.wait(time.monotonic() + 0.2)
 
@@ -187,10 +207,11 @@ class TrainingLoop:
         turn = self._turn
         if turn is None or not self._connection.is_member():
             return
-        if self._handed_in != turn.head:
-            if not self._connection.others():
-                self._save(turn.manifest, turn.base, self.uncounted, final=True)
-                return
+        is_new = self._handed_in != turn.head
+        if (is_new or not self.uncounted.tokens) and not self._connection.others():
+            self._save(turn.manifest, turn.base, self.uncounted, final=True)
+            return
+        if is_new:
             self._train_one_step(until)
             self._hand_in(turn)
         self._connection.leave()
@@ -256,22 +277,46 @@ class TrainingLoop:
     # ---------------------------------------------------------------- one round
 
     def _train(self) -> None:
+        while self._train_until_paused():
+            continue
+
+    def _train_until_paused(self) -> bool:
+        """Trains the rest of the round and hands in; whether a short pause was all that ended it."""
         turn = self._turn
         assert turn is not None
         before = turn.seconds_before
         self._started = time.monotonic() - before
         wanted = turn.manifest.steps_per_round - self._trainer.round_steps
-        work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.should_stop, self._on_step, self._emit)
+        work = run_inner_steps(self._trainer, self._loader, wanted, self._should_stop, self._on_step, self._emit)
         self.uncounted.tokens += work.tokens
         self.uncounted.steps += work.steps
         self._look_at_memory(work.steps)
-        if not self._gate.stopping:  # how to leave is decided in `_leave`
-            self._hand_in(turn, before + work.seconds)
+        turn.seconds_before = before + work.seconds
+        if self._pause.active and self._is_short():
+            return True
+        if self._pause.active:
+            self._connection.progress.tokens_per_second = 0.0
+        if self._pause.active and turn.owned:
+            self._train_one_step(time.monotonic() + PAUSE_GRACE_SECONDS)
+        if not self._gate.stopping and not self._is_over():  # how to leave is decided in `_leave`
+            self._hand_in(turn, turn.seconds_before)
+        return False
+
+    def _is_short(self) -> bool:
+        """Waits for a moment whether a pause is over again: once handed in, a peer trains in the next round only."""
+        until = self._pause.since + PAUSE_GRACE_SECONDS
+        while self._pause.active and not self._gate.should_stop() and time.monotonic() < until:
+            self._pause.wait(PAUSE_LOOK_SECONDS)
+        return not self._pause.active and not self._gate.should_stop()
+
+    def _should_stop(self) -> bool:
+        return self._pause.active or self._gate.should_stop() or self._is_over()
 
     def _may_run_ahead(self, turn: _Turn) -> bool:
         """Handed in, with another round to come."""
-        is_last = self._last_round is not None and turn.manifest.round + 1 >= self._last_round
-        return self._overlaps and self._handed_in == turn.head and not is_last and not self._gate.stopping
+        is_last = self._end is not None and turn.manifest.round + 1 >= self._end
+        wanted = self._overlaps and not is_last and not self._gate.stopping and not self._pause.active
+        return wanted and self._handed_in == turn.head
 
     def _run_ahead(self, turn: _Turn) -> None:
         """Trains on while the round is synced, at most the next round's steps; ends with the first news."""
@@ -279,10 +324,13 @@ class TrainingLoop:
             self._trainer.run_ahead()
         most = min(self._config.sync.overlap_steps or turn.manifest.steps_per_round, turn.manifest.steps_per_round)
         wanted = most - self._lead.steps
-        work = run_inner_steps(self._trainer, self._loader, wanted, self._gate.has_news, self._on_step, self._emit)
+        work = run_inner_steps(self._trainer, self._loader, wanted, self._has_news, self._on_step, self._emit)
         self._lead.tokens += work.tokens
         self._lead.steps += work.steps
         self._lead.seconds += work.seconds
+
+    def _has_news(self) -> bool:
+        return self._pause.active or self._gate.has_news() or self._is_over()
 
     def _look_at_memory(self, steps: int) -> None:
         """Owns no more from now on than the steps that were made leave room for."""
@@ -468,7 +516,8 @@ class TrainingLoop:
                 self._evaluate(manifest)
             self._trainer.adopt(owned, carried or masters, manifest.step, round_steps=lead.steps)
             self._moments.take(manifest, new)
-            self._save(manifest, base, self.uncounted)
+            if not self._pause.active or new or self.uncounted.tokens:  # else a former checkpoint has all that counts
+                self._save(manifest, base, self.uncounted)
         self._gate.use(manifest.round)
         if not self._is_ahead and self._evaluates(manifest):
             self._evaluate(manifest)
@@ -505,6 +554,8 @@ class TrainingLoop:
 
     def _is_evaluator(self, manifest: Manifest) -> bool:
         """One peer whose model is the committed one; without exchange everybody, since each has a model of its own."""
+        if self._pause.active:
+            return False
         if not self._config.sync.enabled:
             return True
         order = leader_order(manifest_hash(manifest), trainers(manifest.members))

@@ -1,4 +1,4 @@
-"""The live display is folded from events alone, and a pipe gets plain lines instead."""
+"""What is shown of peers is folded from their events alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rich.console import Console
 
 from spes_p2p.observe.events import Eval, Peer, Step
 from spes_p2p.observe.metrics import Ema, bytes_text, count_text, seconds_text
-from spes_p2p.observe.progress import LiveProgress, progress_sink, render
-from spes_p2p.observe.sinks import PlainLines
+from spes_p2p.observe.progress import render
 from spes_p2p.observe.view import PeerView
 from tests.observe.test_events import ROUND, STEP
 
@@ -61,18 +60,6 @@ def test_display_shows_numbers_and_newest_messages() -> None:
     assert "2.0000" in text
     assert "peer peer-8 lost" in text
     assert "peer peer-0 lost" not in text
-
-
-def test_live_display_ends_with_the_last_numbers() -> None:
-    stream = io.StringIO()
-    live = LiveProgress("anna", console=Console(file=stream, force_terminal=True, width=140))
-    live.write(0.0, step(77))
-    live.close()
-    assert "77" in stream.getvalue()
-
-
-def test_without_a_terminal_there_are_plain_lines() -> None:
-    assert isinstance(progress_sink("anna", stream=io.StringIO()), PlainLines)
 
 
 def test_average_starts_exact_and_follows() -> None:

@@ -18,7 +18,8 @@ from spes_p2p.data.trees import FolderPieces
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Step, Warning
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.peer.training import TrainingLoop, Uncounted
+from spes_p2p.peer.pausing import PauseSwitch
+from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, TrainingLoop, Uncounted
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
@@ -55,6 +56,7 @@ class Story:
         self.moments = MomentShelf(folder / "moments", self.run.layout)
         self.trainer = Trainer(config, self.run.layout, torch.device("cpu"))
         self.gate = Gate()
+        self.pause = PauseSwitch()
         self.at_step: dict[int, Callable[[], None]] = {}
         self.ready: list[Work] = []
         self.on_ready: Callable[[Work], None] = lambda work: self.commit(counted=True)
@@ -75,7 +77,7 @@ class Story:
         tasks: Any = SimpleNamespace(start=lambda: self.task_rounds.append(self.round))
         self.loop = TrainingLoop(
             self._connection(), config, self.trainer, LeasedLoader(open_dataset(config), config),
-            open_dataset(config), self._emit, self._save, None, None, tasks,
+            open_dataset(config), self._emit, self._save, None, None, tasks, self.pause,
         )  # fmt: skip
 
     @property
@@ -93,8 +95,8 @@ class Story:
                 store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain
             ),
             others=lambda: self.others,
-            lost_round=lambda: self.lost_round, is_archive_behind=lambda round: False,
-            progress=SimpleNamespace(tokens=0), leave=self._leave, limit_columns=self._limit,
+            lost_round=lambda: self.lost_round, last_round=None, is_archive_behind=lambda round: False,
+            progress=SimpleNamespace(tokens=0, tokens_per_second=0.0), leave=self._leave, limit_columns=self._limit,
         )  # fmt: skip
 
     def _limit(self, fit: int) -> bool:
@@ -183,6 +185,68 @@ def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Sto
     assert [(work.ready, work.steps, work.tokens) for work in story.ready] == [(True, STEPS, STEPS * 4 * 16)] * 2
     assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]
     assert all(uncounted == Uncounted() for _, _, uncounted, _, _ in story.saved)
+
+
+def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{TrainingLoop.__module__}.PAUSE_GRACE_SECONDS", 0.0)
+
+    def on_ready(work: Work) -> None:
+        if len(story.ready) == 3:
+            story.pause.toggle()
+        story.commit(counted=work.tokens > 0)
+
+    story.on_ready, story.at_step = on_ready, {2: story.pause.toggle, 2 + STEPS: story.gate.stop}
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    story.play()
+    assert [(work.ready, work.steps) for work in story.ready] == [(True, 2), (True, 0), (True, 0), (True, STEPS)]
+    assert [manifest.round for manifest, _, _, final, _ in story.saved if not final] == [0, 3]
+
+
+def test_only_the_beginning_of_a_pause_is_waited_out(story: Story) -> None:
+    story.pause.toggle()
+    story.pause.since -= PAUSE_GRACE_SECONDS
+    story.pause.wait = lambda seconds: pytest.fail("waited")  # type: ignore[method-assign]
+    story.on_ready = lambda work: story.gate.stop() if story.round == 2 else story.commit(counted=False)
+    story.play()
+    assert [work.steps for work in story.ready] == [0, 0, 0]
+
+
+def test_a_pause_of_a_moment_costs_nothing_of_the_round(story: Story) -> None:
+    waited: list[float] = []
+
+    def resume(seconds: float) -> None:
+        waited.append(seconds)
+        story.pause.toggle()
+
+    story.pause.wait = resume  # type: ignore[method-assign]
+    story.at_step = {1: story.pause.toggle, 2 * STEPS: story.gate.stop}
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    story.play()
+    assert [work.steps for work in story.ready] == [STEPS, STEPS]
+    assert len(waited) == 1 < PAUSE_GRACE_SECONDS
+
+
+def test_alone_and_paused_a_peer_keeps_its_place_when_it_leaves(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{TrainingLoop.__module__}.PAUSE_GRACE_SECONDS", 0.0)
+    story.pause.toggle()
+    story.on_ready = lambda work: story.gate.stop()
+    story.play()
+    manifest, _, uncounted, final, _ = story.saved[-1]
+    assert (manifest.round, uncounted, final, story.left) == (0, Uncounted(), True, False)
+
+
+def test_with_turns_a_paused_peer_trains_a_step_so_that_its_columns_are_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{TrainingLoop.__module__}.PAUSE_GRACE_SECONDS", 0.0)
+    story = Story(tmp_path, "sync.expert_rounds=3")
+    story.pause.toggle()
+    story.at_step[2] = story.gate.stop
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    story.play()
+    assert [work.steps for work in story.ready][:2] == [1, 1]
 
 
 def test_tasks_are_evaluated_every_so_many_rounds(story: Story) -> None:

@@ -101,6 +101,11 @@ def _load(path: Path) -> rsa.RSAPrivateKey:
     return key
 
 
+def signer_of(path: Path) -> RsaSigner:
+    """Signs with the key of a node that may be running; makes none. Raises ConfigError where it cannot be read."""
+    return RsaSigner(_load(path))
+
+
 def peer_id_of(public_key: bytes) -> PeerId:
     """The libp2p id of a public key in its protobuf form (longer than 42 bytes, as RSA keys are)."""
     return PeerId(PeerID(_SHA256_MULTIHASH + hashlib.sha256(public_key).digest()).to_base58())

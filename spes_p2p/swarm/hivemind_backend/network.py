@@ -65,6 +65,8 @@ class HivemindNetwork:
     reach: Reach = Reach.UNKNOWN
     dialled_at: str = ""
     """The address at which another peer has reached us, where one has tried."""
+    reached: tuple[Reached, ...] = ()
+    """The initial peers that answered at the start, with what their clocks said."""
     folder: str
     """Holds the daemon's sockets; temporary."""
 
@@ -136,6 +138,7 @@ class HivemindNetwork:
         self.directory = HivemindDirectory(
             node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connect
         )
+        self.reached = tuple(reached)
         for one in reached:
             self.transport.learn(one.peer, (one.address,))
 

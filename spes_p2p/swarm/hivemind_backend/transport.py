@@ -25,11 +25,13 @@ from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, 
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
 from spes_p2p.swarm.ports import Handler
+from spes_p2p.swarm.speed import SpeedDesk, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
 from spes_p2p.swarm.streams import fetch_stream
 
 NAMESPACE = "spes-p2p/1"
 _STREAM_NAME = f"{NAMESPACE}::fetch"
+_SPEED_NAME = f"{NAMESPACE}::speed"
 _BACKOFF_PAUSE_SECONDS = 0.5
 _ADDRESS_REFRESH_SECONDS = 30.0
 _AFTERTHOUGHT_SECONDS = 0.5
@@ -91,6 +93,7 @@ class HivemindTransport:
         self._connected: set[PeerId] = set()
         self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._traffic = limits.traffic()
+        self._speed_desk = SpeedDesk(self._traffic)
         self._handler: Handler | None = None
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,6 +104,7 @@ class HivemindTransport:
         self._connected.clear()
         await SwarmServicer(self, hello, dial_back).add_p2p_handlers(p2p, namespace=NAMESPACE)
         await p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
+        await p2p.add_binary_stream_handler(_SPEED_NAME, self._serve_speed)
         await self.refresh_addresses()
         self._spawn(self._follow_addresses(p2p))
 
@@ -170,8 +174,17 @@ class HivemindTransport:
 
         return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic, patient)
 
-    async def _open_stream(self, peer: PeerId) -> PipeStream:
-        _, reader, writer = await self._p2p.call_binary_stream_handler(_identity(peer), _STREAM_NAME)
+    async def measure_speed(self, peer: PeerId, upload: bool, timeout_seconds: float) -> float:
+        """Bytes a second to or from `peer`, see `speed`. Raises NetworkError, RemoteProtocolError."""
+
+        async def open_stream() -> PipeStream:
+            opened = self._reach(peer, lambda: self._open_stream(peer, _SPEED_NAME))
+            return await self._in_time(peer, timeout_seconds, opened)
+
+        return await measure_speed(open_stream, upload)
+
+    async def _open_stream(self, peer: PeerId, name: str = _STREAM_NAME) -> PipeStream:
+        _, reader, writer = await self._p2p.call_binary_stream_handler(_identity(peer), name)
         return PipeStream(reader, writer)
 
     async def check_refused(self, peer: PeerId) -> bool:
@@ -285,6 +298,9 @@ class HivemindTransport:
             writer.close()
             return
         await asyncio.wait((self._spawn(server.serve(caller, PipeStream(reader, writer))),))
+
+    async def _serve_speed(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.wait((self._spawn(self._speed_desk.serve(PipeStream(reader, writer))),))
 
     # ---- who is connected ----
 

@@ -1,0 +1,78 @@
+"""`spes-p2p doctor`: flags, and a line for each check; the work is in `peer/doctor.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spes_p2p.cli.arguments import Fingerprint, HostMaddrs, Invitation, OptionalPeers, RunId
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.checks import Check
+
+_COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failure": typer.colors.RED}
+
+
+def doctor(
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where a peer would write.")] = Path("peer"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    max_experts: Annotated[
+        int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
+    ] = None,
+    host_maddrs: HostMaddrs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
+    """Looks in half a minute whether this machine can train in a run; downloads nothing. Exit code 1: it cannot.
+
+    Example: spes-p2p doctor spes1...
+    """
+    from spes_p2p.peer.doctor import examine
+    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, meeting
+    from spes_p2p.peer.run import choose_device
+
+    found = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
+    network = NetworkOptions(found.addresses, tuple(host_maddrs or DEFAULT_HOST_MADDRS))
+    options = PeerOptions(network, output, max_experts=max_experts, device=device)
+
+    def tell(check: Check) -> None:
+        if not as_json:
+            typer.echo(line_of(check, sys.stdout.isatty()))
+
+    checks = examine(options, found, choose_device(device), tell)
+    failed = sum(check.level == "failure" for check in checks)
+    if as_json:
+        listed = [dataclasses.asdict(check) for check in checks]
+        typer.echo(json.dumps({"ok": not failed, "checks": listed}, indent=2))
+    else:
+        typer.echo(verdict(checks))
+    if failed:
+        raise typer.Exit(1)
+
+
+def line_of(check: Check, colours: bool = False) -> str:
+    """One check in a line, and its fix in another one."""
+    level = f"{check.level:<8}"
+    shown = typer.style(level, _COLOURS[check.level], bold=True) if colours else level
+    fix = f"\n{'':<17}fix: {check.fix}" if check.fix else ""
+    return f"{shown} {check.name:<8}{check.text}{fix}"
+
+
+def verdict(checks: list[Check]) -> str:
+    """What it comes to."""
+    failed = [check.name for check in checks if check.level == "failure"]
+    warned = sum(check.level == "warning" for check in checks)
+    if failed:
+        return f"\nthis machine cannot train in the run yet: {', '.join(failed)}"
+    hints = f", with {warned} {'warning' if warned == 1 else 'warnings'}" if warned else ""
+    if any(check.name == "fit" for check in checks):
+        return f"\nthis machine can train in the run{hints}: spes-p2p join INVITE"
+    return f"\nnothing here keeps this machine from training{hints}"

@@ -1,0 +1,38 @@
+"""`spes-p2p invite`: prints the word with which volunteers join. Only flags; the work is in `peer/inviting.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId
+
+
+def invite(
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the bootstrap node.")] = Path(
+        "bootstrap-node"
+    ),
+) -> None:
+    """Prints the invitation again, on the bootstrap node's machine; elsewhere makes a new one from who is there now.
+
+    Example: spes-p2p invite --output bootstrap-node
+    """
+    if not initial_peers and invitation is None:
+        from spes_p2p.peer.inviting import kept_invite
+
+        typer.echo(kept_invite(output))
+        return
+    from spes_p2p.cli.arguments import met
+    from spes_p2p.peer.inviting import fresh_invite
+    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+
+    try:
+        typer.echo(fresh_invite(met(invitation, initial_peers, run_id, fingerprint)))
+    except Stopped as stopped:
+        raise typer.Exit(INTERRUPTED) from stopped

@@ -1,0 +1,183 @@
+"""`spes-p2p run ...`: what an organiser does beside the bootstrap node. Only flags, questions and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.organising import HistoryLine
+
+NodeFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder of the bootstrap node.")]
+
+
+def init(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes, such as sync.codec=int8.", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Bundled config to begin with: tiny, small, spes-1b...", show_default=False)
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of token shards; empty: peers bring their own.", show_default=False)
+    ] = None,
+    peers: Annotated[int | None, typer.Option(help="Peers with which it begins.", min=1, show_default=False)] = None,
+    experts_per_peer: Annotated[
+        int | None, typer.Option(help="Expert columns that each of them trains.", min=0, show_default=False)
+    ] = None,
+    steps_per_round: Annotated[
+        int | None, typer.Option(help="Inner steps between two syncs (default: the template's).", min=1)
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="24GiB", help="Of the volunteers' GPUs: does it fit?", show_default=False)
+    ] = None,
+    uplink: Annotated[str | None, typer.Option(metavar="20Mbit", help="Of the volunteers.", show_default=False)] = None,
+    downlink: Annotated[
+        str | None, typer.Option(metavar="100Mbit", help="Of the volunteers.", show_default=False)
+    ] = None,
+    output: NodeFolder = Path("bootstrap-node"),
+) -> None:
+    """Asks a few questions (or takes flags), writes NAME.yaml with comments, checks it, and makes the organiser's key.
+
+    Example: spes-p2p run init --name mine --template small --data shards --peers 4 --experts-per-peer 2
+    """
+    from spes_p2p.config.load import bundled_config, load_config
+    from spes_p2p.peer.run_file import NewRun, start_run
+    from spes_p2p.planning.units import parse_bytes, parse_rate
+
+    chosen = _answer(template, "template (tiny, small, spes-1b, spes-2b, spes-7b, spes-9b)", "small")
+    known = load_config(bundled_config(chosen))
+    run = NewRun(
+        name=_answer(name, "name of the run", known.run.run_id),
+        template=chosen,
+        data=_answer(data, "folder of token shards (empty: peers bring their own)", ""),
+        peers=_answer(peers, "peers with which it begins", known.swarm.min_peers, int),
+        experts_per_peer=_answer(
+            experts_per_peer, f"of {known.model.num_experts} expert columns, each peer trains",
+            known.swarm.experts_per_peer, int,
+        ),
+        steps_per_round=steps_per_round,
+        gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else None,
+        up=parse_rate(uplink, "--uplink") if uplink else None,
+        down=parse_rate(downlink, "--downlink") if downlink else None,
+        overrides=tuple(overrides or ()),
+    )  # fmt: skip
+    made = start_run(run, Path(f"{run.name}.yaml"), output)
+    typer.echo(f"{made.path}: run {run.name}; the organiser is {made.organiser} ({output}/identity.key: keep it)")
+    for words in made.words:
+        typer.echo(words)
+    where = f" --data {run.data}" if run.data else ""
+    typer.echo(f"\nnext, on a host that others can reach:\n  spes-p2p bootstrap --config {made.path}{where} "
+               f"--output {output} --host-maddrs /ip4/0.0.0.0/tcp/31337")  # fmt: skip
+
+
+def _answer(given: Any, question: str, default: Any, kind: Callable[[str], Any] = str) -> Any:
+    """What the flag said, else what somebody types, else the default."""
+    if given is not None:
+        return given
+    return typer.prompt(question, default=default, type=kind) if sys.stdin.isatty() else default
+
+
+def inspect(
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of a bootstrap node or of a peer, without an invitation.")
+    ] = Path("bootstrap-node"),
+    last: Annotated[int | None, typer.Option(help="Only so many of the newest rounds.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a round.")] = False,
+) -> None:
+    """Prints the history of a run, a round a line: from a folder, or from a live run, with its certificates checked.
+
+    Example: spes-p2p run inspect --output bootstrap-node --last 20
+    """
+    from spes_p2p.peer.organising import kept_history, live_history
+    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+
+    try:
+        if invitation is None and not initial_peers:
+            lines = kept_history(output)
+        else:
+            lines = live_history(met(invitation, initial_peers, run_id, fingerprint))
+    except Stopped as stopped:
+        raise typer.Exit(INTERRUPTED) from stopped
+    lines = lines[-last:] if last else lines
+    if as_json:
+        for line in lines:
+            typer.echo(json.dumps(dataclasses.asdict(line)))
+    else:
+        typer.echo(history_text(lines))
+
+
+def history_text(lines: Sequence[HistoryLine]) -> str:
+    """A table of at most 100 columns, but for lists of names."""
+    from spes_p2p.observe.metrics import count_text
+
+    text = [f"{'round':>6} {'commit':<10} {'step':>8} {'tokens':>8} {'in all':>8} {'peers':>5}  {'state':<10} when"]
+    for line in lines:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(line.received_at)) if line.received_at else "-"
+        text.append(
+            f"{line.round:>6} {line.kind:<10} {line.step:>8,} {count_text(line.round_tokens):>8} "
+            f"{count_text(line.tokens):>8} {line.members:>5}  {line.state_root[:10]} {when}"
+        )
+        text += _changes(line)
+    return "\n".join(text)
+
+
+def _changes(line: HistoryLine) -> list[str]:
+    """What a round changed beside the values."""
+    from spes_p2p.ids import short
+    from spes_p2p.observe.text import span_text
+
+    found = []
+    if line.joined:
+        found.append(f"joined: {', '.join(map(short, line.joined))}")
+    if line.left:
+        found.append(f"left: {', '.join(map(short, line.left))}")
+    if line.without_owner:
+        found.append(f"columns without owner: {span_text(line.without_owner)}")
+    if line.merge_alpha:
+        found.append(f"merged with alpha {line.merge_alpha:.3g}")
+    return [f"{'':>7}{'; '.join(found)}"] if found else []
+
+
+def stop(
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    output: NodeFolder = Path("bootstrap-node"),
+    after_round: Annotated[
+        int | None, typer.Option(help="The last round (default: the one that runs now).", min=1)
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Ends a run with the organiser's key: peers commit the last round, save and exit. It cannot be taken back.
+
+    Example: spes-p2p run stop --output bootstrap-node
+    """
+    from spes_p2p.peer.inviting import kept_invite
+    from spes_p2p.peer.organising import stop_run
+    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+
+    given = invitation if invitation or initial_peers else kept_invite(output)
+    meeting = met(given, initial_peers, run_id, fingerprint)
+    if not yes:
+        typer.confirm(f"end run {meeting.run_id or 'for ever'} for everybody? This cannot be taken back", abort=True)
+    try:
+        last = stop_run(output / "identity.key", meeting, after_round, typer.echo)
+    except Stopped as stopped:
+        raise typer.Exit(INTERRUPTED) from stopped
+    typer.echo(f"the run ends with round {last}: its peers commit it, save and exit")

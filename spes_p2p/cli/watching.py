@@ -1,0 +1,80 @@
+"""What somebody sees of their running peer: the full screen on a terminal, lines of text elsewhere, or JSON lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+
+from spes_p2p import __version__
+from spes_p2p.ids import short
+from spes_p2p.observe.events import EventBus
+from spes_p2p.observe.live import LiveModel
+from spes_p2p.observe.screen import LiveScreen, can_hear_keys
+from spes_p2p.observe.sinks import JsonStream, PlainLines
+from spes_p2p.peer import stopping
+from spes_p2p.peer.pausing import PauseSwitch
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.run import Running
+
+
+class Watching:
+    """Gives `run_peer` what it tells: `bus`, `say`, `show` and `pause`. A context manager: leaving it closes all."""
+
+    def __init__(self, log_format: str) -> None:
+        self.bus = EventBus()
+        self.pause = PauseSwitch()
+        self._format = log_format
+        self._screen: LiveScreen | None = None
+        self._json: JsonStream | None = None
+        if log_format == "json":
+            self._json = JsonStream(sys.stdout)
+            self.bus.add(self._json)
+
+    def say(self, text: str) -> None:
+        """A line for a person: among the messages while there is a screen."""
+        if self._json is not None:
+            self._json.say(text)
+        elif self._screen is not None:
+            self._screen.say(text)
+        else:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+    def show(self, running: Running) -> None:
+        """The peer is in: from now on it is worth looking at."""
+        if self._json is not None:
+            return
+        console = Console()
+        if self._format == "text" or not console.is_terminal or console.is_dumb_terminal:
+            self.bus.add(PlainLines(sys.stdout))
+            return
+        hears = can_hear_keys()
+        model = LiveModel(
+            running.run_id, short(running.peer), __version__, running.steps_per_round, running.facts, keys=hears
+        )
+        actions = {"p": self.pause.toggle, "q": _leave}
+        self._screen = LiveScreen(model, console, actions, sys.stdin.fileno() if hears else None)
+        stopping.before_hard_end.append(self._screen.abandon)
+        self.bus.add(self._screen)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        screen, self._screen = self._screen, None
+        self.bus.close()
+        if screen is not None:
+            stopping.before_hard_end.remove(screen.abandon)
+
+
+def _leave() -> None:
+    """As Ctrl-C does: the second time at once."""
+    os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,195 @@
+"""What can keep a machine from training in a run, each as one line: ok, a warning or a failure, with the fix.
+
+Pure functions of what was measured; `machine.py` measures, `doctor.py` asks others, and `join` raises what fails here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import SpesError
+from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
+from spes_p2p.planning.budget import Device, columns_that_fit
+from spes_p2p.planning.disk import DiskNeed
+from spes_p2p.planning.sizes import Sizes
+from spes_p2p.planning.traffic import Link, sync_costs
+from spes_p2p.planning.units import gib_text
+
+Level = Literal["ok", "warning", "failure"]
+LEAST_PYTHON = (3, 11)
+IN_USE_SHARE = 0.15
+"""Of a GPU's memory, taken by others, from which on it is worth saying."""
+SLOW_BYTES_PER_SECOND = 250_000
+"""2 Mbit/s: below it a round of any published shape takes hours."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor. `fix` is empty where nothing is wrong."""
+
+    name: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found here. `cuda`: the version that torch was built for, None without; `gpus`: what torch can use.
+
+    `driver`: of NVIDIA, with the newest CUDA version that it can run (an empty text: none is installed).
+    """
+
+    system: str
+    python: tuple[int, int, int]
+    torch: str
+    cuda: str | None
+    driver: str
+    gpus: tuple[Gpu, ...]
+    host_free_bytes: int
+    host_total_bytes: int
+    cores: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+def machine_checks(machine: Machine) -> list[Check]:
+    """Python, torch with its driver, GPU and memory."""
+    return [_python(machine), _torch(machine), *_gpus(machine), _memory(machine)]
+
+
+def _python(machine: Machine) -> Check:
+    text = f"{'.'.join(map(str, machine.python))} on {machine.system}"
+    if machine.python < LEAST_PYTHON:
+        return Check("python", "failure", text, f"install Python {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} or newer")
+    if not machine.system.startswith("Linux"):
+        return Check("python", "warning", f"{text}: only Linux is tested", "on Windows use WSL 2")
+    return Check("python", "ok", text)
+
+
+def _torch(machine: Machine) -> Check:
+    text = f"{machine.torch}, " + (f"for CUDA {machine.cuda}" if machine.cuda else "without CUDA")
+    text += f"; {machine.driver}" if machine.driver else ""
+    if machine.driver and not machine.gpus:
+        why = "torch has no CUDA" if machine.cuda is None else "torch cannot use it"
+        fix = "install a torch for CUDA (https://pytorch.org)" if machine.cuda is None else "update the NVIDIA driver"
+        return Check("torch", "warning", f"{text}: there is an NVIDIA driver, but {why}", fix)
+    return Check("torch", "ok", text)
+
+
+def _gpus(machine: Machine) -> Iterable[Check]:
+    if not machine.gpus:
+        fix = "enough for a tiny run; for any other use a machine with a GPU"
+        yield Check("gpu", "warning", "none that torch can use: training runs on the CPU", fix)
+    for number, gpu in enumerate(machine.gpus):
+        text = f"{number}: {gpu.name}, {gib_text(gpu.free_bytes)} of {gib_text(gpu.total_bytes)} free"
+        crowded = gpu.total_bytes - gpu.free_bytes > IN_USE_SHARE * gpu.total_bytes
+        fix = "end the other programs that use it (nvidia-smi shows them)" if crowded else ""
+        yield Check("gpu", "warning" if crowded else "ok", text, fix)
+
+
+def _memory(machine: Machine) -> Check:
+    free, total = gib_text(machine.host_free_bytes), gib_text(machine.host_total_bytes)
+    return Check("memory", "ok", f"{free} of {total} free, {machine.cores} processor cores")
+
+
+def run_checks(config: Config, device: Device, wanted: int, words: str, fits: bool, disk: Disk) -> list[Check]:
+    """Whether this machine can take part: memory, then disk. `words`, `fits`: what `fitting.fit_config` said."""
+    return [fit_check(config, device, wanted, words, fits), disk_check(config, wanted, disk)]
+
+
+def fit_check(config: Config, device: Device, wanted: int, words: str, fits: bool) -> Check:
+    """`config` with the options chosen for `wanted` columns (`words` names them, or says why it does not fit)."""
+    count = min(config.model.num_experts, columns_that_fit(config, device))
+    run = f"{config.run.run_id} ({count_text(Sizes.of(config.model).total)} parameters)"
+    if not fits:
+        fix = "use a machine with more memory, free some, or join with a smaller --max-experts"
+        return Check("fit", "failure" if count == 0 else "warning", f"{run}: {words}", fix)
+    if count < wanted:
+        text = f"{run} wants {wanted} expert columns of each peer, memory for {count} is free here"
+        return Check("fit", "warning", text, "free some memory, or join with a smaller --max-experts")
+    options = f"; {words}" if words else ""
+    return Check("fit", "ok", f"{run}: room for {count} of {config.model.num_experts} expert columns{options}")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where a peer would write: free bytes, and what its folder holds already."""
+
+    path: str
+    free_bytes: int
+    held_bytes: int = 0
+
+
+def disk_check(config: Config | None, wanted: int, disk: Disk) -> Check:
+    """Free space against what the run takes in all; `config` None: the run is not known."""
+    if config is None:
+        return Check("disk", "ok", f"{bytes_text(disk.free_bytes)} free at {disk.path}")
+    need = DiskNeed.of(config, wanted)
+    room = disk.free_bytes + disk.held_bytes
+    text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, the run takes up to {bytes_text(need.most)}"
+    if room < need.least:
+        text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, the run needs at least {bytes_text(need.least)}"
+        return Check("disk", "failure", text, "free some space, or choose another disk with --output")
+    if room < need.most:
+        fix = "free some space, or join with output.keep_checkpoints=1; saving pauses while the disk is full"
+        return Check("disk", "warning", text, fix)
+    return Check("disk", "ok", text)
+
+
+def clock_check(ahead_seconds: float) -> Check:
+    """`ahead_seconds`: how far the clocks of others are ahead; more than 3 s keep a peer out of the DHT."""
+    return Check("clock", "ok", f"{abs(ahead_seconds):.1f} s from the others'")
+
+
+def reach_check(is_public: bool | None, address: str, is_relayed: bool) -> Check:
+    """`is_public` None: nobody could try to dial this machine."""
+    if is_public:
+        return Check("reach", "ok", f"direct: others dial this machine at {address}")
+    fix = "forward a TCP port in the router and name it: --host-maddrs /ip4/0.0.0.0/tcp/PORT"
+    if is_public is None:
+        return Check("reach", "ok", "not known: nobody could try to dial this machine; it can train all the same")
+    if is_relayed:
+        return Check("reach", "warning", "relayed: others reach this machine over a relay alone", fix)
+    text = "none: nobody can dial this machine; it trains all the same, over connections that it keeps open"
+    return Check("reach", "warning", text, f"{fix} (it then reduces for others too)")
+
+
+def speed_check(up: float, down: float, peer: str, config: Config, owned: int, peers: int) -> Check:
+    """`up`, `down`: bytes a second against `peer`. `peers`: that the run has, this one counted."""
+    text = f"{_mbit(up)} up, {_mbit(down)} down against {peer}"
+    if peers > 1:
+        cost = sync_costs(config, peers, owned, Link(up, down), None)[0]
+        assert cost.seconds is not None
+        sent = f"{bytes_text(cost.bytes_up)} up, {bytes_text(cost.bytes_down)} down"
+        text += f": a sync of {peers} peers ({sent}) takes {seconds_text(cost.seconds)}"
+    if min(up, down) < SLOW_BYTES_PER_SECOND:
+        return Check("speed", "warning", text, "use a faster link or a cable; a smaller run syncs in less time")
+    return Check("speed", "ok", text)
+
+
+def _mbit(bytes_per_second: float) -> str:
+    mbit = bytes_per_second * 8 / 1e6
+    return f"{mbit:.1f} Mbit/s" if mbit < 10 else f"{mbit:.0f} Mbit/s"
+
+
+def of_error(name: str, error: SpesError) -> Check:
+    """A known error as a failed check."""
+    return Check(name, "failure", str(error), error.fix)
+
+
+def insist(checks: Iterable[Check], say: Callable[[str], None]) -> None:
+    """Says warnings, and raises the first failure as a known error with the same words."""
+    for check in checks:
+        if check.level == "failure":
+            raise SpesError(f"{check.name}: {check.text}", check.fix)
+        if check.level == "warning":
+            say(f"warning: {check.name}: {check.text} / fix: {check.fix}")

@@ -1,0 +1,172 @@
+"""`examine`: everything that `checks` knows of this machine, and of its way to a run, before anything is downloaded.
+
+Takes part in nothing: the identity is thrown away, and the run's config is all that is fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError, SpesError
+from spes_p2p.ids import PeerId, short
+from spes_p2p.peer.checks import (
+    Check,
+    clock_check,
+    disk_check,
+    machine_checks,
+    of_error,
+    reach_check,
+    run_checks,
+    speed_check,
+)
+from spes_p2p.peer.connection import open_network
+from spes_p2p.peer.fitting import fit_config, measure, wanted_columns
+from spes_p2p.peer.machine import find_disk, find_machine
+from spes_p2p.peer.options import Meeting, PeerOptions
+from spes_p2p.planning.budget import Device
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
+from spes_p2p.swarm.records import RunGroup, parse_all, parse_peer, peers_key
+from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.joining import load_run
+
+Tell = Callable[[Check], None]
+NETWORK_SECONDS = 22.0
+"""For everything that needs others; with the machine's own checks that is below half a minute."""
+ANSWER_SECONDS = 5.0
+BUSY_PAUSE_SECONDS = 1.0
+MOST_ASKED = 2
+
+
+@dataclass
+class _Found:
+    """What the network told."""
+
+    config: Config | None = None
+    peers: int = 1
+    speed: tuple[float, float, PeerId] | None = None
+    """Bytes a second up and down, and against whom."""
+
+
+def examine(options: PeerOptions, meeting: Meeting, device: torch.device, tell: Tell) -> list[Check]:
+    """All checks, each told as soon as it is known. Without an address, those of the machine alone."""
+    checks: list[Check] = []
+
+    def note(check: Check) -> None:
+        checks.append(check)
+        tell(check)
+
+    for check in machine_checks(find_machine()):
+        note(check)
+    if not meeting.addresses:
+        note(disk_check(None, 0, find_disk(options.output)))
+        note(Check("run", "warning", "not checked: no invitation is given", "spes-p2p doctor spes1..."))
+        return checks
+    found = _ask_others(options, meeting, note)
+    if found.config is not None:
+        for check in fitness(found.config, options, device):
+            note(check)
+        if found.speed is not None:
+            up, down, peer = found.speed
+            owned = wanted_columns(found.config, options)
+            note(speed_check(up, down, short(peer), found.config, owned, found.peers + 1))
+    return checks
+
+
+def fitness(config: Config, options: PeerOptions, device: torch.device) -> list[Check]:
+    """Whether this machine fits the run: what `join` checks, too."""
+    ranks = options.local_ranks or (torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1)
+    memory = measure(device, max(1, ranks))
+    fitted, words = fit_config(config, options, memory)
+    return fitness_of(config, fitted, words, options, memory)
+
+
+def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions, memory: Device) -> list[Check]:
+    """The same where it was measured and fitted already."""
+    fits = not words or fitted != config
+    return run_checks(fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output))
+
+
+def _ask_others(options: PeerOptions, meeting: Meeting, note: Tell) -> _Found:
+    with NetworkThread() as thread, TemporaryDirectory(prefix="spes-p2p-doctor-") as folder:
+        return thread.run(_within(options, meeting, Path(folder), note))
+
+
+async def _within(options: PeerOptions, meeting: Meeting, folder: Path, note: Tell) -> _Found:
+    found = _Found()
+    try:
+        async with asyncio.timeout(NETWORK_SECONDS):
+            await _ask(options, meeting, folder, note, found)
+    except TimeoutError:
+        fix = "try again; another initial peer may answer sooner"
+        note(Check("network", "failure", f"not all was answered within {NETWORK_SECONDS:g} s", fix))
+    except ClockSkewed as error:
+        note(of_error("clock", error))
+    except SpesError as error:
+        note(of_error("network", error))
+    return found
+
+
+async def _ask(options: PeerOptions, meeting: Meeting, folder: Path, note: Tell, found: _Found) -> None:
+    own = replace(options.network, initial_peers=meeting.addresses, identity_path=folder / "identity.key")
+    network = await open_network(own, folder / "identity.key")
+    try:
+        note(Check("network", "ok", f"{len(network.reached)} of {len(meeting.addresses)} initial peers answer"))
+        note(clock_check(statistics.median(one.met.ahead_seconds for one in network.reached)))
+        note(_port_check(network))
+        note(_reach_check(network))
+        group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
+        found.config = (await load_run(network.transport, group, ANSWER_SECONDS))[1]
+        records, _ = parse_all(parse_peer, await network.directory.read(peers_key(group.run_id), ANSWER_SECONDS))
+        found.peers = sum(record.role == "peer" for record in records.values())
+        note(_run_check(group, found.peers))
+        found.speed = await _speed(network, note)
+    finally:
+        await network.close()
+
+
+def _port_check(network: HivemindNetwork) -> Check:
+    listening = (address for address in network.transport.addresses if "/tcp/" in address)
+    ports = sorted({address.split("/tcp/")[1].split("/")[0] for address in listening})
+    if not ports:
+        return Check("port", "ok", "none is listened on (client mode)")
+    return Check("port", "ok", f"TCP {', '.join(ports)} is free to listen on")
+
+
+def _reach_check(network: HivemindNetwork) -> Check:
+    known = {Reach.PUBLIC: True, Reach.PRIVATE: False}.get(network.reach)
+    relayed = any("/p2p-circuit" in address for address in network.transport.addresses)
+    return reach_check(known, network.dialled_at, relayed)
+
+
+def _run_check(group: RunGroup, peers: int) -> Check:
+    return Check("run", "ok", f"{group.run_id}, round {group.round}, {peers} {'peer' if peers == 1 else 'peers'}")
+
+
+async def _speed(network: HivemindNetwork, note: Tell) -> tuple[float, float, PeerId] | None:
+    """Against the first of the initial peers that has time for it."""
+    reasons = []
+    for peer in [one.peer for one in network.reached][:MOST_ASKED]:
+        try:
+            down = await _measured(network, peer, upload=False)
+            return await _measured(network, peer, upload=True), down, peer
+        except (NetworkError, RemoteProtocolError) as error:
+            reasons.append(f"{short(peer)}: {error}")
+    note(Check("speed", "warning", f"could not be measured: {'; '.join(reasons)}", "try again in a minute"))
+    return None
+
+
+async def _measured(network: HivemindNetwork, peer: PeerId, upload: bool) -> float:
+    """Asks a second time: it may still be busy with the end of the measurement before."""
+    try:
+        return await network.transport.measure_speed(peer, upload, ANSWER_SECONDS)
+    except RemoteProtocolError:
+        await asyncio.sleep(BUSY_PAUSE_SECONDS)
+        return await network.transport.measure_speed(peer, upload, ANSWER_SECONDS)

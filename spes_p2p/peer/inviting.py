@@ -1,0 +1,67 @@
+"""Invitations to a run: what a bootstrap node prints, and what anybody can make who reaches a live node.
+
+Leaves out what an invitation looks like (`swarm/invite.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.peer.connection import ANSWER_SECONDS, open_network
+from spes_p2p.peer.options import Meeting, NetworkOptions
+from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.invite import MAX_ADDRESSES, Invite, encode, to_be_shown
+from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
+from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.joining import load_run
+
+INVITE_FILE = "invite.txt"
+"""In the folder of a bootstrap node."""
+
+
+def invite_of(info: RunInfo, addresses: tuple[str, ...]) -> str:
+    """The invitation to a run, with these addresses as far as others can use them."""
+    return encode(Invite(info.run_id, info.fingerprint, info.organiser, tuple(to_be_shown(addresses))))
+
+
+def kept_invite(folder: Path) -> str:
+    """The one that the bootstrap node of this folder printed last. Raises ConfigError where there is none."""
+    try:
+        return (folder / INVITE_FILE).read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} holds no invitation ({error.strerror})",
+            fix="give the bootstrap node's folder with --output, or an address of any live node with --initial-peers",
+        ) from error
+
+
+def fresh_invite(meeting: Meeting) -> str:
+    """One with the addresses of nodes that live now, the organiser's first. Raises NetworkError, ConfigError."""
+    with NetworkThread() as thread:
+        stop = asyncio.Event()
+        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):
+            return thread.run(until_stopped(stop, _make(meeting)))
+
+
+async def _make(meeting: Meeting) -> str:
+    with TemporaryDirectory(prefix="spes-p2p-invite-") as folder:
+        options = NetworkOptions(meeting.addresses, client_mode=True, use_relay=False)
+        network = await open_network(options, Path(folder) / "identity.key")
+        try:
+            return await _read(network, meeting)
+        finally:
+            await network.close()
+
+
+async def _read(network: HivemindNetwork, meeting: Meeting) -> str:
+    group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
+    info, _ = await load_run(network.transport, group, ANSWER_SECONDS)
+    peers, _ = parse_all(parse_peer, await network.directory.read(peers_key(info.run_id), ANSWER_SECONDS))
+    known = sorted(peers.values(), key=lambda record: (record.peer != info.organiser, -record.round, record.peer))
+    found = [address for record in known for address in to_be_shown(record.addresses)[:2]]
+    return invite_of(info, tuple(found[:MAX_ADDRESSES]) or meeting.addresses)

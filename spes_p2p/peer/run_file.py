@@ -1,0 +1,92 @@
+"""`start_run`: a new run from a few answers: a commented config that was checked, and the organiser's key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.config.commented import chosen_keys, commented_yaml
+from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import open_dataset
+from spes_p2p.errors import ConfigError
+from spes_p2p.ids import PeerId
+from spes_p2p.peer.folder import make_folder
+from spes_p2p.peer.herald import expected_coverage
+from spes_p2p.planning.report import Question, answer
+from spes_p2p.planning.traffic import Link
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """What an organiser answered. `template`: a bundled config; `data`: folder of token shards, empty: peers' own.
+
+    `gpu_bytes`: of what volunteers have; `up`, `down`: bytes a second of their links. None: not said.
+    """
+
+    name: str
+    template: str
+    data: str
+    peers: int
+    experts_per_peer: int
+    steps_per_round: int | None = None
+    gpu_bytes: int | None = None
+    up: float | None = None
+    down: float | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """The file, the organiser's peer id, and what there is to say of the plan."""
+
+    path: Path
+    organiser: PeerId
+    words: tuple[str, ...]
+
+
+def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
+    """Writes `path`, and makes the key of the bootstrap node in the folder `node`.
+
+    Raises ConfigError where the answers do not go together or `path` is there, DataError, IdentityInUse.
+    """
+    if path.exists():
+        raise ConfigError(f"{path} is there already", fix="choose another name, or remove it")
+    template = bundled_config(run.template)
+    config = load_config(template, [*_overrides(run, template), *run.overrides])
+    heading = f"Made by `spes-p2p run init` from the template {run.template}; docs/configuration.md has all fields."
+    make_folder(node)
+    identity = IdentityFile(node / "identity.key")
+    identity.release()
+    keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer")
+    path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
+    return StartedRun(path, identity.signer.peer_id, tuple(_words(run, config)))
+
+
+def _overrides(run: NewRun, template: Path) -> list[str]:
+    found = [
+        f"run.run_id={run.name}",
+        f"swarm.min_peers={run.peers}",
+        f"swarm.experts_per_peer={run.experts_per_peer}",
+    ]
+    if run.steps_per_round is not None:
+        found.append(f"sync.steps_per_round={run.steps_per_round}")
+    if not run.data:
+        return [*found, "data.source=local"]
+    with_data = [*found, f"data.path={run.data}"]
+    ids = open_dataset(load_config(template, [*with_data, f"model.vocab_size={2**24}"])).vocab_size
+    return with_data if ids is None else [*with_data, f"model.vocab_size={ids}"]
+
+
+def _words(run: NewRun, config: Config) -> list[str]:
+    """What the plan says of the volunteers' machines."""
+    question = Question(
+        config, run.experts_per_peer, run.peers, memory_bytes=run.gpu_bytes, link=Link(run.up, run.down)
+    )
+    found = answer(question)
+    words = [expected_coverage(config) or "", found.sentence()]
+    cost = found.costs[0]
+    if cost.seconds is not None:
+        words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")
+    return [word for word in words if word]

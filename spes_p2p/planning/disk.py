@@ -1,0 +1,35 @@
+"""Bytes of disk that a peer takes at its worst moment: docs/operations.md has the same table in words.
+
+S the state, T what the peer trains, E all experts, each with 4 bytes a value; K checkpoints are kept:
+
+    most   3 S + E + 2 T + 3 T (K + 1)   states of two rounds and of the next, experts before a merge, snapshots,
+                                         checkpoints and one that is being saved
+    least  3 S + E + 2 T                 without room for a checkpoint
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.config.schema import Config
+from spes_p2p.planning.sizes import Sizes
+
+VALUE_BYTES = 4
+_CHECKPOINT = 3
+"""Values and two moments; with moments in 8 bits it is less."""
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes. Below `least` no round can be committed here."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, config: Config, owned: int) -> DiskNeed:
+        sizes = Sizes.of(config.model)
+        state, trained = VALUE_BYTES * sizes.total, VALUE_BYTES * sizes.trained(owned)
+        merged = VALUE_BYTES * sizes.experts if config.sync.merge_alpha > 0 else 0
+        least = 3 * state + merged + 2 * trained
+        return cls(least, least + _CHECKPOINT * trained * (config.output.keep_checkpoints + 1))

@@ -1,0 +1,65 @@
+"""The doctor against a real bootstrap node over loopback; and `join`, which refuses with the same sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.peer import doctor, machine
+from spes_p2p.peer.checks import Disk
+from tests.cli.conftest import LOOPBACK, Answer, Organiser, spes_p2p
+from tests.cli.test_errors import NOBODY, refused
+
+
+def checks(answer: Answer) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(answer.output)["checks"]}
+
+
+def test_everything_is_looked_at_and_nothing_is_left_behind(tmp_path: Path, organiser: Organiser) -> None:
+    where = ("--output", str(tmp_path / "peer"), "--host-maddrs", LOOPBACK)
+    answer = spes_p2p("doctor", "--initial-peers", organiser.address, *where, "--json")
+    assert answer.exit_code == 0, answer
+    found = checks(answer)
+    names = ["python", "torch", "gpu", "memory", "network", "clock", "port", "reach", "run", "fit", "disk", "speed"]
+    assert list(found) == names
+    assert found["run"]["text"] == "tiny, round 0, 0 peers"
+    assert "room for 8 of 8 expert columns" in found["fit"]["text"]
+    assert "Mbit/s up" in found["speed"]["text"]
+    assert all(check["fix"] for check in found.values() if check["level"] != "ok")
+    assert not (tmp_path / "peer").exists()
+
+
+def test_lines_for_people_end_with_what_it_comes_to(tmp_path: Path) -> None:
+    answer = spes_p2p("doctor", "--output", str(tmp_path))
+    assert answer.exit_code == 0
+    assert answer.output.startswith("ok       python  3.")
+    assert "not checked: no invitation is given" in answer.output
+    assert "nothing here keeps this machine from training" in answer.output
+
+
+def test_who_reaches_nobody_is_told_why_and_gets_an_exit_code(tmp_path: Path) -> None:
+    answer = spes_p2p("doctor", "--initial-peers", NOBODY, "--output", str(tmp_path), "--host-maddrs", LOOPBACK)
+    assert answer.exit_code == 1
+    assert f"failure  network no initial peer can be reached: {NOBODY} is refused" in answer.output
+    assert answer.output.endswith("this machine cannot train in the run yet: network\n")
+
+
+def test_join_refuses_with_the_words_of_the_doctor(
+    tmp_path: Path, organiser: Organiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_disk", lambda output: Disk("/full", 1000))
+    address = ("--initial-peers", organiser.address, "--host-maddrs", LOOPBACK)
+    disk = checks(spes_p2p("doctor", *address, "--json"))["disk"]
+    assert disk["level"] == "failure"
+    answer = organiser.join(tmp_path, "--data", str(organiser.data))
+    refused(answer, f"disk: {disk['text']}", disk["fix"])
+
+
+def test_the_folder_of_a_peer_counts_its_files_once(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(bytes(100_000))
+    held = machine.find_disk(tmp_path).held_bytes
+    (tmp_path / "two").hardlink_to(tmp_path / "one")
+    assert machine.find_disk(tmp_path).held_bytes == held >= 100_000
+    assert machine.find_disk(tmp_path / "not" / "there").path == str(tmp_path)

@@ -1,0 +1,70 @@
+"""With an invitation and nothing else: join, status, eval and export find the run, and say what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.swarm.invite import Invite, decode, encode
+from tests.cli.conftest import LOOPBACK, Organiser, spes_p2p
+from tests.cli.test_errors import refused
+
+
+@pytest.fixture(scope="module")
+def word(organiser: Organiser) -> str:
+    return spes_p2p("invite", "--output", str(organiser.folder)).output.strip()
+
+
+def changed(word: str, **fields: object) -> str:
+    known = decode(word)
+    values = {name: getattr(known, name) for name in ("run_id", "fingerprint", "organiser", "addresses")}
+    return encode(Invite(**(values | fields)))
+
+
+def test_the_bootstrap_node_says_it_and_prints_it_again(organiser: Organiser, word: str) -> None:
+    assert f"volunteers join with:\n  spes-p2p join {word}" in organiser.said
+    assert decode(word).addresses == (organiser.address,)
+    assert decode(word).organiser == organiser.address.rpartition("/")[2]
+
+
+def test_anybody_who_reaches_the_run_can_make_one(organiser: Organiser, word: str) -> None:
+    assert spes_p2p("invite", word).output.strip() == word
+    assert spes_p2p("invite", "--initial-peers", organiser.address).output.strip() == word
+
+
+def test_status_takes_it(word: str) -> None:
+    for arguments in ((word,), ("--initial-peers", word)):
+        assert spes_p2p("status", *arguments).output.startswith("run tiny, fingerprint ")
+
+
+def test_join_takes_it_beside_overrides(tmp_path: Path, word: str) -> None:
+    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK, "--no-relay")
+    refused(spes_p2p("join", word, "output.tensorboard=nonsense", *more), "output.tensorboard")
+    refused(spes_p2p("join", "run.seed=1", *more, "--initial-peers", word), "run.seed=1 cannot be chosen by one peer")
+
+
+@pytest.mark.parametrize("command", ["join", "status", "export", "eval", "invite"])
+def test_a_mistyped_one_is_one_clear_error(tmp_path: Path, word: str, command: str) -> None:
+    more = ("-o", str(tmp_path / "out")) if command in ("join", "export") else ()
+    refused(spes_p2p(command, word[:-1] + ("1" if word[-1] != "1" else "2"), *more), "mistyped or cut short", "copy it")
+
+
+def test_nothing_at_all_is_told(tmp_path: Path) -> None:
+    refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation is given", "spes1")
+    refused(spes_p2p("status"), "no invitation is given")
+    refused(spes_p2p("invite", "-o", str(tmp_path / "nowhere")), "holds no invitation", "--output")
+
+
+def test_an_invitation_to_another_run_or_organiser_is_refused(tmp_path: Path, word: str) -> None:
+    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK, "--no-relay")
+    other = "QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
+    refused(spes_p2p("join", changed(word, organiser=other), *more), "the invitation of", other)
+    refused(spes_p2p("join", changed(word, fingerprint=bytes(16)), *more), "no run with fingerprint 0000")
+    refused(spes_p2p("join", changed(word, run_id="big"), *more), "no run 'big'")
+
+
+def test_two_that_do_not_belong_together_are_told(word: str) -> None:
+    refused(spes_p2p("status", word, "--run-id", "big"), "is to run tiny", "not to big")
+    refused(spes_p2p("status", word, "--fingerprint", "0000"), "not to fingerprint 0000")
+    refused(spes_p2p("status", changed(word, run_id="b"), "--initial-peers", changed(word, fingerprint=bytes(16))), "b")

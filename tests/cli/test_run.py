@@ -1,0 +1,52 @@
+"""An organiser's commands against a real bootstrap node over loopback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import spes_p2p
+from tests.cli.test_errors import refused
+from tests.cli.test_join import Serve, rounds, serving
+
+__all__ = ["serving"]
+
+
+def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, tokens: Path) -> None:
+    with serving() as organiser:
+        word = spes_p2p("invite", "--output", str(organiser.folder)).output.strip()
+        stranger = tmp_path / "stranger"
+        assert organiser.join(stranger, "--data", str(tokens), "--rounds", "1").exit_code == 0
+        refused(spes_p2p("run", "stop", word, "--yes", "-o", str(stranger)), "is the key of", "is of Qm", "--output")
+        answer = spes_p2p("run", "stop", "--yes", "-o", str(organiser.folder), "--after-round", "3")
+        assert answer.exit_code == 0, answer
+        assert "ends with round 3" in answer.output
+        ended = organiser.join(stranger, "--data", str(tokens), "--resume")
+        assert ended.exit_code == 0, ended
+        assert [event.round for event in rounds(stranger)] == [1, 2, 3]
+        assert "the organiser ends the run with round 3" in ended.output
+        assert "the run is over; its model: spes-p2p export" in ended.output
+        lines = [json.loads(line) for line in spes_p2p("run", "inspect", word, "--json").output.splitlines()]
+        assert [line["round"] for line in lines] == [0, 1, 2, 3]
+        assert [line["kind"] for line in lines] == ["genesis", *["majority"] * 3]
+        newest = spes_p2p("run", "inspect", "-o", str(stranger), "--last", "1").output.splitlines()
+        assert newest[1].split()[:2] == ["3", "majority"]
+        while "round 3: step" not in "\n".join(organiser.said):
+            pass
+        refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export")
+    with serving() as again:
+        assert any("the run ends with round 3" in line for line in again.said)
+
+
+def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--name", "mine", "--template", "tiny", "--data", str(tokens), "--peers", "1", "--experts-per-peer", "8")
+    answer = spes_p2p("run", "init", *flags)
+    assert answer.exit_code == 0, answer
+    assert "mine.yaml: run mine; the organiser is Qm" in answer.output
+    assert "spes-p2p bootstrap --config mine.yaml" in answer.output
+    refused(spes_p2p("run", "init", *flags), "mine.yaml is there already")
+    refused(spes_p2p("run", "inspect"), "holds no history of a run")
+    assert spes_p2p("run", "stop").exit_code == 1

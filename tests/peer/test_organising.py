@@ -1,0 +1,84 @@
+"""A run's history in lines, from a folder; and the file that a new run begins with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.cli.run import history_text
+from spes_p2p.config.load import load_config
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.peer.organising import history, kept_history
+from spes_p2p.peer.run_file import NewRun, start_run
+from spes_p2p.planning.units import GIB
+from spes_p2p.sync.chain import Chain
+from tests.peer.real import make_tokens
+from tests.sync.chains import A, MadeRun
+
+MINE = NewRun("mine", "tiny", "", peers=3, experts_per_peer=3)
+
+
+def test_history_is_one_line_a_round_with_what_it_changed(tmp_path: Path) -> None:
+    chain = Chain(tmp_path / "run" / "chain")
+    for commit in MadeRun().chain(3):
+        chain.append(commit)
+    lines = kept_history(tmp_path)
+    assert [(line.round, line.members) for line in lines] == [(0, 1), (1, 1), (2, 1)]
+    assert [line.kind for line in lines] == ["genesis", "majority", "majority"]
+    assert (lines[0].joined, lines[1].joined, lines[1].roster, lines[1].round_tokens) == ((A,), (), (A,), 1024)
+    assert all(line.received_at > 0 for line in lines)
+    text = history_text(lines)
+    assert "joined: a" in text
+    assert len(text.splitlines()) == 1 + 3 + 1
+
+
+def test_who_left_and_what_nobody_owns_is_said() -> None:
+    genesis, first = MadeRun().chain(2)
+    gone = replace(first, manifest=replace(first.manifest, members=(), ownership=((),) * 4))
+    (_, line) = history([genesis, gone])
+    assert (line.left, line.without_owner) == ((A,), (0, 1, 2, 3))
+    assert "left: a; columns without owner: 0-3" in history_text([line])
+
+
+def test_a_folder_without_history_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no history of a run"):
+        kept_history(tmp_path)
+
+
+def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "corpus", words=2000)
+    run = NewRun("mine", "small", str(tokens), 4, 2, 25, 24 * GIB, 2.5e6, 12.5e6, ("sync.codec=int8",))
+    made = start_run(run, tmp_path / "mine.yaml", tmp_path / "node")
+    config = load_config(made.path)
+    assert (config.run.run_id, config.swarm.min_peers, config.swarm.experts_per_peer) == ("mine", 4, 2)
+    assert (config.model.vocab_size, config.sync.steps_per_round, config.sync.codec) == (257, 25, "int8")
+    assert (tmp_path / "node" / "identity.key").exists()
+    assert made.organiser.startswith("Qm")
+    assert "fit as configured" in made.words[0]
+    assert "a sync of 4 such peers takes" in made.words[1]
+    again = start_run(run, tmp_path / "again.yaml", tmp_path / "node")
+    assert again.organiser == made.organiser
+
+
+def test_peers_with_data_of_their_own_need_none_here(tmp_path: Path) -> None:
+    made = start_run(MINE, tmp_path / "mine.yaml", tmp_path / "node")
+    assert load_config(made.path).data.source == "local"
+
+
+def test_answers_that_do_not_go_together_leave_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for wrong in (
+        NewRun("mine", "nothing", "", 3, 3),
+        NewRun("mine", "tiny", "", 3, 99),
+        NewRun("a name", "tiny", "", 3, 3),
+    ):
+        with pytest.raises(ConfigError):
+            start_run(wrong, path, tmp_path / "node")
+    with pytest.raises((ConfigError, DataError)):
+        start_run(NewRun("mine", "tiny", str(tmp_path), 3, 3), path, tmp_path / "node")
+    assert not path.exists()
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        start_run(MINE, path, tmp_path / "node")

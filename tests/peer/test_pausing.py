@@ -1,0 +1,89 @@
+"""When a peer trains: hours that go over midnight, batteries, keys, and who overrides whom."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.peer.pausing import MINUTES, PauseSwitch, Schedule, Watch
+
+NIGHT = Schedule.parse("22:00-08:00")
+
+
+def at(text: str) -> int:
+    hours, minutes = text.split(":")
+    return 60 * int(hours) + int(minutes)
+
+
+@pytest.mark.parametrize(("time", "trains"), [("21:59", False), ("22:00", True), ("03:00", True), ("08:00", False)])
+def test_a_night_goes_over_midnight(time: str, trains: bool) -> None:
+    assert NIGHT.allows(at(time)) == trains
+
+
+def test_several_spans_and_whole_days() -> None:
+    some = Schedule.parse("12:00-13:00, 22:00-08:00")
+    assert [some.allows(at(time)) for time in ("12:30", "13:00", "23:00")] == [True, False, True]
+    assert (some.next_start(at("09:00")), some.next_start(at("13:00"))) == ("12:00", "22:00")
+    assert all(Schedule.parse("0:00-24:00").allows(minute) for minute in range(MINUTES))
+
+
+@pytest.mark.parametrize("text", ["", "22-8", "22:00", "25:00-08:00", "22:60-08:00", "08:00-08:00", "22:00-08:00,x"])
+def test_no_hours_are_told_with_the_value(text: str) -> None:
+    with pytest.raises(ConfigError, match="are no hours of a day") as caught:
+        Schedule.parse(text)
+    assert "22:00-08:00" in caught.value.fix
+
+
+@given(st.integers(0, MINUTES - 1), st.integers(0, MINUTES - 1), st.integers(0, MINUTES - 1))
+def test_a_span_and_the_rest_of_the_day_are_the_whole_day(first: int, last: int, minute: int) -> None:
+    if first != last:
+        assert Schedule(((first, last),)).allows(minute) != Schedule(((last, first),)).allows(minute)
+
+
+def test_the_key_pauses_and_resumes() -> None:
+    said: list[str] = []
+    switch = PauseSwitch()
+    switch.on_change(said.append)
+    switch.toggle()
+    assert (switch.active, switch.why) == (True, "by key")
+    switch.toggle()
+    assert not switch.active
+    assert said == ["by key", ""]
+
+
+def test_who_resumes_by_hand_overrides_until_the_reason_comes_anew() -> None:
+    said: list[str] = []
+    switch = PauseSwitch()
+    switch.on_change(said.append)
+    for _ in range(2):
+        switch.set("schedule", "until 22:00")
+        switch.set("schedule", "until 22:00")
+        assert switch.active
+        switch.toggle()
+        switch.set("schedule", "until 22:00")
+        assert not switch.active
+        switch.set("schedule", "")
+    assert said == ["until 22:00", "", "until 22:00", ""]
+
+
+def test_clock_and_battery_are_looked_at() -> None:
+    switch, minute, battery = PauseSwitch(), [at("12:00")], [False]
+    watch = Watch(switch, None, False, lambda: minute[0], lambda: battery[0])
+    assert not switch.active
+    watch = Watch(switch, NIGHT, True, lambda: minute[0], lambda: battery[0])
+    watch.close()
+    assert switch.why == "until 22:00 (--schedule)"
+    minute[0], battery[0] = at("23:00"), True
+    watch.look()
+    assert switch.why == "on battery (--pause-on-battery)"
+    battery[0] = False
+    watch.look()
+    assert not switch.active
+
+
+def test_a_machine_without_battery_is_never_paused_by_it() -> None:
+    switch = PauseSwitch()
+    Watch(switch, None, True, battery=lambda: None).close()
+    assert not switch.active

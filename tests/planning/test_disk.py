@@ -1,0 +1,33 @@
+"""Disk by the same sums as the table in docs/operations.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.planning.disk import DiskNeed
+from tests.planning.runs import run_named
+
+TABLE = Path(__file__).parents[2] / "docs" / "operations.md"
+ROWS = re.findall(
+    r"^\| ([\w-]+) \| [\d.]+[MB] \| [\d.]+ [MG]B \| \d+ × (\d+) \| ([\d.]+) ([MG])B", TABLE.read_text(), re.M
+)
+
+
+@pytest.mark.parametrize(("name", "owned", "amount", "unit"), ROWS)
+def test_the_table_of_the_docs_says_the_same(name: str, owned: str, amount: str, unit: str) -> None:
+    need = DiskNeed.of(run_named(name), int(owned))
+    assert need.most == pytest.approx(float(amount) * {"M": 1e6, "G": 1e9}[unit], rel=0.15)  # rounded up there
+    assert need.least < need.most
+
+
+def test_all_runs_of_the_table_are_looked_at() -> None:
+    assert len(ROWS) == 6
+
+
+def test_fewer_checkpoints_take_less() -> None:
+    few = run_named("small", "output.keep_checkpoints=1")
+    assert DiskNeed.of(few, 2).most < DiskNeed.of(run_named("small"), 2).most
+    assert DiskNeed.of(few, 2).least == DiskNeed.of(run_named("small"), 2).least
