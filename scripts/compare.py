@@ -61,7 +61,7 @@ def methods_of(config: Config, peers: int, steps_per_round: int) -> list[Method]
     everything = f"swarm.experts_per_peer={experts}"
     alone = ("swarm.min_peers=1", f"optimizer.batch_sequences={batch * peers}")
     merge = (f"sync.merge_alpha={config.sync.merge_alpha or 0.05}", f"sync.merge_interval={steps_per_round}")
-    often = max(1, steps_per_round // PERIODS)
+    often = often_of(steps_per_round)
     twice = (f"swarm.experts_per_peer={min(experts, 2 * each)}", "swarm.target_replicas=2")
     diloco = (*plain, f"swarm.min_peers={peers}", everything, f"swarm.target_replicas={peers}")
     return [
@@ -74,6 +74,11 @@ def methods_of(config: Config, peers: int, steps_per_round: int) -> list[Method]
         Method("SPES, rising H", (*plain, *spes, rising)),
         Method("SPES, two periods", (*plain, *spes, f"sync.steps_per_round={often}", f"sync.expert_rounds={PERIODS}")),
     ]
+
+
+def often_of(steps_per_round: int) -> int:
+    """Steps between two averages of shared weights, with two periods."""
+    return max(1, steps_per_round // PERIODS)
 
 
 @dataclass(frozen=True)
@@ -155,12 +160,9 @@ def page(
     """The whole result, with the command that gives it again."""
     from spes_p2p.planning.sizes import Sizes
 
-    sizes = Sizes.of(config.model)
-    words = [
-        "python scripts/compare.py",
-        *arguments.overrides,
-        f"--config {arguments.config}",
-    ]  # seeds take what follows
+    sizes, often = Sizes.of(config.model), often_of(arguments.steps_per_round)
+    # overrides first: --seeds takes what follows it
+    words = ["python scripts/compare.py", *arguments.overrides, f"--config {arguments.config}"]
     words += [f"--steps {arguments.steps}", f"--peers {arguments.peers}"]
     words += [f"--steps-per-round {arguments.steps_per_round}", f"--seeds {' '.join(map(str, seeds))}"]
     corpus = "a copy of the standard library's sources" if arguments.data is None else "a corpus of its own"
@@ -180,12 +182,13 @@ def page(
         *table(found, sizes.total),
         "",
         "Memory is what weights, gradients and moments take in fp32, without activations: 16 bytes a trained value, 4 "
-        "for the others. Bytes are counted on the in-memory network. Two periods: shared weights are averaged "
-        f"{PERIODS} times in H steps, a column is handed out once. Outer Nesterov: learning rate "
-        f"{config.sync.outer_lr}, momentum {config.sync.outer_momentum}, as published; its momentum is on disk, and is "
-        "not in the memory counted here.",
+        "for the others. Bytes are counted on the in-memory network. Two periods: shared weights are averaged every "
+        f"{often} steps, a column is handed out every {PERIODS * often}. Outer Nesterov: learning rate "
+        f"{config.sync.outer_lr}, momentum {config.sync.outer_momentum}, as published, where a round has 500 steps and "
+        "there are over a hundred of them; its momentum is on disk, and is not in the memory counted here.",
         "",
-        "A small model, few steps and few seeds: differences that are no larger than those between seeds mean nothing.",
+        "A small model, few steps and few seeds: differences that are no larger than those between seeds mean nothing"
+        + ("." if len(seeds) > 1 else ", and one seed does not tell how large those are."),
         "",
         *(f"![held-out loss]({image})" for image in images),
     ]
