@@ -53,8 +53,8 @@ class MemorySwarm:
         seed: int = 0,
         leased: bool = True,
         archive: bool = False,
-        start: OwnStart | None = None,
         serve: bool = False,
+        start: OwnStart | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
