@@ -297,7 +297,7 @@ class TrainingLoop:
         if self._pause.active:
             self._connection.progress.tokens_per_second = 0.0
         if self._pause.active and turn.owned:
-            self._train_one_step(time.monotonic() + PAUSE_GRACE_SECONDS)
+            self._train_one_step(time.monotonic() + LEAVE_SECONDS)
         if not self._gate.stopping and not self._is_over():  # how to leave is decided in `_leave`
             self._hand_in(turn, turn.seconds_before)
         return False
