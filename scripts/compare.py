@@ -224,7 +224,8 @@ def working_folder() -> Iterator[Path]:
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    handlers = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    handlers = {number: signal.signal(number, leave) for number in heeded}
     scratch = Scratch("spes-p2p-compare-")
     try:
         yield scratch.path

@@ -69,7 +69,8 @@ def nesterov(mean: Values, before: Values, v: Values, lr: float, momentum: float
     """(new values, new momentum) of the outer optimizer."""
     d = mean - before
     v = v * np.float32(momentum) + d
-    return before + (v * np.float32(momentum) + d) * np.float32(lr), v
+    after = np.asarray(before + (v * np.float32(momentum) + d) * np.float32(lr), np.float32)
+    return after, v
 
 
 @dataclass

@@ -234,8 +234,8 @@ def test_who_lost_its_history_takes_the_winners_momentum(folder: Path) -> None:
         await asyncio.sleep(85.0)
         ours, theirs = peer(swarm, "d").store, peer(swarm, "a").store
         momentum = len(swarm.layout.model_blocks)
-        newest = [store.version(store.rounds()[-1]).block(momentum) for store in (ours, theirs)]
-        assert not np.array_equal(*newest)
+        here, there = (store.version(store.rounds()[-1]).block(momentum) for store in (ours, theirs))
+        assert not np.array_equal(here, there)
         swarm.network.heal()
         await until(lambda: any(event.switched for event in peer(swarm, "d").applied_events), 120.0)
         await until(counts(swarm, "d"), 120.0)

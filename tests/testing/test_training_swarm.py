@@ -59,7 +59,7 @@ class Words(nn.Module):
         mixed = (
             torch.stack([expert(hidden) for expert in self.experts], -1) * self.gate(hidden).softmax(-1)[..., None, :]
         )
-        return self.head(hidden + mixed.sum(-1))  # type: ignore[no-any-return]
+        return self.head(hidden + mixed.sum(-1))
 
 
 def next_byte(module: nn.Module, token_BS: Tensor) -> Tensor:
@@ -115,9 +115,14 @@ def test_a_comparison_that_is_ended_leaves_no_folder(data: Path, tmp_path: Path,
     small = [text for text in SMALL if not text.startswith("sync.")]
     arguments = ["--data", str(data), "--peers", "2", "--device", "cpu", "--output", str(tmp_path / "page.md")]
     with subprocess.Popen(
-        [sys.executable, script, *arguments, "--steps", "9000", *small], env=environment, stderr=subprocess.DEVNULL
-    ) as process:
+        [sys.executable, script, *arguments, "--steps", "9000", *small],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None,
+    ) as process:  # a shell in the background has SIGINT ignored
+        until = time.monotonic() + 120.0
         while not list(temporary.glob("spes-p2p-compare-*/*/*")) and process.poll() is None:
+            assert time.monotonic() < until
             time.sleep(0.05)
         assert process.poll() is None
         process.send_signal(number)

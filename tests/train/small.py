@@ -98,7 +98,7 @@ class SmallDevice:
     """
 
     def __init__(self, trainer: Trainer, sequences: int) -> None:
-        self.model, self.sequences = trainer._rank.model, sequences
+        self.model, self.sequences = trainer._rank.transformer, sequences
         self.model.layers[1].register_forward_pre_hook(self)
 
     def __call__(self, layer: object, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -50,7 +50,7 @@ def test_a_new_owner_goes_on_as_the_old_one_would_have() -> None:
 def test_moments_are_laid_out_like_the_block() -> None:
     giver, config = trained((1, 4)), small_config()
     flat, start = giver.moments(4), 0
-    tensors, bank = giver.private_state()["groups"][2]["tensors"], giver._rank.model.banks[0]
+    tensors, bank = giver.private_state()["groups"][2]["tensors"], giver._rank.transformer.banks[0]
     for place in place_table(config.model)[1 + 4]:
         assert isinstance(place, ExpertPlace)
         name, rows = bank.rows_of(place.which)

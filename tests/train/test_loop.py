@@ -67,7 +67,7 @@ def test_it_stops_between_two_steps_when_asked(dataset: Dataset) -> None:
 
 
 def poison(trainer: Trainer) -> None:
-    trainer._rank.model.norm.weight.detach()[0] = np.inf
+    trainer._rank.transformer.norm.weight.detach()[0] = np.inf
 
 
 def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: Dataset) -> None:

@@ -52,7 +52,7 @@ def test_steps_equal_those_of_a_plain_adamw() -> None:
     """Everything owned, so that a plain loop over the model's parameters is the whole algorithm."""
     config = small_config("model.activation_checkpointing=full", "optimizer.grad_clip=0.5")
     everything = tuple(range(6))
-    ours, plain = trainer_of(config, everything), trainer_of(config, everything)._rank.model
+    ours, plain = trainer_of(config, everything), trainer_of(config, everything)._rank.transformer
     adamw = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=True)
     for step in range(1, 6):
         adamw.param_groups[0]["lr"] = learning_rate(config, step)
@@ -66,7 +66,7 @@ def test_steps_equal_those_of_a_plain_adamw() -> None:
         got = result.loss, result.load_balancing, result.router_z, result.output_z, result.grad_norm
         assert got == pytest.approx([float(number) for number in (*parts[1:5], norm)], rel=1e-5)
     expected = torch.cat([master.detach().flatten() for master in plain.parameters()])
-    trained = torch.cat([master.detach().flatten() for master in ours._rank.model.parameters()])
+    trained = torch.cat([master.detach().flatten() for master in ours._rank.transformer.parameters()])
     assert float((trained - expected).abs().max()) < 1e-5
 
 
@@ -109,7 +109,7 @@ def test_foreign_experts_stay_and_cost_no_gradient_and_no_moments() -> None:
     assert trainer.gradient_bytes == trained_bytes
     assert trainer.optimizer_bytes == 2 * trained_bytes
     for expert in (0, 2, 3, 5):
-        matrices = [bank.read(expert, which).numpy() for bank in trainer._rank.model.banks for which in MATRICES]
+        matrices = [bank.read(expert, which).numpy() for bank in trainer._rank.transformer.banks for which in MATRICES]
         assert np.array_equal(np.concatenate([matrix.ravel() for matrix in matrices]), before[1 + expert])
 
 
@@ -151,7 +151,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     trainer = trainer_of(small_config())
     steps(trainer, 1)
     before = values_of(trainer)
-    poisoned = trainer._rank.model.norm.weight
+    poisoned = trainer._rank.transformer.norm.weight
     good = poisoned.detach().clone()
     poisoned.detach()[0] = np.nan
     result = trainer.train_step(batch_of(1))
