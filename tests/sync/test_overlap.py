@@ -81,7 +81,7 @@ def test_a_sync_that_fits_into_the_round_costs_no_training_time(folder: Path) ->
     waiting = _seconds_of_rounds(folder / "waiting")
     hidden = _seconds_of_rounds(folder / "hidden", OVERLAP)
     assert waiting > 1.4, "a second of training and a sync"
-    assert hidden < 1.05
+    assert hidden < 1.1, "steps, and hardly anything else"
 
 
 def test_a_sync_longer_than_the_round_is_waited_for(folder: Path) -> None:
