@@ -2,8 +2,9 @@
 
 Two kinds. `sent`: what a peer could not say of its own contribution; the next one carries it. `handed`: what a reducer
 could not say of a mean; its next hand-out of the same tile carries it, however many rounds lie between, and it is
-dropped when somebody else hands the tile out. Where a column has one owner, that is how far the owner's master is ahead of what the others have: the owner
-trains on from there, so the next change holds it already; when a second owner comes it is unsent work like any other.
+dropped when somebody else hands the tile out. Where a column has one owner, that is how far the owner's master is ahead
+of what the others have: the owner trains on from there, so the next change holds it already; when a second owner comes
+it is unsent work like any other.
 
 A set belongs to a manifest and lies in a folder named by its hash. What a round leaves is staged beside it, and becomes
 the next set by `settle`, which is on disk before the certificate is: after a crash at any point the set of the tip, or
@@ -58,9 +59,7 @@ class _Index:
 class _Set:
     """Both kinds in one folder. `owned`, `sole`: the columns that this peer owns (alone) by the set's manifest."""
 
-    def __init__(
-        self, folder: Path, layout: Layout, owned: Collection[int] = (), sole: Collection[int] = ()
-    ) -> None:
+    def __init__(self, folder: Path, layout: Layout, owned: Collection[int] = (), sole: Collection[int] = ()) -> None:
         self.folder = folder
         self.layout = layout
         self.owned, self.sole = frozenset(owned), frozenset(sole)
@@ -225,7 +224,9 @@ class Residuals:
             if area.folder.exists():
                 sync(area.folder)
         sent, handed = (tuple(sorted(made.areas[kind].hashes)) for kind in KINDS)
-        write_whole(made.folder / _INDEX, pack(_Index(newest.round, tuple(sorted(owned)), tuple(sorted(sole)), sent, handed)))
+        write_whole(
+            made.folder / _INDEX, pack(_Index(newest.round, tuple(sorted(owned)), tuple(sorted(sole)), sent, handed))
+        )
 
     def _staged_again(self) -> _Set:
         """What was staged, without what an earlier attempt has added."""

@@ -267,9 +267,16 @@ class World:
         if name in self._adopted or manifest_hash(self.newest()) != name:
             return
         self._adopted.add(name)
+        self._check_servers(manifest)
         self.result.rounds = manifest.round
         self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
         self.last_change = self.now
+
+    def _check_servers(self, manifest: Manifest) -> None:
+        """Members are named for what they came for."""
+        wrong = [m.peer for m in manifest.members if m.trains == self.peers[m.peer].intent.serving]
+        if wrong:
+            raise Violation("serving", f"round {manifest.round} takes {wrong} for what they are not")
 
     def bound_seconds(self) -> float:
         """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""

@@ -71,9 +71,7 @@ class SmallWorld:
     The last `servers` of them train nothing.
     """
 
-    def __init__(
-        self, count: int = 3, core_class: type[Core] = Core, ordered: bool = True, servers: int = 0
-    ) -> None:
+    def __init__(self, count: int = 3, core_class: type[Core] = Core, ordered: bool = True, servers: int = 0) -> None:
         self.names = [PeerId(f"p{index}") for index in range(count)]
         self.rules = run_rules(columns=0, shared_tiles=1)
         self.ordered = ordered

@@ -78,7 +78,7 @@ def through(relay: str) -> Multiaddr:
 
 
 def _as_daemons_read(maddr: Multiaddr) -> Multiaddr:
-    """hivemind writes a peer id inside an address as a CID, on account of which its daemon refuses the whole request."""
+    """hivemind writes a peer id inside an address as a CID, and its daemon refuses the whole request for that."""
     parts = []
     for part in maddr.split():
         name = next(iter(part.protocols())).name

@@ -95,7 +95,8 @@ class HivemindNetwork:
         `identity_path`: made on first use; None for an identity of this run alone. `client_mode`: listens nowhere, and
         is reached through the connections that it opens; so it is, too, where a peer that was asked to dial it could
         not (see `reach`). `use_relay`: then it looks for relays, too, and keeps to those that carry enough (see
-        `relay`); where it can be dialled, it is a relay for others. `wall_clock` is compared with that of the initial peers.
+        `relay`); where it can be dialled, it is a relay for others. `wall_clock` is compared with that of the initial
+        peers.
         Raises NetworkError (a reason for each initial peer), IdentityInUse, ClockSkewed, ConfigError.
         """
         self = cls()

@@ -133,7 +133,7 @@ async def _receive(scout: P2P, caller: PeerId, nonce: bytes, received: bytearray
 
 
 async def try_relays(p2p: P2P, initial: Sequence[PeerId]) -> RelayFinding:
-    """Which relays among `initial` (peers that answer) carry a test; takes 13 s at most. The daemon has auto-relay on."""
+    """Which relays among `initial` (peers that answer) carry a test; takes 13 s at most. Auto-relay must be on."""
     if len(set(initial)) < LEAST_RELAYS:
         few = f"only {len(set(initial))} of the initial peers answer, and libp2p chooses relays among {LEAST_RELAYS}"
         return RelayFinding((), f"no relay is used: {few}")
