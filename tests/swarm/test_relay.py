@@ -7,16 +7,21 @@ relay that is named to others and cuts.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import PeerID
 
+from spes_p2p import wire
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
-from spes_p2p.swarm.hivemind_backend.dial import relay_of
-from spes_p2p.swarm.hivemind_backend.relay import LEAST_RELAYS, TEST_BYTES
+from spes_p2p.swarm.hivemind_backend.daemon import SocketFolder, start_daemon
+from spes_p2p.swarm.hivemind_backend.dial import parse_address, relay_of
+from spes_p2p.swarm.hivemind_backend.relay import LEAST_RELAYS, RELAY_TEST_NAME, TEST_BYTES, RelayReply, RelayRequest
 from spes_p2p.testing.namespaces import Lab, may_make_namespaces
 from spes_p2p.testing.nat_box import enter_namespace
 
@@ -73,6 +78,40 @@ def test_a_relay_that_is_named_to_others_carries_more_than_libp2ps_default(outsi
                 said = bytes(range(256)) * (2 * TEST_BYTES // 256)
                 assert await caller.transport.call(home.transport.peer_id, said, 10.0) == said
             assert await relays[0].transport.call(home.transport.peer_id, b"x", 10.0) == b"x"
+
+    outside.run(scenario())
+
+
+@pytest.mark.skipif(not may_make_namespaces(), reason="needs root and iproute2 for network namespaces")
+def test_who_asks_for_a_test_cannot_have_a_third_dialled(outside: NetworkThread) -> None:
+    """It has no place at the relay, and says to libp2p that it listens at another's address."""
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            met: list[object] = []
+
+            async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                met.append(writer.get_extra_info("peername"))
+                writer.close()
+
+            third = await asyncio.start_server(note, "11.0.0.3", PORT)
+            stack.callback(third.close)
+            here = (f"/ip4/11.0.0.1/tcp/{PORT}",)
+            relay = await _start(stack, host_maddrs=here, announce_maddrs=here)
+            folder = SocketFolder()
+            stack.callback(folder.remove)
+            liar = await start_daemon(
+                folder, host_maddrs=["/ip4/11.0.0.2/tcp/0"], announce_maddrs=[f"/ip4/11.0.0.3/tcp/{PORT}"]
+            )
+            stack.push_async_callback(liar.shutdown)
+            name = PeerID.from_base58(relay.transport.peer_id)
+            await liar._client.connect(name, [parse_address(relay.transport.addresses[0]).maddr])
+            asked = BytesValue(value=wire.pack(RelayRequest(bytes(16))))
+            for _ in range(4):
+                reply = await liar.call_protobuf_handler(name, RELAY_TEST_NAME, asked, BytesValue)
+                said = wire.unpack(RelayReply, reply.value, max_bytes=1024)
+                assert (said.tried, said.received) == (True, 0)
+            assert not met
 
     outside.run(scenario())
 

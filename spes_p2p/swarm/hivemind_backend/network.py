@@ -22,7 +22,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.hivemind_backend.daemon import SocketFolder, start_daemon, until_deaf
+from spes_p2p.swarm.hivemind_backend.daemon import NO_LOOKUP, SocketFolder, start_daemon, until_deaf
 from spes_p2p.swarm.hivemind_backend.dial import parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
@@ -151,7 +151,7 @@ class HivemindNetwork:
 
     async def _attach(self, p2p: P2P) -> None:
         async def start_scout() -> P2P:
-            return await start_daemon(self._folder, **_SCOUT)
+            return await start_daemon(self._folder, **_SCOUT | {"dht_mode": NO_LOOKUP})
 
         carries = bool(self._options["use_relay"]) and not self.client_mode
         desks = DialBackDesk(p2p, start_scout), RelayDesk(p2p, start_scout, carries)
