@@ -286,7 +286,9 @@ class World:
         running = [p for p in self.up() if p.core is not None]
         able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.disk.full]
         able = [peer for peer in able if peer.asleep_until <= self.now]
-        if not able or self._state_is_lost() or not any(self.would_train(peer) for peer in running):
+        if not able or self._state_is_lost():
+            return float("inf")
+        if self.has_servers and not any(self._would_train(peer) for peer in running):
             return float("inf")
         cores = [p.core for p in running if p.core is not None]
         pace = max((core.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
@@ -297,7 +299,7 @@ class World:
         wait = 0.0 if connected else pace.degraded_wait_seconds(False)
         return wait + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
 
-    def would_train(self, peer: SimPeer) -> bool:
+    def _would_train(self, peer: SimPeer) -> bool:
         """Whether rounds are made for this peer's sake; those who only serve keep the state as it is."""
         return not peer.intent.serving and not peer.is_gone_for_good and peer.asleep_until <= self.now
 

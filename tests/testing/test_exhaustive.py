@@ -33,8 +33,9 @@ def test_no_order_of_deliveries_losses_and_crashes_breaks_a_rule(
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_no_order_breaks_a_rule_where_some_only_serve(servers: int) -> None:
-    report = explore_all(1, servers=servers, most_states=20_000)
-    assert report.states == 20_000
+    report = explore_all(1, servers=servers)
+    assert report.whole
+    assert report.states > 50_000
     assert {"crash", "crash in", "lose", "beat"} <= set(report.kinds)
 
 
