@@ -111,13 +111,17 @@ class Ledger:
                     self.handed.pop((peer, tile_id), None)
 
     def _follow(self, before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> None:
-        """A column's residuals end with its ownership; what its one owner was ahead is unsent work beside a second."""
+        """An owner's residuals end with its ownership; what its one owner was ahead is unsent work beside a second.
+
+        Who reduces for the owners keeps what it handed out of their mean, whoever they are.
+        """
         for tile_id, (block, _, _) in enumerate(self.tiles):
             if block == 0:
                 continue
             old, new = tuple(before[block - 1]), tuple(after[block - 1])
             for kept in (self.sent, self.handed):
-                for peer in [peer for peer, at in kept if at == tile_id and peer not in new]:
+                helps = [] if kept is self.sent else [peer for peer, _ in kept if peer not in old]
+                for peer in [peer for peer, at in kept if at == tile_id and peer not in (*new, *helps)]:
                     del kept[peer, tile_id]
             if len(old) == 1 and old[0] in new and new != old and (old[0], tile_id) in self.handed:
                 ahead = self.handed.pop((old[0], tile_id))

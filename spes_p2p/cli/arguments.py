@@ -45,7 +45,13 @@ AnnounceMaddrs = Annotated[
 IdentityPath = Annotated[
     Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE")
 ]
-UseRelay = Annotated[bool, typer.Option("--use-relay/--no-relay", help="Use libp2p relays where they help.")]
+UseRelay = Annotated[
+    bool,
+    typer.Option(
+        "--use-relay/--no-relay",
+        help="Be a libp2p relay for others; where nobody can dial this machine, use relays that pass a test.",
+    ),
+]
 MaxUpload = Annotated[str | None, optional("Most to send, such as 20Mbit (default: no limit).", "RATE")]
 MaxDownload = Annotated[str | None, optional("Most to receive, such as 100Mbit (default: no limit).", "RATE")]
 RunId = Annotated[str | None, optional("Which run, where several are announced.", "NAME")]

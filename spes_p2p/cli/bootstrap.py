@@ -41,7 +41,7 @@ def bootstrap(
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     identity_path: IdentityPath = None,
-    use_relay: UseRelay = True,
+    use_relay: UseRelay = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
 ) -> None:

@@ -65,7 +65,7 @@ def join(
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     client_mode: Annotated[bool, typer.Option("--client-mode", help="Listen nowhere (behind NAT).")] = False,
-    use_relay: UseRelay = True,
+    use_relay: UseRelay = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
     schedule: Annotated[

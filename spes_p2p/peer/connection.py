@@ -97,12 +97,14 @@ def reach_text(network: HivemindNetwork) -> str:
     """What a person should know of how others reach this machine; empty where nothing was found out."""
     if network.reach is Reach.PUBLIC:
         return f"others can dial this machine, at {network.dialled_at}"
+    relay = [network.relay.words] if network.relay is not None else []
     if network.reach is Reach.PRIVATE:
-        return (
+        relay.insert(
+            0,
             "nobody can dial this machine (NAT or a firewall): it trains all the same, over connections that it keeps "
-            "open; to let it reduce for others too, forward a TCP port and name it in --host-maddrs"
+            "open; to let it reduce for others too, forward a TCP port and name it in --host-maddrs",
         )
-    return ""
+    return "; ".join(relay)
 
 
 class Connection:

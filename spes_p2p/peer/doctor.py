@@ -142,8 +142,8 @@ def _port_check(network: HivemindNetwork) -> Check:
 
 def _reach_check(network: HivemindNetwork) -> Check:
     known = {Reach.PUBLIC: True, Reach.PRIVATE: False}.get(network.reach)
-    relayed = any("/p2p-circuit" in address for address in network.transport.addresses)
-    return reach_check(known, network.dialled_at, relayed)
+    relay = network.relay
+    return reach_check(known, network.dialled_at, relay.words if relay else "", bool(relay and relay.passed))
 
 
 def _run_check(group: RunGroup, peers: int) -> Check:

@@ -1,9 +1,10 @@
 """What lossy codecs left unsent, by tile, on disk until it can be sent: nothing that was trained is lost to rounding.
 
 Two kinds. `sent`: what a peer could not say of its own contribution; the next one carries it. `handed`: what a reducer
-could not say of a mean; its next hand-out of the same tile carries it, and it is dropped when somebody else hands the
-tile out. Where a column has one owner, that is how far the owner's master is ahead of what the others have: the owner
-trains on from there, so the next change holds it already; when a second owner comes it is unsent work like any other.
+could not say of a mean; its next hand-out of the same tile carries it, however many rounds lie between, and it is
+dropped when somebody else hands the tile out. Where a column has one owner, that is how far the owner's master is ahead
+of what the others have: the owner trains on from there, so the next change holds it already; when a second owner comes
+it is unsent work like any other.
 
 A set belongs to a manifest and lies in a folder named by its hash. What a round leaves is staged beside it, and becomes
 the next set by `settle`, which is on disk before the certificate is: after a crash at any point the set of the tip, or
@@ -12,7 +13,7 @@ of a manifest before it, is there. Tiles of blocks whose codec is fp32 never occ
     residuals/
       <manifest hash>/         one set
         sent/, handed/         block files, as a staging has them; tiles that are not listed have no meaning
-        index                  of which round, which columns are owned alone, which tiles have something kept
+        index                  of which round, which columns are owned, which alone, which tiles have something kept
       staged-<manifest hash>/  what is left of the round on top of that manifest
 """
 
@@ -46,28 +47,29 @@ _STAGED = "staged-"
 
 @dataclass(frozen=True)
 class _Index:
-    """What a set holds: `sole` columns, and tiles by kind."""
+    """What a set holds: `owned` and `sole` columns, and tiles by kind."""
 
     round: int
+    owned: tuple[int, ...]
     sole: tuple[int, ...]
     sent: tuple[int, ...]
     handed: tuple[int, ...]
 
 
 class _Set:
-    """Both kinds in one folder. `sole`: the columns that this peer owns alone by the set's manifest."""
+    """Both kinds in one folder. `owned`, `sole`: the columns that this peer owns (alone) by the set's manifest."""
 
-    def __init__(self, folder: Path, layout: Layout, sole: Collection[int] = ()) -> None:
+    def __init__(self, folder: Path, layout: Layout, owned: Collection[int] = (), sole: Collection[int] = ()) -> None:
         self.folder = folder
         self.layout = layout
-        self.sole = frozenset(sole)
+        self.owned, self.sole = frozenset(owned), frozenset(sole)
         self.areas = {kind: TileArea(folder / kind, layout) for kind in KINDS}
 
     @classmethod
     def read(cls, folder: Path, layout: Layout) -> _Set:
         """Raises StateError where it cannot be what was written."""
         index = _read_index(folder)
-        found = cls(folder, layout, index.sole)
+        found = cls(folder, layout, index.owned, index.sole)
         listed: dict[Kind, tuple[int, ...]] = {"sent": index.sent, "handed": index.handed}
         for kind, tile_ids in listed.items():
             area = TileArea(folder / kind, layout, dict.fromkeys(tile_ids, NO_HASH))
@@ -208,11 +210,11 @@ class Residuals:
         made = self._staged_again()
         self._count(made, first, wire_hash)
         newest = first
-        self._follow(made, first)
+        owned = self._follow(made, self._set.owned, first)
         for newest in later:
             for piece in newest.slices:
                 _forget(made, ("handed",), piece.tile_ids)
-            self._follow(made, newest)
+            owned = self._follow(made, owned, newest)
         sole = frozenset(sole_columns(newest.ownership, self._me))
         for tile_id in list(made.areas["handed"].hashes):
             if self._set.is_sole(tile_id) and self._layout.tiles[tile_id].block - 1 not in sole:
@@ -222,7 +224,9 @@ class Residuals:
             if area.folder.exists():
                 sync(area.folder)
         sent, handed = (tuple(sorted(made.areas[kind].hashes)) for kind in KINDS)
-        write_whole(made.folder / _INDEX, pack(_Index(newest.round, tuple(sorted(sole)), sent, handed)))
+        write_whole(
+            made.folder / _INDEX, pack(_Index(newest.round, tuple(sorted(owned)), tuple(sorted(sole)), sent, handed))
+        )
 
     def _staged_again(self) -> _Set:
         """What was staged, without what an earlier attempt has added."""
@@ -260,15 +264,17 @@ class Residuals:
             if values is not None:
                 made.put(kind, tile_id, values)
 
-    def _follow(self, made: _Set, manifest: Manifest) -> None:
-        """Whose column it is not any more has nothing left to send of it; who reduced it for its owners may again."""
-        owned = columns_of(manifest.ownership, self._me)
-        helped = {tile for s in manifest.slices if self._me not in s.contributors for tile in s.tile_ids}
+    def _follow(self, made: _Set, before: frozenset[int], manifest: Manifest) -> frozenset[int]:
+        """Who loses a column has nothing left to send of it; who reduced it for its owners may again, in any round.
+
+        `before` are the columns owned so far; the result those that are by `manifest`.
+        """
+        owned = frozenset(columns_of(manifest.ownership, self._me))
         for block in self._layout.model_blocks[1:]:
             if block.index - 1 not in owned:
-                tile_ids = self._layout.tile_ids_of(block.index)
-                _forget(made, ("sent",), tile_ids)
-                _forget(made, ("handed",), [tile_id for tile_id in tile_ids if tile_id not in helped])
+                kinds: tuple[Kind, ...] = KINDS if block.index - 1 in before else ("sent",)
+                _forget(made, kinds, self._layout.tile_ids_of(block.index))
+        return owned
 
     def _hold_back(self, made: _Set, tile_id: int) -> None:
         """The master of what was a sole owner's column is ahead no more: that is left to be sent."""
@@ -278,7 +284,8 @@ class Residuals:
         _forget(made, ("handed",), (tile_id,))
 
     def _empty(self, tip: Manifest) -> _Set:
-        return _Set(self._folder(manifest_hash(tip)), self._layout, sole_columns(tip.ownership, self._me))
+        owned, sole = columns_of(tip.ownership, self._me), sole_columns(tip.ownership, self._me)
+        return _Set(self._folder(manifest_hash(tip)), self._layout, owned, sole)
 
     def _enter(self, head: Hash, kept: _Set) -> None:
         self._head, self._set = head, kept

@@ -35,6 +35,7 @@ class Report:
     ends: int = 0
     splits: int = 0
     lost: int = 0
+    """Ends in which those who are down are needed, for what they have or for what they would train."""
     longest_beats: int = 0
     seconds: float = 0.0
     peer_states: int = 0
@@ -48,7 +49,7 @@ class Report:
             [
                 f"{self.states} states{'' if self.whole else ' (not all)'} in {self.seconds:.0f} s of CPU time: "
                 f"{self.ends} ends, {self.splits} of them with two commits as the rules allow",
-                f"{self.lost} ends in which the newest state went down with all who had it",
+                f"{self.lost} ends in which the newest state, or all who train, went down",
                 f"longest wait for a commit: {self.longest_beats} heartbeats after the last fault",
                 f"one peer: {self.peer_states} states, {self.peer_steps} steps",
                 f"steps taken: {dict(self.kinds)}",
@@ -127,7 +128,12 @@ class Search:
             self._path.append(event)
 
     def _is_hopeless(self, state: State) -> bool:
-        """Whether only those who are down could bring the committed state, and none of them will in a long time."""
+        """Whether only those who are down could bring the committed state, and none of them will in a long time.
+
+        Or, as long, whether nobody is up for whose training a round would be made.
+        """
+        if state.beats > LONG_BEATS and not self._world.is_training(state):
+            return True
         return (state.faults == 0 or state.beats > LONG_BEATS) and self._world.is_lost(state)
 
     def _check_progress(self, state: State) -> None:
@@ -142,9 +148,10 @@ def explore_all(
     core_class: type[Core] = Core,
     ordered: bool = True,
     most_states: int = sys.maxsize,
+    servers: int = 0,
 ) -> Report:
-    """The search of three peers in one round. Raises Found."""
-    return Search(SmallWorld(3, core_class, ordered), faults, kinds).run(most_states)
+    """The search of three peers in one round, of which `servers` train nothing. Raises Found."""
+    return Search(SmallWorld(3, core_class, ordered, servers), faults, kinds).run(most_states)
 
 
 def _told(event: Event) -> str:
@@ -156,11 +163,16 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=2, help="losses, crashes and returns of a peer, together")
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=[LOSE, CRASH])
     parser.add_argument("--any-order", action="store_true", help="messages of one link may overtake each other")
+    parser.add_argument("--servers", type=int, choices=range(3), default=0, help="so many of the three train nothing")
     parser.add_argument("--most-states", type=int, default=sys.maxsize)
     options = parser.parse_args()
     try:
         report = explore_all(
-            options.faults, tuple(options.kinds), ordered=not options.any_order, most_states=options.most_states
+            options.faults,
+            tuple(options.kinds),
+            ordered=not options.any_order,
+            most_states=options.most_states,
+            servers=options.servers,
         )
     except Found as found:
         sys.stdout.write(f"{found}\n")

@@ -152,6 +152,7 @@ class Judge:
         except RemoteProtocolError as error:
             raise Violation("certificate", str(error)) from error
         self._check_turns(parent.manifest, commit.manifest)
+        _check_servers(parent.manifest, commit.manifest)
         if name not in self.known:
             self.known[name] = self._follow(parent, commit.manifest)
         self.known[name].certificates.append(certificate)
@@ -255,6 +256,20 @@ def may_conflict(one: Certificate, other: Certificate) -> bool:
         if degraded.kind == DEGRADED and signers - set(degraded.heard):
             return True
     return False
+
+
+def _check_servers(parent: Manifest, child: Manifest) -> None:
+    """Who only serves has no work counted, owns nothing and leases nothing; nobody changes over."""
+    before = {member.peer for member in parent.members if not member.trains}
+    serving = {member.peer for member in child.members if not member.trains}
+    counted = {entry.peer for entry in child.roster} | {p for piece in child.slices for p in piece.contributors}
+    given = {owner for owners in child.ownership for owner in owners} | {peer for peer, _ in child.leases.held}
+    if counted & before or given & serving:
+        raise Violation("serving", f"round {child.round} takes {sorted(counted & before | given & serving)} to train")
+    known = {(member.peer, member.incarnation): member.trains for member in parent.members}
+    for member in child.members:
+        if known.get((member.peer, member.incarnation), member.trains) != member.trains:
+            raise Violation("serving", f"round {child.round} has {member.peer} change between training and serving")
 
 
 def voters(manifest: Manifest) -> dict[PeerId, int]:

@@ -23,6 +23,9 @@ CRASH_POINTS: tuple[type[do.Action], ...] = (
 )  # fmt: skip
 """Actions before which a crash may come; each vote begins with a Persist."""
 
+SERVERS = (0, 0, 0, 0, 0, 0, 1, 1, 1, 2)
+"""How many of the first members train nothing, each as likely as another."""
+
 Fault = Callable[[World, random.Random], None]
 
 
@@ -58,7 +61,8 @@ def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) 
         broken_transfer=chance.choice((0.0, 0.0, 0.05, 0.2)),
     )
     columns, replicas = chance.choice((2, 3, founders)), chance.choice((1, 1, 2))
-    world = World(seed, founders, columns, replicas, weather, core_class, kind.slowness)
+    servers = random.Random(seed ^ 0x5E12).choice(SERVERS)  # apart: it changes no other draw
+    world = World(seed, max(2, founders - servers), columns, replicas, weather, core_class, kind.slowness, servers)
     for _ in range(chance.randint(kind.at_least, kind.at_most)):
         fault = chance.choice(kind.faults)
         world.at(chance.uniform(0.2, FAULT_SECONDS), fault, world, random.Random(chance.getrandbits(32)))
@@ -77,6 +81,15 @@ def end_faults(world: World, chance: random.Random) -> None:
         if peer.core is None and not peer.is_gone_for_good and chance.random() < 0.5:
             peer.start()
     _ensure_elector(world, chance)
+    _ensure_trainer(world, chance)
+
+
+def _ensure_trainer(world: World, chance: random.Random) -> None:
+    """Where only those are left who serve, no round is made: that is an end, too."""
+    able = [peer for peer in world.peers.values() if not peer.intent.serving and not peer.is_gone_for_good]
+    if able and not any(peer.core is not None for peer in able):
+        chance.choice(able).start()
+    world.result.extinct |= not able
 
 
 def _ensure_elector(world: World, chance: random.Random) -> None:
@@ -289,7 +302,7 @@ def leave(world: World, chance: random.Random) -> None:
 
 def join(world: World, chance: random.Random) -> None:
     if len(world.peers) < 8:
-        world.join()
+        world.join(serving=world.has_servers and chance.random() < 0.25)
 
 
 ALL = (crash, crash_with_amnesia, quick_restart, cut, isolate, sleep, full_disk, leave, join)

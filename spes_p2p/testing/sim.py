@@ -73,8 +73,12 @@ class World:
         weather: Weather,
         core_class: type[Core] = Core,
         step_seconds: float = 1.0,
+        servers: int = 0,
     ) -> None:
-        """`step_seconds` scales how long peers train: slow ones leave more of a run to what happens between rounds."""
+        """`step_seconds` scales how long peers train: slow ones leave more of a run to what happens between rounds.
+
+        `servers` more of the first members reduce, hold and vote, and train nothing.
+        """
         self.step_seconds = step_seconds
         self.random = random.Random(seed)
         self.now = 0.0
@@ -97,12 +101,15 @@ class World:
         names = [PeerId(f"p{index}") for index in range(founders)]
         incarnations = {name: self.next_incarnation() for name in names}
         members = [Member(name, incarnations[name], True, self.random.choice((0, 0, 1))) for name in names]
+        for index in range(servers):
+            members.append(Member(PeerId(f"s{index}"), self.next_incarnation(), True, 0, trains=False))
+        self.has_servers = servers > 0
         self.state = initial_state(self.rules)
-        wishes = {name: Wish(self.max_columns) for name in names}
+        wishes = {member.peer: Wish(self.max_columns if member.trains else 0) for member in members}
         self.genesis = genesis_manifest(self.rules, root_of(self.state), members, wishes)
         self.judge = Judge(self.rules, self.genesis, self.state)
         for member in self.genesis.members:
-            self._add(member.peer, member.incarnation, member.link_class)
+            self._add(member.peer, member.incarnation, member.link_class, not member.trains)
 
     # ---------------------------------------------------------------- time
 
@@ -125,16 +132,16 @@ class World:
 
     # ---------------------------------------------------------------- peers and faults
 
-    def _add(self, name: PeerId, incarnation: int, link_class: int) -> None:
+    def _add(self, name: PeerId, incarnation: int, link_class: int, serving: bool = False) -> None:
         disk = Disk(self.genesis, self.state, incarnation)
-        self.peers[name] = SimPeer(self, name, disk, link_class)
+        self.peers[name] = SimPeer(self, name, disk, link_class, serving)
         self.peers[name].start()
 
-    def join(self) -> None:
+    def join(self, serving: bool = False) -> None:
         """One more peer comes, with an empty disk."""
-        name = PeerId(f"p{len(self.peers)}")
+        name = PeerId(f"{'s' if serving else 'p'}{len(self.peers)}")
         self.changed(f"{name} joins")
-        self._add(name, self.next_incarnation(), self.random.choice((0, 0, 1)))
+        self._add(name, self.next_incarnation(), self.random.choice((0, 0, 1)), serving)
 
     def partition(self, groups: dict[PeerId, int]) -> None:
         """From now on only peers with the same number reach each other; those not named have number 0."""
@@ -260,9 +267,16 @@ class World:
         if name in self._adopted or manifest_hash(self.newest()) != name:
             return
         self._adopted.add(name)
+        self._check_servers(manifest)
         self.result.rounds = manifest.round
         self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
         self.last_change = self.now
+
+    def _check_servers(self, manifest: Manifest) -> None:
+        """Members are named for what they came for."""
+        wrong = [m.peer for m in manifest.members if m.trains == self.peers[m.peer].intent.serving]
+        if wrong:
+            raise Violation("serving", f"round {manifest.round} takes {wrong} for what they are not")
 
     def bound_seconds(self) -> float:
         """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""
@@ -274,6 +288,8 @@ class World:
         able = [peer for peer in able if peer.asleep_until <= self.now]
         if not able or self._state_is_lost():
             return float("inf")
+        if self.has_servers and not any(self._would_train(peer) for peer in running):
+            return float("inf")
         cores = [p.core for p in running if p.core is not None]
         pace = max((core.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
         groups = Counter(self._groups.get(p.name, 0) for p in able)
@@ -282,6 +298,10 @@ class World:
         training = max(p.round_seconds for p in running)
         wait = 0.0 if connected else pace.degraded_wait_seconds(False)
         return wait + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
+
+    def _would_train(self, peer: SimPeer) -> bool:
+        """Whether rounds are made for this peer's sake; those who only serve keep the state as it is."""
+        return not peer.intent.serving and not peer.is_gone_for_good and peer.asleep_until <= self.now
 
     def _state_is_lost(self) -> bool:
         """Whether somebody knows of a commit whose state left with those who had it."""

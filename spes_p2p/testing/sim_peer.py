@@ -53,12 +53,13 @@ LEAVING_SECONDS = 10.0
 class SimPeer:
     """A machine of the swarm. `core` is None while its process does not run."""
 
-    def __init__(self, world: World, name: PeerId, disk: Disk, link_class: int) -> None:
+    def __init__(self, world: World, name: PeerId, disk: Disk, link_class: int, serving: bool = False) -> None:
         self.world = world
         self.name = name
         self.disk = disk
         self.core: Core | None = None
-        self.intent = Intent(joining=True, max_columns=world.max_columns, link_class=link_class)
+        columns = 0 if serving else world.max_columns
+        self.intent = Intent(joining=True, max_columns=columns, link_class=link_class, serving=serving)
         self.step_seconds = world.step_seconds * world.random.choice((0.2, 0.3, 0.3, 0.4, 0.8))
         self.work_seconds = world.random.choice((0.02, 0.05, 0.3))
         self.asleep_until = 0.0
@@ -140,7 +141,8 @@ class SimPeer:
         if self.core is None or self.intent.leaving:
             return
         self.world.changed(f"{self.name} leaves")
-        self.intent = Intent(joining=False, leaving=True, link_class=self.intent.link_class)
+        serving = self.intent.serving
+        self.intent = Intent(joining=serving, leaving=True, link_class=self.intent.link_class, serving=serving)
         self.restart_plan = None
         self.is_gone_for_good = True
         self._later(LEAVING_SECONDS, self.crash)
@@ -150,7 +152,7 @@ class SimPeer:
     @property
     def round_seconds(self) -> float:
         """How long it trains in a round at full length."""
-        return STEPS * self.step_seconds
+        return 0.0 if self.intent.serving else STEPS * self.step_seconds
 
     # ---------------------------------------------------------------- events
 
@@ -317,6 +319,8 @@ class SimPeer:
     def _begin_training(self, life: int) -> None:
         if self.core is None or life != self._life or not self.core.is_member() or self._training_since is not None:
             return
+        if self.intent.serving:
+            return
         if self.intent.leaving:
             self._close_training(life)
             return
@@ -337,7 +341,7 @@ class SimPeer:
 
     def _close_training(self, life: int) -> None:
         core = self.core
-        if core is None or life != self._life or core.round.work.ready:
+        if core is None or life != self._life or core.round.work.ready or self.intent.serving:
             return
         if self._training_since is None and not self.intent.leaving:
             return

@@ -6,6 +6,7 @@ that comes from the world around is passed in. Leaves out who else there is (`sm
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,9 +95,10 @@ class SmallPeers:
         state: State,
         core_class: type[Core],
         snapshots: Snapshots,
+        servers: Collection[PeerId] = (),
     ) -> None:
         self._names, self._rules, self._genesis, self._state = names, rules, genesis, state
-        self._core_class, self._snapshots = core_class, snapshots
+        self._core_class, self._snapshots, self._servers = core_class, snapshots, frozenset(servers)
         self._content = Judge(rules, genesis, state)
 
     def fresh_judge(self) -> PathJudge:
@@ -160,14 +162,14 @@ class SmallPeers:
     def _start(self, local: Local) -> list[do.Action]:
         disk, name = local.disk, local.name
         disk.restart()
-        intent = Intent(joining=True)
+        intent = Intent(joining=True, serving=name in self._servers)
         core = local.core = self._core_class(
             name, disk.incarnation, self._rules, FakeSealer(name), check_fake, FixedPace(HEARTBEAT_SECONDS), disk.tip,
             0.0, disk.record, intent, disk.tip_commit, first_sequence=local.sequence,
         )  # fmt: skip
         core.seeds = tuple(peer for peer in self._names if peer != name)
         local.lives += 1
-        local.todo = ("train",) if not disk.chain else ()
+        local.todo = ("train",) if not disk.chain and name not in self._servers else ()
         local.heard_at = dict.fromkeys(core.seeds, 0.0)
         actions: list[do.Action] = []
         for proposal in (core.record.accepted, core.record.degraded):

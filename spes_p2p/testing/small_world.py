@@ -66,19 +66,23 @@ class Happening(NamedTuple):
 
 
 class SmallWorld:
-    """The steps of `count` peers in their first round; `ordered`: messages of one link do not overtake each other."""
+    """The steps of `count` peers in their first round; `ordered`: messages of one link do not overtake each other.
 
-    def __init__(self, count: int = 3, core_class: type[Core] = Core, ordered: bool = True) -> None:
+    The last `servers` of them train nothing.
+    """
+
+    def __init__(self, count: int = 3, core_class: type[Core] = Core, ordered: bool = True, servers: int = 0) -> None:
         self.names = [PeerId(f"p{index}") for index in range(count)]
         self.rules = run_rules(columns=0, shared_tiles=1)
         self.ordered = ordered
         self.quick = True
         self.fired: Counter[str] = Counter()
         self.snapshots = Snapshots()
-        members = [Member(name, 1, True, 0) for name in self.names]
+        serving = self.names[count - servers :]
+        members = [Member(name, 1, True, 0, name not in serving) for name in self.names]
         initial = initial_state(self.rules)
         genesis = genesis_manifest(self.rules, root_of(initial), members, {name: Wish(0) for name in self.names})
-        self._peers = SmallPeers(self.names, self.rules, genesis, initial, core_class, self.snapshots)
+        self._peers = SmallPeers(self.names, self.rules, genesis, initial, core_class, self.snapshots, serving)
         self._disks = [Disk(genesis, initial, 1) for _ in self.names]
         self._pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         self._link = {pair: at for at, pair in enumerate(self._pairs)}
@@ -146,6 +150,11 @@ class SmallWorld:
         up = [local for local in self.locals_of(state) if local.core is not None]
         decided = [local.core.round.decided for local in up if local.core is not None]
         return any(d is not None and not any(local.disk.holds(d.manifest) for local in up) for d in decided)
+
+    def is_training(self, state: State) -> bool:
+        """Whether somebody is up who does more than serve."""
+        up = [local.core for local in self.locals_of(state) if local.core is not None]
+        return any(not core.intent.serving for core in up)
 
     def is_split(self, state: State) -> bool:
         return len({self.things[commit].certificate.manifest for commit in state.commits}) > 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.swarm.membership import is_majority
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.swarm.membership import Member, is_majority
 from spes_p2p.sync.core.actions import Action, Send
 from spes_p2p.sync.core.fragments import due_columns
 from spes_p2p.sync.core.knowledge import Key
@@ -165,6 +167,17 @@ class TakesOldReportsForProgress(Core):
         if index is not None and report is not None and not self._has_staged(key, report.value):
             del self.round.reports[index]
         return super().fetch_failed(key, now)
+
+
+class TakesServersForTrainers(Core):
+    """Newcomers that would only serve are named as members that train."""
+
+    def _next_members(
+        self, now: float, needed: Collection[PeerId] = ()
+    ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
+        members, wishes = super()._next_members(now, needed)
+        known = {(member.peer, member.incarnation) for member in self.tip.members}
+        return tuple(m if (m.peer, m.incarnation) in known else replace(m, trains=True) for m in members), wishes
 
 
 class TakesWhatWasNotHandedOut(Core):

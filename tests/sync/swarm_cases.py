@@ -59,7 +59,7 @@ def in_swarm(
     """Plays one story on a virtual clock; a driver that broke fails it."""
 
     async def main() -> T:
-        swarm = MemorySwarm(config or small_config(), folder, seed, leased, archive, serve)
+        swarm = MemorySwarm(config or small_config(), folder, seed, leased, archive=archive, serve=serve)
         guard = asyncio.create_task(guard_promises(swarm))
         result = await play(swarm)
         guard.cancel()

@@ -61,6 +61,7 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
         (planted.NeverBlamesTheLeader, None, {"stall"}),
         (planted.WaitsForEver, "many", {"stall"}),
         (planted.TakesOldReportsForProgress, "votes", {"stall"}),
+        (planted.TakesServersForTrainers, "amnesia", {"serving"}),
         (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,

@@ -234,6 +234,37 @@ def test_a_column_that_passes_on_takes_its_residuals_along(tmp_path: Path) -> No
     assert story.kept(1) == NOTHING
 
 
+def test_a_helper_keeps_what_it_left_out_until_somebody_hands_the_column_out(tmp_path: Path) -> None:
+    """It owns nothing of it: rounds without the column, and other owners, change nothing."""
+    third = PeerId("c")
+    both: Ownership = ((B, third), (A,), (B,), (B,))
+    story = Story(tmp_path, both)
+    story.stage("handed", 1, 1)
+    story.follow(story.slice(1, A, B, third))
+    for ownership in (both, both, ((B,), (A,), (B,), (B,))):
+        story.follow(ownership=ownership)
+        assert story.kept(1) == (None, 1, None)
+        assert story.kept(1, story.opened()) == (None, 1, None)
+    story.follow(story.slice(1, B))
+    assert story.kept(1) == NOTHING
+
+
+def test_a_helper_that_missed_rounds_drops_what_another_handed_out_meanwhile(tmp_path: Path) -> None:
+    third = PeerId("c")
+    story = Story(tmp_path, ((B, third), (B, third), (B,), (B,)))
+    for block in (1, 2):
+        story.stage("handed", block, 1)
+    first = story.child(*(story.slice(block, A, B, third) for block in (1, 2)))
+    story.append(first)
+    later = []
+    for slices in ((), (story.slice(2, B, B, third),), ()):
+        later.append(story.child(*slices))
+        story.append(later[-1])
+    story.residuals.settle(first, manifest_hash(later[-1]), lambda tile_id: MARK, later)
+    assert story.kept(1) == (None, 1, None)
+    assert story.kept(2) == NOTHING
+
+
 def test_what_a_sole_owner_is_ahead_is_its_unsent_work_beside_a_second_owner(tmp_path: Path) -> None:
     """Whoever hands the column out: it travels with the owner's next contribution, once."""
     story = Story(tmp_path)

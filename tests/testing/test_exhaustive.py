@@ -31,6 +31,14 @@ def test_no_order_of_deliveries_losses_and_crashes_breaks_a_rule(
     assert report.splits == 0 or FAULTS > 1
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_no_order_breaks_a_rule_where_some_only_serve(servers: int) -> None:
+    report = explore_all(1, servers=servers)
+    assert report.whole
+    assert report.states > 50_000
+    assert {"crash", "crash in", "lose", "beat"} <= set(report.kinds)
+
+
 def test_messages_that_overtake_each_other_break_nothing() -> None:
     assert explore_all(1, (LATE,), ordered=False, most_states=6000).states == 6000
 

@@ -14,7 +14,7 @@ import socket
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
@@ -23,6 +23,8 @@ from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.swarm.hivemind_backend.dial import parse_address
 from spes_p2p.swarm.hivemind_backend.locks import FileLock
 
+NO_LOOKUP = "none"
+"""A `dht_mode` of ours: the daemon dials the addresses that it is given, and never those that others tell of a peer."""
 _PREFIX = "spes-p2p-net-"
 _MAX_FOLDER_CHARACTERS = 50
 _LOCK = "lock"
@@ -67,6 +69,7 @@ async def start_daemon(folder: SocketFolder, **options: Any) -> P2P:
 
     class RunP2P(P2P):
         _UNIX_SOCKET_PREFIX = f"/unix{folder.path}/"
+        DHT_MODE_MAPPING: ClassVar[dict[str, dict[str, int]]] = {**P2P.DHT_MODE_MAPPING, NO_LOOKUP: {}}
 
         def _terminate(self) -> None:
             if os.getpid() == owner:  # a forked child must not end its parent's daemon

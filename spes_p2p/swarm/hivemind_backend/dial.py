@@ -12,11 +12,15 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from spes_p2p.ids import PeerId
 
 PROBE_SECONDS = 2.0
+_CIRCUIT = "/p2p-circuit"
+_P2P_CODE = b"\xa5\x03"
+"""421, as a varint."""
 MAX_ADDRESSES = 16
 
 
@@ -43,7 +47,7 @@ class Address:
 
     @property
     def maddr(self) -> Multiaddr:
-        return Multiaddr(self.text)
+        return _as_daemons_read(Multiaddr(self.text))
 
 
 def parse_address(text: str) -> Address:
@@ -52,6 +56,7 @@ def parse_address(text: str) -> Address:
         whole = Multiaddr(text)
         names = [protocol.name for protocol in whole.protocols()]
         values = [whole.value_for_protocol(name) for name in names] if "p2p-circuit" not in names else []
+        _as_daemons_read(whole)
     except Exception as error:  # the parser raises errors of many kinds
         raise ValueError(f"not a multiaddress ({error})") from error
     base, _, peer = text.rpartition("/p2p/") if names[-1] == "p2p" else (text, "", "")
@@ -59,6 +64,29 @@ def parse_address(text: str) -> Address:
     if not values or len(names) < 2 or names[0] not in ("ip4", "ip6", "dns", "dns4", "dns6") or names[1] != "tcp":
         return Address(base, identity)
     return Address(base, identity, values[0], int(values[1]))
+
+
+def relay_of(text: str) -> PeerId | None:
+    """The relay of an address on a circuit; None for any other address."""
+    before, circuit, _ = text.partition(_CIRCUIT)
+    return PeerId(before.rpartition("/p2p/")[2]) if circuit else None
+
+
+def through(relay: str) -> Multiaddr:
+    """Where a peer may be dialled through the relay at this address, which ends in its id. Raises ValueError."""
+    return parse_address(relay + _CIRCUIT).maddr
+
+
+def _as_daemons_read(maddr: Multiaddr) -> Multiaddr:
+    """hivemind writes a peer id inside an address as a CID, and its daemon refuses the whole request for that."""
+    parts = []
+    for part in maddr.split():
+        name = next(iter(part.protocols())).name
+        if name == "p2p":
+            identity = PeerID.from_base58(part.value_for_protocol(name)).to_bytes()
+            part = Multiaddr(_P2P_CODE + bytes([len(identity)]) + identity)
+        parts.append(part)
+    return Multiaddr.join(*parts)
 
 
 async def dial(address: Address, timeout_seconds: float = PROBE_SECONDS) -> Dialled:

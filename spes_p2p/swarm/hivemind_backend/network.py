@@ -22,13 +22,14 @@ from hivemind.utils.logging import use_hivemind_log_handler
 
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.hivemind_backend.daemon import SocketFolder, start_daemon, until_deaf
+from spes_p2p.swarm.hivemind_backend.daemon import NO_LOOKUP, SocketFolder, start_daemon, until_deaf
 from spes_p2p.swarm.hivemind_backend.dial import parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, Reach, find_reach
+from spes_p2p.swarm.hivemind_backend.relay import RelayDesk, RelayFinding, try_relays
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 
@@ -65,6 +66,8 @@ class HivemindNetwork:
     reach: Reach = Reach.UNKNOWN
     dialled_at: str = ""
     """The address at which another peer has reached us, where one has tried."""
+    relay: RelayFinding | None = None
+    """What came of `use_relay`, where nobody can dial us."""
     reached: tuple[Reached, ...] = ()
     """The initial peers that answered at the start, with what their clocks said."""
     folder: str
@@ -83,7 +86,7 @@ class HivemindNetwork:
         host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
         announce_maddrs: Sequence[str] = (),
         client_mode: bool = False,
-        use_relay: bool = True,
+        use_relay: bool = False,
         limits: StreamLimits = DEFAULT_LIMITS,
         wall_clock: Callable[[], float] = time.time,
     ) -> HivemindNetwork:
@@ -91,7 +94,9 @@ class HivemindNetwork:
 
         `identity_path`: made on first use; None for an identity of this run alone. `client_mode`: listens nowhere, and
         is reached through the connections that it opens; so it is, too, where a peer that was asked to dial it could
-        not (see `reach`). `wall_clock` is compared with that of the initial peers.
+        not (see `reach`). `use_relay`: then it looks for relays, too, and keeps to those that carry enough (see
+        `relay`); where it can be dialled, it is a relay for others. `wall_clock` is compared with that of the initial
+        peers.
         Raises NetworkError (a reason for each initial peer), IdentityInUse, ClockSkewed, ConfigError.
         """
         self = cls()
@@ -132,7 +137,9 @@ class HivemindNetwork:
         await self._attach(p2p)
         reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
         if reached and await self._is_hidden(p2p, reached):
-            p2p, reached = await self._hide()
+            p2p, reached = await self._hide(self._options["use_relay"])
+        if self.client_mode and self._options["use_relay"] and reached:
+            p2p, reached = await self._try_relays(p2p, reached)
         validator = EnvelopeValidator(self.verifier)
         node = await self._join_dht(p2p, reached, validator)
         self.directory = HivemindDirectory(
@@ -144,9 +151,11 @@ class HivemindNetwork:
 
     async def _attach(self, p2p: P2P) -> None:
         async def start_scout() -> P2P:
-            return await start_daemon(self._folder, **_SCOUT)
+            return await start_daemon(self._folder, **_SCOUT | {"dht_mode": NO_LOOKUP})
 
-        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock), DialBackDesk(p2p, start_scout))
+        carries = bool(self._options["use_relay"]) and not self.client_mode
+        desks = DialBackDesk(p2p, start_scout), RelayDesk(p2p, start_scout, carries)
+        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock), *desks)
 
     async def _is_hidden(self, p2p: P2P, reached: list[Reached]) -> bool:
         """Whether nobody can dial us; not asked where we listen nowhere or on loopback, or were told our address."""
@@ -158,12 +167,21 @@ class HivemindNetwork:
             self.dialled_at = address
         return self.reach is Reach.PRIVATE
 
-    async def _hide(self) -> tuple[P2P, list[Reached]]:
+    async def _try_relays(self, p2p: P2P, reached: list[Reached]) -> tuple[P2P, list[Reached]]:
+        """Keeps the daemon where relays passed, else puts one without relays in its place."""
+        self.relay = await try_relays(p2p, [one.peer for one in reached])
+        if not self.relay.passed:
+            return await self._hide(use_relay=False)
+        self.transport.relays = frozenset(self.relay.passed)
+        await self.transport.refresh_addresses()
+        return p2p, reached
+
+    async def _hide(self, use_relay: bool) -> tuple[P2P, list[Reached]]:
         """Another daemon, that listens nowhere, in the place of one that nobody can dial."""
         await self._life.aclose()
         self._life = AsyncExitStack()
         self.client_mode = True
-        self._options = _daemon_options(self._initial_peers, (), (), True, self._options["use_relay"])
+        self._options = _daemon_options(self._initial_peers, (), (), True, use_relay)
         p2p = await self._start_daemon()
         await self._attach(p2p)
         self.daemon_ended.clear()
@@ -252,6 +270,8 @@ def _daemon_options(
     else:
         local = _is_local(host_maddrs)
         options |= {"host_maddrs": list(host_maddrs), "nat_port_map": not local, "auto_nat": not local}
+        if use_relay and not local:  # else the relay service that cuts circuits after 128 KiB wins always
+            options["force_reachability"] = "public"
     if client_mode and use_relay and initial_peers:
         options |= {"use_auto_relay": True, "force_reachability": "private", "trusted_relays": list(initial_peers)}
     return options

@@ -21,9 +21,18 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 from spes_p2p.errors import NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm import calls
-from spes_p2p.swarm.hivemind_backend.dial import Address, AddressBook, Dialled, dial_all, parse_address, said_of
+from spes_p2p.swarm.hivemind_backend.dial import (
+    Address,
+    AddressBook,
+    Dialled,
+    dial_all,
+    parse_address,
+    relay_of,
+    said_of,
+)
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
+from spes_p2p.swarm.hivemind_backend.relay import RelayDesk
 from spes_p2p.swarm.ports import Handler
 from spes_p2p.swarm.speed import SpeedDesk, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
@@ -69,8 +78,10 @@ class PipeStream:
 class SwarmServicer(ServicerBase):
     """The unary RPCs of a peer."""
 
-    def __init__(self, transport: HivemindTransport, hello: HelloDesk, dial_back: DialBackDesk) -> None:
-        self._transport, self._hello, self._dial_back = transport, hello, dial_back
+    def __init__(
+        self, transport: HivemindTransport, hello: HelloDesk, dial_back: DialBackDesk, relay: RelayDesk
+    ) -> None:
+        self._transport, self._hello, self._dial_back, self._relay = transport, hello, dial_back, relay
 
     async def rpc_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
         return BytesValue(value=await self._transport.answer(_peer(context.remote_id), request.value))
@@ -81,6 +92,9 @@ class SwarmServicer(ServicerBase):
     async def rpc_dial_back(self, request: BytesValue, context: P2PContext) -> BytesValue:
         return BytesValue(value=await self._dial_back.answer(_peer(context.remote_id), request.value))
 
+    async def rpc_relay_test(self, request: BytesValue, context: P2PContext) -> BytesValue:
+        return BytesValue(value=await self._relay.answer(_peer(context.remote_id), request.value))
+
 
 class HivemindTransport:
     """The Transport of one peer; `attach` before use, and again to every daemon that takes the place of another."""
@@ -89,6 +103,8 @@ class HivemindTransport:
         self._p2p, self._limits, self._daemon_ended = p2p, limits, daemon_ended
         self._peer_id = _peer(p2p.peer_id)
         self._addresses: tuple[str, ...] = ()
+        self.relays: frozenset[PeerId] = frozenset()
+        """Those that may be named to others: a circuit through another is no address of ours."""
         self._book = AddressBook()
         self._connected: set[PeerId] = set()
         self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -98,11 +114,11 @@ class HivemindTransport:
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def attach(self, p2p: P2P, hello: HelloDesk, dial_back: DialBackDesk) -> None:
+    async def attach(self, p2p: P2P, hello: HelloDesk, dial_back: DialBackDesk, relay: RelayDesk) -> None:
         """Registers what this peer answers, and starts to follow its own addresses."""
         self._p2p = p2p
         self._connected.clear()
-        await SwarmServicer(self, hello, dial_back).add_p2p_handlers(p2p, namespace=NAMESPACE)
+        await SwarmServicer(self, hello, dial_back, relay).add_p2p_handlers(p2p, namespace=NAMESPACE)
         await p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
         await p2p.add_binary_stream_handler(_SPEED_NAME, self._serve_speed)
         await self.refresh_addresses()
@@ -149,7 +165,8 @@ class HivemindTransport:
     async def refresh_addresses(self) -> None:
         """Asks the daemon where others may dial us; it learns more with time."""
         try:
-            self._addresses = tuple(str(maddr) for maddr in await self._p2p.get_visible_maddrs(latest=True))
+            found = [str(maddr) for maddr in await self._p2p.get_visible_maddrs(latest=True)]
+            self._addresses = tuple(text for text in found if relay_of(text) in {None, *self.relays})
         except ValueError:  # it listens nowhere
             self._addresses = ()
 
