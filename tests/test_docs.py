@@ -106,7 +106,7 @@ def test_the_configuration_page_is_up_to_date() -> None:
 
 def test_every_field_of_every_event_is_explained() -> None:
     explained: dict[str, list[str]] = {}
-    for row in re.findall(r"^\| (?:`(\w+)`)? ?\| ((?:`\w+`(?:, )?)+) \|", text_of(ROOT / "docs/operations.md"), re.M):
+    for row in re.findall(r"^\| (?:`(\w+)`)? ?\| ((?:`\w+`(?:, )?)+) \|", text_of(ROOT / "docs/metrics.md"), re.M):
         kind = row[0] or list(explained)[-1]
         explained.setdefault(kind, []).extend(re.findall(r"`(\w+)`", row[1]))
     fields = {kind: [field.name for field in dataclasses.fields(event)] for kind, event in KINDS.items()}
