@@ -107,6 +107,8 @@ def _run_connected(
     connection, config, info = Connection.open(thread, options, gate, say, traffic)
     try:
         _add_file_sinks(options, config, info, connection.peer_id, bus)
+        connection.vitals.set_device(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+        bus.add(connection.vitals)
         dataset = _open_data(connection, options, config, info, bus, say)
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with (

@@ -27,6 +27,7 @@ from spes_p2p.swarm.records import (
     parse_peer,
     peers_key,
 )
+from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync import requests
 from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Certificate, Commit, Manifest, manifest_hash
@@ -62,6 +63,10 @@ class PeerLine:
     version: str
     seen_at: float
     addresses: tuple[str, ...]
+    client_mode: bool = False
+    """Nobody can dial it."""
+    joined_at: float = 0.0
+    vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,9 @@ def _peer_line(record: PeerRecord, state: str) -> PeerLine:
         record.version,
         record.written_at_seconds,
         record.addresses,
+        record.client_mode,
+        record.joined_at_seconds,
+        record.vitals,
     )
 
 
