@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "invite": "spes_p2p.cli.invite:invite",
     "plan": "spes_p2p.cli.plan:plan",
     "status": "spes_p2p.cli.status:status",
+    "dashboard": "spes_p2p.cli.dashboard:dashboard",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
     "export": "spes_p2p.cli.export:export",
     "eval": "spes_p2p.cli.evaluate:evaluate",

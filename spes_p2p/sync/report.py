@@ -137,6 +137,19 @@ async def read_report(
 
     Raises NetworkError when nothing answers or no run is announced, ConfigError when there is a choice.
     """
+    report, _, _ = await read_run(directory, transport, verifier, run_id, now, fingerprint)
+    return report
+
+
+async def read_run(
+    directory: Directory,
+    transport: Transport,
+    verifier: Verifier,
+    run_id: str | None,
+    now: float,
+    fingerprint: str | None = None,
+) -> tuple[RunReport, Commit | None, tuple[PeerId, ...]]:
+    """The same, with the newest commit and who has it."""
     group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
     peers, _ = parse_all(parse_peer, await directory.read(peers_key(group.run_id), ANSWER_SECONDS))
     heads, _ = parse_all(parse_head, await directory.read(heads_key(group.run_id), ANSWER_SECONDS))
@@ -148,7 +161,7 @@ async def read_report(
     report = _report(group, peers, heads, commit, checked, now)
     if report.stale:  # unless columns take turns
         report = dataclasses.replace(report, expert_rounds=await _expert_rounds(transport, group))
-    return report
+    return report, commit, holders
 
 
 async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
@@ -175,10 +188,17 @@ async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> t
 
 
 async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round: int) -> Commit:
+    return (await fetch_commits(transport, holders, round, 1))[0]
+
+
+async def fetch_commits(
+    transport: Transport, holders: tuple[PeerId, ...], first: int, count: int
+) -> tuple[Commit, ...]:
+    """At least one commit from round `first` on, unchecked, from the first of `holders` that gives any."""
     error: NetworkError | RemoteProtocolError = NetworkError("nobody to ask")
     for holder in holders:
         try:
-            request = Request(requests.CHAIN, first=round, count=1)
+            request = Request(requests.CHAIN, first=first, count=count)
             _, data = await fetch_within(
                 transport,
                 holder,
@@ -187,9 +207,9 @@ async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round
                 MAX_MESSAGE_BYTES,
                 lambda: LONGEST_STALLS * ANSWER_SECONDS,
             )
-            commits = unpack(ChainPart, data).commits
+            commits = tuple(unpack(Commit, commit) for commit in unpack(ChainPart, data).commits[:count])
             if commits:
-                return unpack(Commit, commits[0])
+                return commits
         except (NetworkError, RemoteProtocolError) as caught:
             error = caught
     raise error
