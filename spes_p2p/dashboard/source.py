@@ -1,28 +1,30 @@
 """Where the dashboard looks: a `Source` gives what a run is like now, and the commits that are new since the last look.
 
-`SwarmSource` reads the DHT and the chain through the ports of `swarm`, so that it runs on any network. History is
-fetched backwards-provable: each manifest names the hash of the one before it, up to the newest, whose certificate is
-checked where that can be done.
+`SwarmSource` reads the DHT and the chain through the ports of `swarm`, so that it runs on any network. It believes a
+commit when all signatures from genesis on lead to it: whoever announces one that nothing leads to is passed over. That
+the content follows the rules of the run is left to those who signed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
-from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
-from spes_p2p.sync.report import RunReport, fetch_commits, read_run
+from spes_p2p.sync.core.messages import Commit, manifest_hash
+from spes_p2p.sync.core.rules import check_certificate
+from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo, check_genesis
+from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.report import ANSWER_SECONDS, RunReport, fetch_commits, read_run
 from spes_p2p.sync.requests import MAX_COMMITS_AT_ONCE
-
-MOST_ROUNDS = 20_000
-"""Older rounds than the newest so many are not fetched."""
+from spes_p2p.sync.sealing import EnvelopeChecker
 
 NameOf = Callable[[int], Hash | None]
-"""The hash of the manifest that is known of a round."""
+"""The hash of the manifest that is known of a round; what is known begins with genesis and has no gap."""
 
 
 @dataclass(frozen=True)
@@ -54,46 +56,71 @@ class SwarmSource:
     ) -> None:
         self._directory, self._transport, self._verifier = directory, transport, verifier
         self._run_id, self._fingerprint = run_id, fingerprint
+        self._check = EnvelopeChecker(verifier).check
+        self._info: RunInfo | None = None
 
     async def look(self, now: float, name_of: NameOf) -> Look:
-        report, newest, holders = await read_run(
-            self._directory, self._transport, self._verifier, self._run_id, now, self._fingerprint
-        )
-        self._run_id, self._fingerprint = report.run_id, report.fingerprint
-        return Look(report, () if newest is None else await self._new(newest, holders, name_of))
+        info = self._info = self._info or await self._find()
+        found: list[Commit] = []
+        refused: list[str] = []
+
+        async def accept(newest: Commit, holders: tuple[PeerId, ...]) -> bool:
+            for holder in holders:
+                try:
+                    found[:] = await self._leading_to(newest, holder, name_of, info)
+                    return True
+                except (NetworkError, RemoteProtocolError) as error:
+                    refused.append(f"{short(holder)}, round {newest.manifest.round}: {error}")
+            return False
+
+        parts = (self._directory, self._transport, self._verifier)
+        report, newest, _ = await read_run(*parts, info.run_id, now, info.fingerprint.hex(), accept)
+        if newest is None and refused:
+            raise RemoteProtocolError(f"nobody proves the certificate that it announces: {'; '.join(refused[:3])}")
+        return Look(report, tuple(found))
 
     async def close(self) -> None:
         """Whoever gave the ports closes them."""
 
-    async def _new(self, newest: Commit, holders: tuple[PeerId, ...], name_of: NameOf) -> tuple[Commit, ...]:
-        """All that lead from what is known to `newest`, back to where another history was left."""
-        if name_of(newest.manifest.round) == manifest_hash(newest.manifest):
-            return ()
-        found = [newest]
-        while not self._is_joined(found[0].manifest, newest, name_of):
-            found = [*await self._before(found[0].manifest, holders), *found]
-        return tuple(_unknown(found, name_of))
+    async def _find(self) -> RunInfo:
+        group = await find_run(self._directory, self._run_id, ANSWER_SECONDS, self._fingerprint)
+        info, _ = await load_run(self._transport, group, ANSWER_SECONDS)
+        return info
 
-    def _is_joined(self, oldest: Manifest, newest: Commit, name_of: NameOf) -> bool:
-        if oldest.round == 0 or newest.manifest.round - oldest.round >= MOST_ROUNDS:
-            return True
-        return name_of(oldest.round - 1) == oldest.parent
+    async def _leading_to(self, newest: Commit, holder: PeerId, name_of: NameOf, info: RunInfo) -> list[Commit]:
+        """What is unknown of the commits up to `newest`, each checked against the one before it."""
+        name, last = manifest_hash(newest.manifest), newest.manifest.round
+        if name_of(last) == name:
+            return []
+        commits = [await self._branch(last, holder, name_of, info)]
+        while commits[-1].manifest.round < last:
+            after = commits[-1].manifest.round + 1
+            for commit in await self._part(holder, after, min(MAX_COMMITS_AT_ONCE, last + 1 - after)):
+                self._check_next(commits[-1], commit, info)
+                commits.append(commit)
+        if manifest_hash(commits[-1].manifest) != name:
+            raise RemoteProtocolError("its commits lead to another one")
+        return [commit for commit in commits if name_of(commit.manifest.round) != manifest_hash(commit.manifest)]
 
-    async def _before(self, oldest: Manifest, holders: tuple[PeerId, ...]) -> list[Commit]:
-        """Commits that end with the parent of `oldest`; raises RemoteProtocolError where they do not lead to it."""
-        first = max(0, oldest.round - MAX_COMMITS_AT_ONCE)
-        given: list[Commit] = []
-        while len(given) < oldest.round - first:  # an answer is bounded in bytes, too
-            given += await fetch_commits(
-                self._transport, holders, first + len(given), oldest.round - first - len(given)
-            )
-        expected = oldest.parent
-        for commit in reversed(given):
-            if manifest_hash(commit.manifest) != expected:
-                raise RemoteProtocolError(f"the commits before round {oldest.round} do not lead to it")
-            expected = commit.manifest.parent
-        return given
+    async def _branch(self, last: int, holder: PeerId, name_of: NameOf, info: RunInfo) -> Commit:
+        """The newest commit below `last` that `holder` has and we know; genesis, checked, where there is none."""
+        at, step = next((round for round in range(last - 1, 0, -1) if name_of(round) is not None), 0), 1
+        while at > 0:
+            (commit,) = await self._part(holder, at, 1)
+            if manifest_hash(commit.manifest) == name_of(at):
+                return commit
+            at, step = max(0, at - step), 2 * step
+        (genesis,) = await self._part(holder, 0, 1)
+        check_genesis(genesis, info, self._check)
+        return genesis
 
+    async def _part(self, holder: PeerId, first: int, count: int) -> tuple[Commit, ...]:
+        commits = await fetch_commits(self._transport, (holder,), first, count)
+        if any(commit.manifest.round != first + at for at, commit in enumerate(commits)):
+            raise RemoteProtocolError(f"it gave other rounds than those from {first} on")
+        return commits
 
-def _unknown(commits: Sequence[Commit], name_of: NameOf) -> list[Commit]:
-    return [commit for commit in commits if name_of(commit.manifest.round) != manifest_hash(commit.manifest)]
+    def _check_next(self, before: Commit, commit: Commit, info: RunInfo) -> None:
+        if commit.manifest.parent != manifest_hash(before.manifest):
+            raise RemoteProtocolError(f"its round {commit.manifest.round} does not follow the one before")
+        check_certificate(before.manifest, commit.manifest, commit.certificate, self._check, info.organiser)

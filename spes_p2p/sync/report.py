@@ -7,7 +7,7 @@ peers say of themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 ANSWER_SECONDS = 10.0
 FRESH_SECONDS = 4 * EVERY_SECONDS
 """A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
+Accept = Callable[[Commit, tuple[PeerId, ...]], Awaitable[bool]]
+"""Whether a commit that these peers announce is believed."""
 STATES = ("bootstrap", "member", "waiting", "joining", "silent", "left")
 
 
@@ -148,14 +150,15 @@ async def read_run(
     run_id: str | None,
     now: float,
     fingerprint: str | None = None,
+    accept: Accept | None = None,
 ) -> tuple[RunReport, Commit | None, tuple[PeerId, ...]]:
-    """The same, with the newest commit and who has it."""
+    """The same, with the newest commit that `accept` believes, and who has it."""
     group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
     peers, _ = parse_all(parse_peer, await directory.read(peers_key(group.run_id), ANSWER_SECONDS))
     heads, _ = parse_all(parse_head, await directory.read(heads_key(group.run_id), ANSWER_SECONDS))
     for peer, record in peers.items():
         transport.learn(peer, record.addresses)
-    commit, holders = await _newest(transport, heads)
+    commit, holders = await _newest(transport, heads, accept)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
     checked = await _is_checked(transport, verifier, commit, holders, organiser) if commit else False
     report = _report(group, peers, heads, commit, checked, now)
@@ -172,7 +175,9 @@ async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
     return config.sync.column_rounds
 
 
-async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> tuple[Commit | None, tuple[PeerId, ...]]:
+async def _newest(
+    transport: Transport, heads: Mapping[PeerId, HeadRecord], accept: Accept | None
+) -> tuple[Commit | None, tuple[PeerId, ...]]:
     """The newest commit that can be had whole, and who has it."""
     for head, publishers in newest_heads(heads):
         try:
@@ -180,7 +185,9 @@ async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> t
                 commit = Commit(unpack(Certificate, head.certificate), unpack(Manifest, head.manifest))
             else:
                 commit = await _fetch_commit(transport, publishers, head.round)
-            if manifest_hash(commit.manifest) == head.manifest_hash:
+            if manifest_hash(commit.manifest) != head.manifest_hash:
+                continue
+            if accept is None or await accept(commit, publishers):
                 return commit, publishers
         except (RemoteProtocolError, NetworkError):
             continue  # the next newest; a head that proves nothing is nobody's

@@ -67,7 +67,9 @@ def _chain(rounds: int) -> list[Commit]:
     commits[0] = replace(commits[0], manifest=replace(commits[0].manifest, members=tuple(members)))
     for round in range(1, rounds):
         manifest = made.child(commits[-1].manifest, b"%032d" % round, b"w" * 32)  # type: ignore[arg-type]
-        roster = tuple(replace(manifest.roster[0], peer=peer, tokens=40_000 + 1000 * at) for at, peer in enumerate(PEERS))
+        roster = tuple(
+            replace(manifest.roster[0], peer=peer, tokens=40_000 + 1000 * at) for at, peer in enumerate(PEERS)
+        )
         alpha = 0.05 * (1 - round / rounds)
         manifest = replace(
             manifest, roster=roster, members=tuple(members), tokens=166_000 * round,
@@ -79,9 +81,10 @@ def _chain(rounds: int) -> list[Commit]:
 
 def _line(at: int, peer: PeerId, round: int, now: float) -> PeerLine:
     train = 20.0 + at + (12.0 if at == 3 and round % 4 == 0 else 0.0)
+    loss = loss_at(round) + 0.02 * at if round else 0.0
     vitals = Vitals(
         "training", ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090", "cpu", "")[at], loss_at(round) + 0.05 * at,
-        round, now - 1.0, (train, 0.4, 5.0 - at, 0.3, 1.0) if round else (), loss_at(round) + 0.02 * at if round else 0.0,
+        round, now - 1.0, (train, 0.4, 5.0 - at, 0.3, 1.0) if round else (), loss,
         10**8 * round * (at + 1), 2 * 10**8 * round, round if at == 0 else 0, loss_at(round) + 0.1 if at == 0 else 0.0,
     )  # fmt: skip
     addresses = () if at == 1 else ("/ip4/203.0.113.9/tcp/4000",)

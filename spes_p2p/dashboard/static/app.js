@@ -3,7 +3,7 @@
 "use strict";
 
 const REFRESH_MILLISECONDS = 1500;
-const view = { state: null, axis: "tokens", way: "sent", count: 15, sort: "peer", down: false, until: 1, order: 1 };
+const view = { state: null, axis: "tokens", way: "sent", count: 15, sort: "peer", down: false, until: 1 };
 const by = id => document.getElementById(id);
 const UNITS = ["", "k", "M", "G", "T", "P"];
 
@@ -88,7 +88,7 @@ function showExperts(state) {
     const element = make("div", null, `expert ${owners.length ? "" : "orphan"} ${stale.has(index) ? "stale" : ""}`), bar = make("div", null, "bar");
     for (const owner of owners) { const part = make("i"); part.style.background = colourOf(owner, state); bar.append(part); }
     const words = owners.length ? `${owners.length} owner${owners.length > 1 ? "s" : ""}` : "no owner";
-    element.append(bar, make("b", index), make("small", words), make("small", age ? `${age} round${age > 1 ? "s" : ""} old` : "new"));
+    element.append(bar, make("b", index), make("small", words), make("small", age ? `${age} rd. old` : "new"));
     element.title = `column ${index}: ${owners.map(short).join(", ") || "nobody"}${age ? `, ${age} rounds old` : ""}`;
     return element;
   }));
@@ -237,7 +237,7 @@ async function refresh() {
   setTimeout(() => { view.loading = false; if (view.again) { view.again = false; refresh(); } }, REFRESH_MILLISECONDS);
 }
 
-function choose(id, name, then) {
+function choose(id, name) {
   by(id).addEventListener("click", event => {
     const button = event.target.closest("button");
     if (!button) return;
@@ -253,6 +253,7 @@ function listen() {
   news.onerror = () => { view.cut = true; if (view.state) showHeader(view.state); }; // the browser connects again by itself
 }
 
+if (innerWidth < 600) { view.count = 5; for (const one of by("rounds-shown").children) one.setAttribute("aria-pressed", String(one.dataset.count === "5")); }
 choose("loss-axis", "axis"); choose("bytes-way", "way"); choose("rounds-shown", "count");
 by("hours").onchange = () => { view.again = false; view.loading = false; refresh(); };
 by("peer-filter").oninput = render;

@@ -44,8 +44,6 @@ function line(name, x, y, colour, extra = {}) {
   return { type: "scatter", mode: few ? "lines+markers" : "lines", name, x, y, line: { color: colour, width: 2 }, marker: { size: 4, color: colour }, ...extra };
 }
 
-const AXES = { tokens: "tokens trained", at: "", round: "round" };
-
 function drawLoss(state, axis) {
   const along = series => axis === "at" ? series.at.map(day) : series[axis];
   const keep = series => series.loss.map((loss, at) => loss == null || series[axis][at] == null ? -1 : at).filter(at => at >= 0);
@@ -59,17 +57,19 @@ function drawLoss(state, axis) {
     }
   }
   traces.push(line("held out", pick(along(state.held_out), held), pick(state.held_out.loss, held), COLOURS[1], { mode: "lines+markers", marker: { size: 7, color: COLOURS[1], symbol: "diamond" } }));
-  draw("loss", traces.filter(trace => trace.x.length), { xaxis: { title: { text: AXES[axis] }, ...(axis === "at" ? { type: "date" } : { tickformat: "~s", type: "linear" }) } });
+  draw("loss", traces.filter(trace => trace.x.length), { xaxis: axis === "at" ? { type: "date" } : { tickformat: axis === "tokens" ? "~s" : "d", type: "linear" } });
 }
 
-// The sum over the peers at each sample of any of them: what each last said, for a minute.
+// The sum over the peers every few seconds: what each last said, for a minute.
 function summed(samples, field) {
-  const moments = [];
-  for (const [peer, series] of Object.entries(samples)) series.at.forEach((at, index) => moments.push([at, peer, series[field][index] || 0]));
-  moments.sort((a, b) => a[0] - b[0]);
+  const STEP = 5, moments = new Map();
+  for (const [peer, series] of Object.entries(samples)) series.at.forEach((at, index) => {
+    const step = Math.ceil(at / STEP) * STEP;
+    moments.set(step, [...(moments.get(step) || []), [peer, series[field][index] || 0]]);
+  });
   const latest = new Map(), x = [], y = [];
-  for (const [at, peer, value] of moments) {
-    latest.set(peer, [at, value]);
+  for (const at of [...moments.keys()].sort((a, b) => a - b)) {
+    for (const [peer, value] of moments.get(at)) latest.set(peer, [at, value]);
     let sum = 0;
     for (const [since, one] of latest.values()) if (at - since < 60) sum += one;
     x.push(day(at)); y.push(sum);
@@ -128,8 +128,8 @@ function drawMerge(state) {
   const rounds = state.rounds;
   const traces = [
     line("peers in a round", rounds.round, rounds.roster, COLOURS[2], { mode: "lines", line: { color: COLOURS[2], width: 2, shape: "hv" } }),
-    line("merge alpha", rounds.round, rounds.alpha, COLOURS[5], { yaxis: "y2", mode: "lines", line: { color: COLOURS[5], width: 2, shape: "hv" } }),
+    { type: "bar", name: "merge alpha", x: rounds.round, y: rounds.alpha, yaxis: "y2", marker: { color: COLOURS[5] } },
   ];
-  draw("merge", rounds.round.length ? traces : [], { margin: { l: 40, r: 48, t: 8, b: 34 }, xaxis: { title: { text: "round" }, tickformat: "d" }, yaxis: { rangemode: "tozero" },
-    yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, tickformat: ".3~g" } });
+  draw("merge", rounds.round.length ? traces : [], { margin: { l: 40, r: 48, t: 8, b: 34 }, xaxis: { tickformat: "d" }, yaxis: { rangemode: "tozero" },
+    yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, tickformat: ".2~g" } });
 }
