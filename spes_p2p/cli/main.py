@@ -40,6 +40,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "Begins a run, looks at its history, ends it: for organisers.",
         {"init": "spes_p2p.cli.run:init", "inspect": "spes_p2p.cli.run:inspect", "stop": "spes_p2p.cli.run:stop"},
     ),
+    "service": (
+        "Makes a peer start with the machine (systemd), for the user who runs it.",
+        {"install": "spes_p2p.cli.service:install", "uninstall": "spes_p2p.cli.service:uninstall"},
+    ),
 }
 """Commands with commands of their own: (help, command to function)."""
 
