@@ -120,3 +120,9 @@ def test_the_layers_are_those_that_are_checked() -> None:
     for number, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", text_of(ROOT / "docs/architecture.md"), re.M):
         told.setdefault(number, []).extend(re.findall(r"\w+", names))
     assert [sorted(names) for names in told.values()] == checked
+
+
+def test_every_error_and_warning_is_in_the_troubleshooting_page() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "make_error_docs.py"))
+    assert script["render"]() == text_of(script["PAGE"]), "run: python scripts/make_error_docs.py"
+    assert len(script["messages"]()) > 300

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p.dashboard.history import History
@@ -27,7 +27,7 @@ THIN_SECONDS = 600.0
 _MOST_CHARACTERS = 400
 _KINDS = {DEGRADED: "degraded", ORGANISER: "organiser"}
 
-Open = Callable[[], Awaitable[Source]]
+Open = Callable[[], Coroutine[Any, Any, Source]]
 
 
 class Follower:
@@ -94,8 +94,11 @@ class Follower:
 
     def _note_changes(self, commit: Commit, at: float) -> None:
         manifest, history = commit.manifest, self._history
-        before = history.get("chain")
-        now = {"members": sorted(one.peer for one in manifest.members), "orphans": list(orphans(manifest.ownership))}
+        before: dict[str, Any] | None = history.get("chain")
+        now: dict[str, Any] = {
+            "members": sorted(one.peer for one in manifest.members),
+            "orphans": list(orphans(manifest.ownership)),
+        }
         history.put("chain", now)
         if commit.certificate.kind in _KINDS:
             kind = _KINDS[commit.certificate.kind]

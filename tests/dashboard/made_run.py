@@ -66,7 +66,7 @@ def _chain(rounds: int) -> list[Commit]:
     commits = [made.genesis(b"s" * 32)]
     commits[0] = replace(commits[0], manifest=replace(commits[0].manifest, members=tuple(members)))
     for round in range(1, rounds):
-        manifest = made.child(commits[-1].manifest, b"%032d" % round, b"w" * 32)  # type: ignore[arg-type]
+        manifest = made.child(commits[-1].manifest, b"%032d" % round, b"w" * 32)
         roster = tuple(
             replace(manifest.roster[0], peer=peer, tokens=40_000 + 1000 * at) for at, peer in enumerate(PEERS)
         )

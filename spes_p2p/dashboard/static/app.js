@@ -74,7 +74,7 @@ function showTiles(state) {
     tile("tokens", count(head.tokens), `${count(speed)} a second`),
     tile("training loss", loss == null ? "–" : loss.toFixed(4), "newest round"),
     tile("held-out loss", last(state.held_out.loss) == null ? "–" : last(state.held_out.loss).toFixed(4), last(state.held_out.round) == null ? "" : `round ${last(state.held_out.round)}`),
-    tile("peers", state.replay ? peers.length : `${live.length}`, state.replay ? "in the files" : `of ${peers.filter(one => one.state !== "bootstrap" && one.state !== "gone" && one.state !== "left").length} known`),
+    tile("peers", state.replay ? peers.length : `${live.length}`, state.replay ? "in the files" : `of ${peers.filter(one => (one.role || one.state) !== "bootstrap" && one.state !== "gone" && one.state !== "left").length} known`),
     ...((head.columns || []).length ? [tile("experts", `${head.columns.length - orphans} / ${head.columns.length}`, orphans ? `${orphans} without an owner` : "all have an owner", orphans ? "bad" : "")] : []),
     tile("certificate", head.at ? span(state.now - head.at) : "–", head.degraded ? `DEGRADED, ${proof}` : proof || "newest round", head.degraded ? "warn" : ""),
   );
@@ -135,7 +135,7 @@ function showPeers(state, isShown) {
   document.querySelector("#peers thead").replaceChildren(head);
   if (focused >= 0) document.querySelectorAll("#peers th button")[focused].focus();
   document.querySelector("#peers tbody").replaceChildren(...peers.map(peer => {
-    const row = make("tr", null, ["gone", "left", "silent"].includes(state.peers[peer].state) ? "away" : "");
+    const row = make("tr", null, ["gone", "left", "silent", "unheard"].includes(state.peers[peer].state) ? "away" : "");
     row.append(...COLUMNS.map(([, name, kind]) => { const td = cell(peer, name, state); if (kind) td.classList.add(kind); return td; }));
     return row;
   }));
@@ -212,9 +212,19 @@ function play(on) {
 
 // ---- all together ----
 
+const UNHEARD_SECONDS = 60;
+
+// Where the swarm has not answered for a while, nobody in it is known to be there.
+function heard(state) {
+  const source = state.source;
+  if (state.replay || !source || state.now - source.at < UNHEARD_SECONDS && !(source.error && state.now - source.since > UNHEARD_SECONDS)) return state;
+  const peers = Object.entries(state.peers).map(([peer, one]) => [peer, ["gone", "left"].includes(one.state) ? one : { ...one, role: one.state, state: "unheard", phase: "" }]);
+  return { ...state, peers: Object.fromEntries(peers) };
+}
+
 function render() {
   if (!view.state) return;
-  const state = showPlayer(view.state), wanted = by("peer-filter").value.trim().toLowerCase();
+  const state = heard(showPlayer(view.state)), wanted = by("peer-filter").value.trim().toLowerCase();
   const isShown = peer => !wanted || peer.toLowerCase().includes(wanted);
   showHeader(state); showTiles(state); showExperts(state); showPeers(state, isShown); showEvents(state, isShown);
   drawLoss(state, view.axis); drawSpeed(state, isShown); drawBytes(state, view.way, isShown); drawTimeline(state, view.count, isShown); drawMerge(state);

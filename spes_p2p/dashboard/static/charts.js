@@ -120,8 +120,8 @@ function drawTimeline(state, count, isShown) {
   traces.push({ type: "scatter", mode: "markers", name: "straggler", x: slow.map(row => row.at * 1000), y: slow.map(row => short(row.peer)), hoverinfo: "text",
     hovertext: slow.map(row => `round ${row.round}: ${short(row.peer)} trained ${row.seconds[0].toFixed(1)} s`), marker: { symbol: "diamond", size: 9, color: css("--bad"), line: { color: css("--card"), width: 1 } } });
   const element = document.getElementById("timeline");
-  element.style.height = `${Math.max(190, 110 + 34 * names.length)}px`;
-  draw("timeline", shown.length ? traces : [], { barmode: "overlay", bargap: 0.35, xaxis: { type: "date" }, yaxis: { type: "category", categoryarray: names.map(short).reverse(), categoryorder: "array" } });
+  element.style.height = `${Math.max(220, 140 + 34 * names.length)}px`;
+  draw("timeline", shown.length ? traces : [], { barmode: "overlay", bargap: 0.35, legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom" }, margin: { l: 52, r: 12, t: 8, b: 78 }, xaxis: { type: "date" }, yaxis: { type: "category", categoryarray: names.map(short).reverse(), categoryorder: "array" } });
 }
 
 function drawMerge(state) {
@@ -131,5 +131,5 @@ function drawMerge(state) {
     { type: "bar", name: "merge alpha", x: rounds.round, y: rounds.alpha, yaxis: "y2", marker: { color: COLOURS[5] } },
   ];
   draw("merge", rounds.round.length ? traces : [], { margin: { l: 40, r: 48, t: 8, b: 34 }, xaxis: { tickformat: "d" }, yaxis: { rangemode: "tozero" },
-    yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, tickformat: ".2~g" } });
+    yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, tickformat: ".3~f" } });
 }
