@@ -29,6 +29,8 @@ from tests.dashboard.test_replay import write_run  # noqa: E402
 FOLDER = ROOT / "docs" / "gallery"
 ROUNDS = 38
 SHOTS = {"dashboard-light": (1280, "light"), "dashboard-dark": (1280, "dark"), "dashboard-phone": (390, "light")}
+HEIGHT, WHOLE_HEIGHT = 850, 1850
+"""The bar of a past run stands at the lower edge of the window, which is as high as the page there."""
 
 
 def made_run() -> History:
@@ -37,7 +39,7 @@ def made_run() -> History:
     follower, first = Follower(history), time.time() - (ROUNDS - 1) * ROUND_SECONDS
     for round in range(ROUNDS):
         now = first + round * ROUND_SECONDS
-        follower.apply(source.look_at(round, now, follower.name_of), now)
+        follower.apply(source.look_at(round, now, follower.known()), now)
     return history
 
 
@@ -48,13 +50,13 @@ def past_run() -> History:
     return history
 
 
-def take(playwright: Playwright, address: str, name: str, width: int, scheme: str) -> None:
+def take(playwright: Playwright, address: str, name: str, width: int, scheme: str, height: int = HEIGHT) -> None:
     """The whole page as a PNG."""
     own = Path(playwright.chromium.executable_path)
     path = str(own) if own.exists() else shutil.which("chromium")
     browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
     page = browser.new_page(
-        viewport={"width": width, "height": 850}, color_scheme="dark" if scheme == "dark" else "light"
+        viewport={"width": width, "height": height}, color_scheme="dark" if scheme == "dark" else "light"
     )
     page.goto(address)
     page.wait_for_selector("#timeline .main-svg")
@@ -70,7 +72,7 @@ def main() -> None:
             for name, (width, scheme) in SHOTS.items():
                 take(playwright, address, name, width, scheme)
         with served(past_run()) as address:
-            take(playwright, address, "dashboard-replay", 1280, "light")
+            take(playwright, address, "dashboard-replay", 1280, "light", WHOLE_HEIGHT)
     print(f"{FOLDER}: {len(SHOTS) + 1} pictures")
 
 

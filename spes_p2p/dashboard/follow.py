@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p.dashboard.history import History
-from spes_p2p.dashboard.source import Look, Source
+from spes_p2p.dashboard.source import Known, Look, Source
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, short
 from spes_p2p.observe.text import span_text
@@ -24,6 +24,7 @@ LOOK_SECONDS = 2.0
 MOST_FAILURES = 3
 """After so many looks in a row that nobody answered, the network is joined anew."""
 THIN_SECONDS = 600.0
+MOST_PEERS = 500
 _MOST_CHARACTERS = 400
 _KINDS = {DEGRADED: "degraded", ORGANISER: "organiser"}
 
@@ -36,6 +37,10 @@ class Follower:
     def __init__(self, history: History) -> None:
         self._history = history
         self._thinned_at = 0.0
+
+    def known(self) -> Known:
+        newest = self._history.rows("SELECT MAX(round) FROM rounds")[0][0]
+        return Known(-1 if newest is None else newest, self.name_of)
 
     def name_of(self, round: int) -> Hash | None:
         found = self._history.rows("SELECT name FROM rounds WHERE round = ?", (round,))
@@ -130,6 +135,8 @@ class Follower:
 
     def _add_peer(self, line: PeerLine, before: dict[str, Any] | None, report: RunReport, now: float) -> None:
         history, vitals = self._history, line.vitals
+        if before is None and line.state not in ("member", "silent") and len(history.peers()) >= MOST_PEERS:
+            return  # anybody can write records
         self._note_peer(line, before, now)
         history.set_peer(line.peer, shown_of(line))
         if line.state == "bootstrap" or not line.seen_at or (before and before["seen_at"] == line.seen_at):
@@ -138,6 +145,8 @@ class Follower:
             peer=line.peer, at=now, loss=vitals.loss or None, tokens_per_second=line.tokens_per_second,
             sent=vitals.bytes_sent, received=vitals.bytes_received, tokens=report.tokens,
         )  # fmt: skip
+        if line.state not in ("member", "silent"):
+            return  # what only strangers say is not drawn
         if vitals.phase_seconds and self._is_kept(vitals.timed_round):
             tokens = history.rows(
                 "SELECT tokens FROM peer_rounds WHERE round = ? AND peer = ?", (vitals.timed_round, line.peer)
@@ -201,7 +210,7 @@ async def follow(
         while True:
             try:
                 source = source or await open_source()
-                look = await source.look(clock(), follower.name_of)
+                look = await source.look(clock(), follower.known())
                 await asyncio.get_running_loop().run_in_executor(None, follower.apply, look, clock())
                 failures = 0
             except (NetworkError, RemoteProtocolError, StorageFull) as error:

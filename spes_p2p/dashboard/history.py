@@ -118,15 +118,16 @@ class History:
     def add_round(self, **row: Any) -> None:
         """A round, and none after it: those were of another history."""
         self.run("DELETE FROM rounds WHERE round >= ?", (row["round"],))
-        self.run("DELETE FROM peer_rounds WHERE round > ?", (row["round"],))
-        self.run("DELETE FROM held_out WHERE round > ?", (row["round"],))
+        self.run("DELETE FROM peer_rounds WHERE round >= ?", (row["round"],))
+        self.run("DELETE FROM held_out WHERE round >= ?", (row["round"],))
         self._insert("rounds", row)
 
     def add_peer_round(self, **row: Any) -> None:
         self._insert("peer_rounds", {**row, "seconds": json.dumps(row["seconds"])})
 
     def add_held_out(self, **row: Any) -> None:
-        self._insert("held_out", row)
+        """The first word about a round stands."""
+        self._insert("held_out", row, "IGNORE")
 
     def add_sample(self, **row: Any) -> None:
         self._insert("samples", {**row, "slot": int(row["at"] // SLOT_SECONDS)})
@@ -145,6 +146,6 @@ class History:
         self.run("DELETE FROM samples WHERE at < ? AND slot % ? != 0", (now - KEPT_SECONDS, THINNED_SLOTS))
         self.run("DELETE FROM events WHERE id <= (SELECT MAX(id) FROM events) - ?", (MOST_EVENTS,))
 
-    def _insert(self, table: str, row: dict[str, Any]) -> None:
+    def _insert(self, table: str, row: dict[str, Any], otherwise: str = "REPLACE") -> None:
         names, signs = ", ".join(row), ", ".join("?" * len(row))
-        self.run(f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({signs})", tuple(row.values()))
+        self.run(f"INSERT OR {otherwise} INTO {table} ({names}) VALUES ({signs})", tuple(row.values()))

@@ -15,7 +15,7 @@ import uvicorn
 from spes_p2p.dashboard.follow import Open, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.replay import replay
-from spes_p2p.dashboard.source import Look, NameOf, SwarmSource
+from spes_p2p.dashboard.source import Known, Look, SwarmSource
 from spes_p2p.dashboard.web import make_app
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.connection import open_network
@@ -110,8 +110,8 @@ class NetworkSource:
         parts = (network.directory, network.transport, network.verifier)
         self._source = SwarmSource(*parts, meeting.run_id, meeting.fingerprint)
 
-    async def look(self, now: float, name_of: NameOf) -> Look:
-        return await self._source.look(now, name_of)
+    async def look(self, now: float, known: Known) -> Look:
+        return await self._source.look(now, known)
 
     async def close(self) -> None:
         await self._network.close()

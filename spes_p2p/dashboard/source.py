@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.sync.core.messages import Commit, manifest_hash
@@ -23,8 +23,19 @@ from spes_p2p.sync.report import ANSWER_SECONDS, RunReport, fetch_commits, read_
 from spes_p2p.sync.requests import MAX_COMMITS_AT_ONCE
 from spes_p2p.sync.sealing import EnvelopeChecker
 
-NameOf = Callable[[int], Hash | None]
-"""The hash of the manifest that is known of a round; what is known begins with genesis and has no gap."""
+DOUBT_SECONDS = 60.0
+"""So long a peer is not asked again that proved nothing of what it announced."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known already: all rounds up to `newest` (-1: none), with the hashes of their manifests."""
+
+    newest: int
+    name_of: Callable[[int], Hash | None]
+
+
+NOTHING = Known(-1, lambda round: None)
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Look:
 class Source(Protocol):
     """Looks at a run. Raises NetworkError or RemoteProtocolError where nobody answers or nothing can be proved."""
 
-    async def look(self, now: float, name_of: NameOf) -> Look: ...
+    async def look(self, now: float, known: Known) -> Look: ...
 
     async def close(self) -> None: ...
 
@@ -58,21 +69,28 @@ class SwarmSource:
         self._run_id, self._fingerprint = run_id, fingerprint
         self._check = EnvelopeChecker(verifier).check
         self._info: RunInfo | None = None
+        self._doubted: dict[PeerId, float] = {}
 
-    async def look(self, now: float, name_of: NameOf) -> Look:
+    async def look(self, now: float, known: Known) -> Look:
         info = self._info = self._info or await self._find()
         found: list[Commit] = []
         refused: list[str] = []
 
         async def accept(newest: Commit, holders: tuple[PeerId, ...]) -> bool:
             for holder in holders:
+                if now < self._doubted.get(holder, 0.0):
+                    refused.append(f"{short(holder)}: proved nothing lately")
+                    continue
                 try:
-                    found[:] = await self._leading_to(newest, holder, name_of, info)
+                    found[:] = await self._leading_to(newest, holder, known, info)
                     return True
                 except (NetworkError, RemoteProtocolError) as error:
                     refused.append(f"{short(holder)}, round {newest.manifest.round}: {error}")
+                    if isinstance(error, RemoteProtocolError | PeerSilent):
+                        self._doubted[holder] = now + DOUBT_SECONDS
             return False
 
+        self._doubted = {peer: until for peer, until in self._doubted.items() if now < until}
         parts = (self._directory, self._transport, self._verifier)
         report, newest, _ = await read_run(*parts, info.run_id, now, info.fingerprint.hex(), accept)
         if newest is None and refused:
@@ -87,12 +105,12 @@ class SwarmSource:
         info, _ = await load_run(self._transport, group, ANSWER_SECONDS)
         return info
 
-    async def _leading_to(self, newest: Commit, holder: PeerId, name_of: NameOf, info: RunInfo) -> list[Commit]:
+    async def _leading_to(self, newest: Commit, holder: PeerId, known: Known, info: RunInfo) -> list[Commit]:
         """What is unknown of the commits up to `newest`, each checked against the one before it."""
         name, last = manifest_hash(newest.manifest), newest.manifest.round
-        if name_of(last) == name:
+        if known.name_of(last) == name:
             return []
-        commits = [await self._branch(last, holder, name_of, info)]
+        commits = [await self._branch(last, holder, known, info)]
         while commits[-1].manifest.round < last:
             after = commits[-1].manifest.round + 1
             for commit in await self._part(holder, after, min(MAX_COMMITS_AT_ONCE, last + 1 - after)):
@@ -100,14 +118,14 @@ class SwarmSource:
                 commits.append(commit)
         if manifest_hash(commits[-1].manifest) != name:
             raise RemoteProtocolError("its commits lead to another one")
-        return [commit for commit in commits if name_of(commit.manifest.round) != manifest_hash(commit.manifest)]
+        return [one for one in commits if known.name_of(one.manifest.round) != manifest_hash(one.manifest)]
 
-    async def _branch(self, last: int, holder: PeerId, name_of: NameOf, info: RunInfo) -> Commit:
+    async def _branch(self, last: int, holder: PeerId, known: Known, info: RunInfo) -> Commit:
         """The newest commit below `last` that `holder` has and we know; genesis, checked, where there is none."""
-        at, step = next((round for round in range(last - 1, 0, -1) if name_of(round) is not None), 0), 1
+        at, step = max(0, min(last - 1, known.newest)), 1
         while at > 0:
             (commit,) = await self._part(holder, at, 1)
-            if manifest_hash(commit.manifest) == name_of(at):
+            if manifest_hash(commit.manifest) == known.name_of(at):
                 return commit
             at, step = max(0, at - step), 2 * step
         (genesis,) = await self._part(holder, 0, 1)

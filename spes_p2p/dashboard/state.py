@@ -47,7 +47,7 @@ def page_state(history: History, now: float, hours: float | None = None) -> dict
 
 def _rounds(history: History, since: float) -> dict[str, list[Any]]:
     """`loss`: mean training loss, weighted with the tokens that the round counted of each peer."""
-    first, last = history.rows("SELECT MIN(round), MAX(round) FROM rounds WHERE at IS NULL OR at >= ?", (since,))[0]
+    first, last = history.rows("SELECT MIN(round), MAX(round) FROM rounds WHERE at >= ?1 OR ?1 = 0", (since,))[0]
     width = max(1, -(-((last or 0) - (first or 0) + 1) // MOST_POINTS))
     rows = history.rows(
         "SELECT MAX(r.round) round, MAX(r.at) at, MAX(r.step) step, MAX(r.tokens) tokens, "
@@ -55,7 +55,7 @@ def _rounds(history: History, since: float) -> dict[str, list[Any]]:
         "MAX(r.stale) stale, SUM(r.kind NOT IN ('majority', 'genesis', 'committed')) degraded, "
         "(SELECT SUM(p.loss * MAX(p.tokens, 1)) / SUM(MAX(p.tokens, 1)) FROM peer_rounds p "
         " WHERE p.loss IS NOT NULL AND p.round / ?1 = r.round / ?1) loss "
-        "FROM rounds r WHERE (r.at IS NULL OR r.at >= ?2) GROUP BY r.round / ?1 ORDER BY r.round",
+        "FROM rounds r WHERE (r.at >= ?2 OR ?2 = 0) GROUP BY r.round / ?1 ORDER BY r.round",
         (width, since),
     )
     names = ("round", "at", "step", "tokens", "round_tokens", "roster", "members", "alpha", "stale", "degraded", "loss")

@@ -98,6 +98,7 @@ def install(service: Service, start: bool) -> tuple[Path, str]:
     text = unit_text(service)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        service.folder.parent.mkdir(parents=True, exist_ok=True)  # where it is started
         write_whole(path, text.encode())
     except (OSError, StorageFull) as error:
         raise ConfigError(f"{path} cannot be written: {error}", fix="look at the folder's owner and room") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spes_p2p.dashboard.source import Look, NameOf
+from spes_p2p.dashboard.source import Known, Look
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.membership import Member
@@ -30,19 +30,18 @@ class MadeSource:
         self._columns = columns
         self._chain = _chain(rounds)
 
-    async def look(self, now: float, name_of: NameOf) -> Look:
+    async def look(self, now: float, known: Known) -> Look:
         if self.dead:
             raise NetworkError("no initial peer can be reached: 10.0.0.1 is refused")
-        look = self.look_at(self.round, now, name_of)
+        look = self.look_at(self.round, now, known)
         self.round = min(self.round + 1, len(self._chain) - 1)
         return look
 
     async def close(self) -> None:
         self.closed += 1
 
-    def look_at(self, round: int, now: float, name_of: NameOf) -> Look:
-        known = next((at + 1 for at in range(round, -1, -1) if name_of(at) is not None), 0)
-        return Look(self.report(round, now), tuple(self._chain[known : round + 1]))
+    def look_at(self, round: int, now: float, known: Known) -> Look:
+        return Look(self.report(round, now), tuple(self._chain[known.newest + 1 : round + 1]))
 
     def report(self, round: int, now: float) -> RunReport:
         manifest = self._chain[round].manifest

@@ -21,7 +21,7 @@ def filled(history: History, first: int, last: int) -> None:
     follower, source = Follower(history), MadeSource()
     for round in range(first, last + 1):
         now = NOW + round * ROUND_SECONDS
-        follower.apply(source.look_at(round, now, follower.name_of), now)
+        follower.apply(source.look_at(round, now, follower.known()), now)
 
 
 def test_a_restart_loses_nothing(tmp_path: Path) -> None:

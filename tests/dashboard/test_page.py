@@ -83,7 +83,7 @@ def test_it_draws_and_follows_and_filters_and_survives(browser: Browser) -> None
         assert curves(page, "timeline") >= 5
 
         now = NOW + 25 * ROUND_SECONDS
-        follower.apply(source.look_at(25, now, follower.name_of), now)
+        follower.apply(source.look_at(25, now, follower.known()), now)
         expect(page.locator("#tiles .tile").first).to_contain_text("25")
 
         page.fill("#peer-filter", "dora")

@@ -9,7 +9,7 @@ import pytest
 
 from spes_p2p.dashboard.follow import Follower
 from spes_p2p.dashboard.history import History
-from spes_p2p.dashboard.source import Look, SwarmSource
+from spes_p2p.dashboard.source import DOUBT_SECONDS, NOTHING, Known, Look, SwarmSource
 from spes_p2p.dashboard.state import page_state
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
@@ -37,10 +37,6 @@ async def announce_run(scene: Scene) -> None:
     await scene.publish(scene.peer, RUNS_KEY, record)
 
 
-def nothing(round: int) -> Hash | None:
-    return None
-
-
 def test_the_whole_chain_comes_and_then_only_what_is_new(tmp_path: Path) -> None:
     async def main() -> tuple[Look, Look, Look]:
         scene = Scene(tmp_path)
@@ -58,7 +54,7 @@ def test_the_whole_chain_comes_and_then_only_what_is_new(tmp_path: Path) -> None
                 for commit in commits[-2:]:
                     scene.chain.append(commit)
                 await scene.announce_head(newest)
-            looks.append(await source.look(NOW, follower.name_of))
+            looks.append(await source.look(NOW, follower.known()))
             follower.apply(looks[-1], NOW)
         assert page_state(history, NOW)["rounds"]["round"] == list(range(LENGTH))
         return looks[0], looks[1], looks[2]
@@ -77,7 +73,7 @@ def test_a_history_that_does_not_lead_to_the_newest_is_refused(tmp_path: Path) -
         await announce_run(scene)
         await scene.announce_head(commits[-1])
         await scene.serve([*commits[:2], with_tokens(commits[2], 5), *commits[3:]])
-        await source_of(scene).look(NOW, nothing)
+        await source_of(scene).look(NOW, NOTHING)
 
     with pytest.raises(RemoteProtocolError, match="nobody proves the certificate that it announces: a, round 5"):
         run_virtual(main())
@@ -97,7 +93,11 @@ def test_whoever_announces_what_nobody_signed_is_passed_over(tmp_path: Path) -> 
         await scene.announce_head(commits[-1])
         await scene.serve(commits)
         await scene.publish(liar, heads_key(scene.run.info.run_id), head_record(head, int(NOW)))
-        return await source_of(scene).look(NOW, nothing)
+        source = source_of(scene)
+        for later in (0.0, 1.0, DOUBT_SECONDS + 1.0):
+            look = await source.look(NOW + later, NOTHING)
+            assert look.report.round == 3
+        return look
 
     look = run_virtual(main())
     assert (look.report.round, [commit.manifest.round for commit in look.commits]) == (3, [0, 1, 2, 3])
@@ -111,6 +111,8 @@ def test_what_we_knew_of_another_history_is_fetched_anew_from_where_it_was_left(
         await scene.announce_head(commits[-1])
         await scene.serve(commits)
         ours = [manifest_hash(commit.manifest) for commit in commits[:3]] + [Hash(b"x" * 32)] * 2
-        return await source_of(scene).look(NOW, lambda round: ours[round] if round < len(ours) else None)
+        return await source_of(scene).look(
+            NOW, Known(len(ours) - 1, lambda round: ours[round] if round < len(ours) else None)
+        )
 
     assert [commit.manifest.round for commit in run_virtual(main()).commits] == [3, 4, 5]

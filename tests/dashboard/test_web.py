@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -17,6 +19,7 @@ from spes_p2p.dashboard.web import STATIC, plotly_file
 from tests.dashboard.conftest import served
 from tests.dashboard.made_run import PEERS
 from tests.dashboard.test_history import filled
+from tests.dashboard.test_replay import write_run
 
 
 def get(address: str) -> tuple[str, dict[str, str]]:
@@ -96,3 +99,27 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, code: str, words: tuple[str, 
     assert done.returncode == 1, done.stderr
     assert f"error: {error}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_command_serves_a_past_run_until_it_is_told_to_end(tmp_path: Path) -> None:
+    write_run(tmp_path / "anna")
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable,
+        "-m",
+        "spes_p2p.cli.main",
+        "dashboard",
+        "--port",
+        "0",
+        "--replay",
+        str(tmp_path / "anna"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("dashboard: ").strip()
+        state = json.loads(get(address + "api/state")[0])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert state["replay"]["peers"] == ["anna"]
+    assert list(tmp_path.glob("*.sqlite")) == []

@@ -20,7 +20,7 @@ function layout(extra) {
   return {
     margin: { l: 52, r: 12, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--dim"), size: 11, family: "system-ui, DejaVu Sans, sans-serif" }, hovermode: "closest",
-    showlegend: true, legend: { orientation: "h", y: -0.16, x: 0 }, uirevision: "kept",
+    showlegend: true, legend: { orientation: "h", y: -0.22, x: 0 }, uirevision: "kept",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text") } },
     ...extra, xaxis: { ...grid, ...(extra.xaxis || {}) }, yaxis: { ...grid, ...(extra.yaxis || {}) },
   };
@@ -128,7 +128,7 @@ function drawMerge(state) {
   const rounds = state.rounds;
   const traces = [
     line("peers in a round", rounds.round, rounds.roster, COLOURS[2], { mode: "lines", line: { color: COLOURS[2], width: 2, shape: "hv" } }),
-    { type: "bar", name: "merge alpha", x: rounds.round, y: rounds.alpha, yaxis: "y2", marker: { color: COLOURS[5] } },
+    { type: "bar", name: "merge alpha", x: rounds.round, y: rounds.alpha, yaxis: "y2", marker: { color: COLOURS[5] }, opacity: 0.65 },
   ];
   draw("merge", rounds.round.length ? traces : [], { margin: { l: 40, r: 48, t: 8, b: 34 }, xaxis: { tickformat: "d" }, yaxis: { rangemode: "tozero" },
     yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, tickformat: ".3~f" } });
