@@ -80,6 +80,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen()  # who comes as soon as the address is told waits for the server
             yield listener
     except OSError as error:
         raise ConfigError(

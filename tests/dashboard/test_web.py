@@ -117,9 +117,11 @@ def test_the_command_serves_a_past_run_until_it_is_told_to_end(tmp_path: Path) -
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        address = process.stdout.readline().removeprefix("dashboard: ").strip()
-        state = json.loads(get(address + "api/state")[0])
-        process.send_signal(signal.SIGTERM)
+        try:
+            address = process.stdout.readline().removeprefix("dashboard: ").strip()
+            state = json.loads(get(address + "api/state")[0])
+        finally:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
     assert state["replay"]["peers"] == ["anna"]
     assert list(tmp_path.glob("*.sqlite")) == []
