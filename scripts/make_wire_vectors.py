@@ -54,6 +54,7 @@ LEASES = Leases(12, ((0, 2),), ((PEERS[0], ((4, 8), (10, 12))),))
 FIXED: dict[str, Any] = {  # where not every value will do
     "run_id": "tiny", "role": "peer", "version": "0.1.0", "wire_version": WIRE_VERSION, "dtype": "uint16",
     "piece_bytes": 8192, "addresses": ("/ip4/203.0.113.7/tcp/31337",), "leases": LEASES, "owned": (0, 2),
+    "phase": "training", "device": "cpu", "phase_seconds": (1.0, 0.5, 2.0, 0.25, 0.125),
 }  # fmt: skip
 
 

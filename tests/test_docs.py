@@ -106,7 +106,7 @@ def test_the_configuration_page_is_up_to_date() -> None:
 
 def test_every_field_of_every_event_is_explained() -> None:
     explained: dict[str, list[str]] = {}
-    for row in re.findall(r"^\| (?:`(\w+)`)? ?\| ((?:`\w+`(?:, )?)+) \|", text_of(ROOT / "docs/operations.md"), re.M):
+    for row in re.findall(r"^\| (?:`(\w+)`)? ?\| ((?:`\w+`(?:, )?)+) \|", text_of(ROOT / "docs/metrics.md"), re.M):
         kind = row[0] or list(explained)[-1]
         explained.setdefault(kind, []).extend(re.findall(r"`(\w+)`", row[1]))
     fields = {kind: [field.name for field in dataclasses.fields(event)] for kind, event in KINDS.items()}
@@ -120,3 +120,9 @@ def test_the_layers_are_those_that_are_checked() -> None:
     for number, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", text_of(ROOT / "docs/architecture.md"), re.M):
         told.setdefault(number, []).extend(re.findall(r"\w+", names))
     assert [sorted(names) for names in told.values()] == checked
+
+
+def test_every_error_and_warning_is_in_the_troubleshooting_page() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "make_error_docs.py"))
+    assert script["render"]() == text_of(script["PAGE"]), "run: python scripts/make_error_docs.py"
+    assert len(script["messages"]()) > 300

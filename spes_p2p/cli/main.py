@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "invite": "spes_p2p.cli.invite:invite",
     "plan": "spes_p2p.cli.plan:plan",
     "status": "spes_p2p.cli.status:status",
+    "dashboard": "spes_p2p.cli.dashboard:dashboard",
     "tokenize": "spes_p2p.cli.tokenize:tokenize",
     "export": "spes_p2p.cli.export:export",
     "eval": "spes_p2p.cli.evaluate:evaluate",
@@ -38,6 +39,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "run": (
         "Begins a run, looks at its history, ends it: for organisers.",
         {"init": "spes_p2p.cli.run:init", "inspect": "spes_p2p.cli.run:inspect", "stop": "spes_p2p.cli.run:stop"},
+    ),
+    "service": (
+        "Makes a peer start with the machine (systemd), for the user who runs it.",
+        {"install": "spes_p2p.cli.service:install", "uninstall": "spes_p2p.cli.service:uninstall"},
     ),
 }
 """Commands with commands of their own: (help, command to function)."""

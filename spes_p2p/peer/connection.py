@@ -27,7 +27,9 @@ from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.data_feed import DATA, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
+from spes_p2p.peer.phases import phase_of
 from spes_p2p.peer.stopping import Stopped, until_stopped
+from spes_p2p.peer.vitals import VitalsKeeper
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
@@ -124,6 +126,7 @@ class Connection:
         self.gate = gate
         self.clock = MonotonicClock()
         self.progress = Progress()
+        self.vitals = VitalsKeeper()
         self._joined_at = int(time.time())
         self._announcer: Announcer | None = None
         self._driver: Driver | None = None
@@ -446,7 +449,13 @@ class Connection:
             client_mode=self._network.client_mode,
             joined_at_seconds=self._joined_at,
             data_pieces=self._shelf.held if self._shelf is not None and core is not None else 0,
+            vitals=self.vitals.now(self._phase(core)),
         )
+
+    def _phase(self, core: Core | None) -> str:
+        if self._paused:
+            return "paused"
+        return phase_of(core.round) if core is not None and core.is_member() else "waiting"
 
     # ---- the end ----
 

@@ -9,12 +9,12 @@ from collections import Counter
 
 from spes_p2p.errors import SpesError
 from spes_p2p.ids import PeerId
-from spes_p2p.observe.live import EXCHANGING, READY, TRAINING, VOTING, WAITING, Facts
+from spes_p2p.observe.live import WAITING, Facts
 from spes_p2p.ownership.expert_map import columns_of, orphans
 from spes_p2p.peer.connection import Connection
+from spes_p2p.peer.phases import phase_of, slices_done
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.knowledge import RoundState
 
 ROUNDS_COUNTED = 100
 """The newest rounds by which contributors are ranked."""
@@ -87,20 +87,3 @@ class LiveFacts:
         me = self._connection.peer_id
         others = sum(record.tokens_per_second for peer, record in known.items() if peer != me)
         return others + self._connection.progress.tokens_per_second
-
-
-def phase_of(current: RoundState) -> str:
-    """Where a round stands, by what is known of it here."""
-    if current.proposals:
-        return VOTING
-    if current.plan is not None:
-        return EXCHANGING
-    return READY if current.work.ready else TRAINING
-
-
-def slices_done(current: RoundState) -> tuple[int, int]:
-    """(slices that are here, slices of the plan)."""
-    plan = current.plan
-    if plan is None:
-        return 0, 0
-    return min(len(current.staged), len(plan.value.slices)), len(plan.value.slices)

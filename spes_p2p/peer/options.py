@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from spes_p2p.config.load import bundled_config
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
+from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.peer.pausing import Schedule
 from spes_p2p.planning.units import parse_bytes, parse_rate
 from spes_p2p.swarm.invite import Invite, decode, looks_like_invite
@@ -99,7 +100,8 @@ class PeerOptions:
     once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
     out of each round. `config_path`: the run must have this config. `model`: the model of one's own that the run
     trains. `max_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
-    `schedule`: hours in which to train (None: all).
+    `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host` (None:
+    nowhere).
     """
 
     network: NetworkOptions
@@ -121,6 +123,8 @@ class PeerOptions:
     organiser: PeerId | None = None
     schedule: Schedule | None = None
     pause_on_battery: bool = False
+    metrics_port: int | None = None
+    metrics_host: str = LOCALHOST
 
 
 def parse_disk(text: str) -> int:

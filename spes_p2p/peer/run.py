@@ -18,6 +18,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
+from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks
 from spes_p2p.peer.checks import insist
 from spes_p2p.peer.connection import Connection
@@ -106,9 +107,14 @@ def _run_connected(
     connection, config, info = Connection.open(thread, options, gate, say, traffic)
     try:
         _add_file_sinks(options, config, info, connection.peer_id, bus)
+        connection.vitals.set_device(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+        bus.add(connection.vitals)
         dataset = _open_data(connection, options, config, info, bus, say)
         loader = _make_loader(config, info, dataset, connection.peer_id)
-        with _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks:
+        with (
+            _metrics(options, info, connection.peer_id, bus, say),
+            _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks,
+        ):
             if options.model is None:
                 memory, agreed = measure(device, ranks.world_size), config
                 config, words = fit_config(agreed, options, memory)
@@ -192,6 +198,19 @@ def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: Pee
         settings=config.model_dump(),
     ):
         bus.add(sink)
+
+
+@contextlib.contextmanager
+def _metrics(options: PeerOptions, info: RunInfo, me: PeerId, bus: EventBus, say: Say) -> Iterator[None]:
+    """For Prometheus, where it was asked for."""
+    if options.metrics_port is None:
+        yield
+        return
+    metrics = Metrics(info.run_id, me)
+    with closing(MetricsServer(metrics, options.metrics_port, options.metrics_host)) as server:
+        bus.add(metrics)
+        say(f"metrics: http://{options.metrics_host}:{server.port}/metrics")
+        yield
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import TypeVar
 from spes_p2p import wire
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
+from spes_p2p.swarm.vitals import Vitals
 
 T = TypeVar("T")
 RUNS_KEY = "spes-p2p/runs"
@@ -93,6 +94,7 @@ class PeerRecord:
     """When this record was written, by the same clock."""
     data_pieces: int = 0
     """How many pieces of the run's dataset it gives to others."""
+    vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
         _matches("run_id", self.run_id, _RUN_ID)

@@ -7,7 +7,7 @@ peers say of themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from spes_p2p.swarm.records import (
     parse_peer,
     peers_key,
 )
+from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync import requests
 from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Certificate, Commit, Manifest, manifest_hash
@@ -41,6 +42,8 @@ from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 ANSWER_SECONDS = 10.0
 FRESH_SECONDS = 4 * EVERY_SECONDS
 """A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
+Accept = Callable[[Commit, tuple[PeerId, ...]], Awaitable[bool]]
+"""Whether a commit that these peers announce is believed."""
 STATES = ("bootstrap", "member", "waiting", "joining", "silent", "left")
 
 
@@ -62,6 +65,10 @@ class PeerLine:
     version: str
     seen_at: float
     addresses: tuple[str, ...]
+    client_mode: bool = False
+    """Nobody can dial it."""
+    joined_at: float = 0.0
+    vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True)
@@ -132,18 +139,32 @@ async def read_report(
 
     Raises NetworkError when nothing answers or no run is announced, ConfigError when there is a choice.
     """
+    report, _, _ = await read_run(directory, transport, verifier, run_id, now, fingerprint)
+    return report
+
+
+async def read_run(
+    directory: Directory,
+    transport: Transport,
+    verifier: Verifier,
+    run_id: str | None,
+    now: float,
+    fingerprint: str | None = None,
+    accept: Accept | None = None,
+) -> tuple[RunReport, Commit | None, tuple[PeerId, ...]]:
+    """The same, with the newest commit that `accept` believes, and who has it."""
     group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
     peers, _ = parse_all(parse_peer, await directory.read(peers_key(group.run_id), ANSWER_SECONDS))
     heads, _ = parse_all(parse_head, await directory.read(heads_key(group.run_id), ANSWER_SECONDS))
     for peer, record in peers.items():
         transport.learn(peer, record.addresses)
-    commit, holders = await _newest(transport, heads)
+    commit, holders = await _newest(transport, heads, accept)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
     checked = await _is_checked(transport, verifier, commit, holders, organiser) if commit else False
     report = _report(group, peers, heads, commit, checked, now)
     if report.stale:  # unless columns take turns
         report = dataclasses.replace(report, expert_rounds=await _expert_rounds(transport, group))
-    return report
+    return report, commit, holders
 
 
 async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
@@ -154,7 +175,9 @@ async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
     return config.sync.column_rounds
 
 
-async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> tuple[Commit | None, tuple[PeerId, ...]]:
+async def _newest(
+    transport: Transport, heads: Mapping[PeerId, HeadRecord], accept: Accept | None
+) -> tuple[Commit | None, tuple[PeerId, ...]]:
     """The newest commit that can be had whole, and who has it."""
     for head, publishers in newest_heads(heads):
         try:
@@ -162,7 +185,9 @@ async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> t
                 commit = Commit(unpack(Certificate, head.certificate), unpack(Manifest, head.manifest))
             else:
                 commit = await _fetch_commit(transport, publishers, head.round)
-            if manifest_hash(commit.manifest) == head.manifest_hash:
+            if manifest_hash(commit.manifest) != head.manifest_hash:
+                continue
+            if accept is None or await accept(commit, publishers):
                 return commit, publishers
         except (RemoteProtocolError, NetworkError):
             continue  # the next newest; a head that proves nothing is nobody's
@@ -170,10 +195,17 @@ async def _newest(transport: Transport, heads: Mapping[PeerId, HeadRecord]) -> t
 
 
 async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round: int) -> Commit:
+    return (await fetch_commits(transport, holders, round, 1))[0]
+
+
+async def fetch_commits(
+    transport: Transport, holders: tuple[PeerId, ...], first: int, count: int
+) -> tuple[Commit, ...]:
+    """At least one commit from round `first` on, unchecked, from the first of `holders` that gives any."""
     error: NetworkError | RemoteProtocolError = NetworkError("nobody to ask")
     for holder in holders:
         try:
-            request = Request(requests.CHAIN, first=round, count=1)
+            request = Request(requests.CHAIN, first=first, count=count)
             _, data = await fetch_within(
                 transport,
                 holder,
@@ -182,9 +214,9 @@ async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round
                 MAX_MESSAGE_BYTES,
                 lambda: LONGEST_STALLS * ANSWER_SECONDS,
             )
-            commits = unpack(ChainPart, data).commits
+            commits = tuple(unpack(Commit, commit) for commit in unpack(ChainPart, data).commits[:count])
             if commits:
-                return unpack(Commit, commits[0])
+                return commits
         except (NetworkError, RemoteProtocolError) as caught:
             error = caught
     raise error
@@ -270,6 +302,9 @@ def _peer_line(record: PeerRecord, state: str) -> PeerLine:
         record.version,
         record.written_at_seconds,
         record.addresses,
+        record.client_mode,
+        record.joined_at_seconds,
+        record.vitals,
     )
 
 

@@ -15,10 +15,12 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm import envelope, records
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
+from spes_p2p.swarm.vitals import Vitals
 
 ANNA, BEN = PeerId("anna"), PeerId("ben")
 RUN = RunRecord("tiny", sha256(b"config"), ANNA, 1, 3, b"head", ("/ip4/10.0.0.1/tcp/4000/p2p/anna",))
 PEER = PeerRecord("tiny", ANNA, RUN.addresses, "0.1", 3, 300, 10**6, 1234.5, (0, 3, 4), "peer", False, 1_700_000_000)
+VITALS = Vitals("training", "cpu", 2.5, 3, 1.7e9, (1.0, 0.5, 2.0, 0.25, 0.125), 2.6, 10, 20, 2, 2.4)
 HEAD = HeadRecord(3, sha256(b"manifest"), b"certificate", b"manifest")
 
 
@@ -43,6 +45,13 @@ def test_records_survive_the_wire(parse: Any, record: Any) -> None:
         (PEER, {"owned": (3, 3)}),
         (PEER, {"owned": (-1, 3)}),
         (PEER, {"role": "king"}),
+        (VITALS, {"phase": "\x1b[2J"}),
+        (VITALS, {"device": "x" * 65}),
+        (VITALS, {"loss": -1.0}),
+        (VITALS, {"held_out_loss": 1e300}),
+        (VITALS, {"phase_seconds": (1.0,) * 6}),
+        (VITALS, {"phase_seconds": (1.0, 1.0, 1e30, 1.0, 1.0)}),
+        (VITALS, {"bytes_sent": 2**62}),
         (HEAD, {"manifest": b"x" * (records.MAX_MANIFEST_BYTES + 1)}),
         (HEAD, {"manifest_hash": Hash(b"")}),
     ],

@@ -1,0 +1,52 @@
+"""`spes-p2p dashboard`: flags, and a clear word where the web packages are missing; the work is in `dashboard/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId
+
+
+def dashboard(
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    port: Annotated[int, typer.Option(help="Port of the page; 0: a free one.", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="Address of the page; 0.0.0.0 opens it to others.")] = "127.0.0.1",
+    database: Annotated[
+        Path, typer.Option(help="Keeps the history; alone, without an invitation, it is shown as it is.")
+    ] = Path("dashboard.sqlite"),
+    replay: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH [PATH ...]",
+            help="A past run instead: metrics.jsonl of its peers, or their folders.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serves a web page of a run to this machine, until Ctrl-C: loss, speed, experts, rounds, peers. Takes no part.
+
+    Example: spes-p2p dashboard spes1... --port 8080
+    """
+    from spes_p2p.errors import ConfigError
+    from spes_p2p.peer.options import meeting
+
+    found = meeting((invitation,) if invitation else (), tuple(initial_peers or ()), run_id, fingerprint)
+    if replay and found.addresses:
+        raise ConfigError("--replay shows a past run, an invitation a live one", fix="give one of the two")
+    try:
+        from spes_p2p.dashboard.serve import DashboardOptions, run_dashboard
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("plotly", "starlette", "uvicorn"):
+            raise
+        raise ConfigError(
+            f"the dashboard needs the package {error.name}, which is not installed",
+            fix="pip install 'spes-p2p[dashboard]'",
+        ) from error
+    live = found if found.addresses else None
+    run_dashboard(DashboardOptions(live, host, port, database, tuple(replay or ())), typer.echo)

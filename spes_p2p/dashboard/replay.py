@@ -1,0 +1,134 @@
+"""A past run, from the `metrics.jsonl` of one or more of its peers.
+
+Peers are named after the folders of their files. Who owned which experts is not in the file, nor what was trained by
+peers whose file is not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from spes_p2p.dashboard.history import SLOT_SECONDS, History
+from spes_p2p.errors import ConfigError
+from spes_p2p.ids import short
+from spes_p2p.observe.events import Columns, Error, Eval, Event, Pause, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.metrics import Ema
+from spes_p2p.observe.sinks import METRICS_FILE, EventReader
+from spes_p2p.observe.text import line
+from spes_p2p.swarm.vitals import PHASES
+
+
+def replay(paths: Sequence[Path], history: History) -> None:
+    """Writes all that the files tell. Raises ConfigError where one is not there or holds no events."""
+    events: list[tuple[float, str, Event]] = []
+    for name, path in zip(_names(paths), map(_file, paths)):
+        found = EventReader(path).read()
+        if not found:
+            raise ConfigError(f"{path} holds no events", fix=f"give the {METRICS_FILE} of a peer, or its folder")
+        events += [(time, name, event) for time, event in found]
+    with history.writing():
+        folds: dict[str, _Fold] = {}
+        for time, name, event in sorted(events, key=lambda one: one[0]):
+            folds.setdefault(name, _Fold(name, history)).apply(time, event)
+        for fold in folds.values():
+            fold.end()
+        history.put("replay", {"files": [str(path) for path in paths], "peers": sorted(folds)})
+
+
+def _file(path: Path) -> Path:
+    path = path / METRICS_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there", fix=f"give the {METRICS_FILE} of a peer, or its folder")
+    return path
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The folders' names, with a number where several are alike."""
+    names = [path.resolve().name if path.is_dir() else path.resolve().parent.name for path in paths]
+    return [f"{name} {at + 1}" if names.count(name) > 1 else name for at, name in enumerate(names)]
+
+
+class _Fold:
+    """One peer's events, in their order."""
+
+    def __init__(self, name: str, history: History) -> None:
+        self._name, self._history = name, history
+        self._loss, self._speed = Ema(), Ema(0.3)
+        self._losses: list[float] = []
+        self._step = self._round = self._trained = self._round_trained = self._sent = self._received = 0
+        self._first = self._last = self._slot = 0.0
+
+    def apply(self, time: float, event: Event) -> None:
+        self._first, self._last = self._first or time, time
+        match event:
+            case Step():
+                self._apply_step(time, event)
+            case Round():
+                self._apply_round(time, event)
+            case Eval():
+                self._history.add_held_out(round=event.round, at=time, loss=event.loss, peer=self._name)
+            case Peer():
+                self._note(time, event.change, f"{short(event.who)} {event.change} (round {event.round})")
+            case Columns() | Pause() | Tasks() | Warning() | Error():
+                kind = "experts" if isinstance(event, Columns) else event.event
+                self._note(time, kind, f"{self._name}: {line(event)}")
+
+    def end(self) -> None:
+        """What the page shows of the peer, as of its last event."""
+        self._history.set_peer(
+            self._name,
+            {
+                "state": "replay", "version": "", "round": self._round, "step": self._step, "tokens": self._trained,
+                "tokens_per_second": self._speed.value or 0.0, "owned": [], "seen_at": self._last,
+                "joined_at": self._first, "reach": "", "phase": "", "device": "", "loss": self._loss.value,
+                "sent": self._sent, "received": self._received,
+            },
+        )  # fmt: skip
+
+    def _note(self, time: float, kind: str, message: str) -> None:
+        self._history.add_event(time, kind, self._name, message)
+
+    def _apply_step(self, time: float, event: Step) -> None:
+        self._losses.append(event.loss)
+        self._step, self._trained = event.step, self._trained + event.tokens
+        self._round_trained += event.tokens
+        loss, speed = self._loss.add(event.loss), self._speed.add(event.tokens_per_second)
+        if time - self._slot >= SLOT_SECONDS / 2:  # a slot takes one; the last one of a run is not worth a row
+            self._slot = time
+            total = self._history.rows("SELECT MAX(tokens) FROM rounds")[0][0] or 0
+            self._history.add_sample(
+                peer=self._name, at=time, loss=loss, tokens_per_second=speed, sent=self._sent,
+                received=self._received, tokens=total,
+            )  # fmt: skip
+
+    def _apply_round(self, time: float, event: Round) -> None:
+        self._round, self._step = event.round, event.step
+        self._sent += event.bytes_sent + event.data_bytes_sent
+        self._received += event.bytes_received + event.data_bytes_received
+        known = self._history.rows("SELECT name FROM rounds WHERE round = ?", (event.round,))
+        if not known:
+            self._add_round(time, event)
+        losses, self._losses = self._losses, []
+        trained, self._round_trained = self._round_trained, 0
+        self._history.add_peer_round(
+            round=event.round, peer=self._name, at=time,
+            seconds=[event.seconds.get(phase, 0.0) for phase in PHASES],
+            loss=sum(losses) / len(losses) if losses else None, tokens=trained,
+        )  # fmt: skip
+
+    def _add_round(self, time: float, event: Round) -> None:
+        before = self._history.rows("SELECT MAX(tokens) FROM rounds WHERE round < ?", (event.round,))[0][0] or 0
+        self._history.add_round(
+            round=event.round, name=event.model_hash, at=time, kind=event.commit, step=event.step,
+            tokens=before + event.tokens, round_tokens=event.tokens, roster=event.roster_size,
+            members=event.roster_size, alpha=event.merge_alpha, stale=len(event.stale_columns),
+        )  # fmt: skip
+        if event.commit == "degraded":
+            self._note(time, "degraded", f"round {event.round} was committed without a majority")
+        head = {
+            "round": event.round, "step": event.step, "tokens": before + event.tokens, "certificate": "",
+            "degraded": event.commit == "degraded", "checked": False, "seals": 0, "electors": 0,
+            "model_hash": event.model_hash, "at": time, "stale": list(event.stale_columns), "columns": [],
+        }  # fmt: skip
+        self._history.put("head", head)

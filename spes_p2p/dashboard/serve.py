@@ -1,0 +1,165 @@
+"""`run_dashboard`: from what was asked for to a page that is served until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import uvicorn
+
+from spes_p2p.dashboard.follow import Open, follow
+from spes_p2p.dashboard.history import History
+from spes_p2p.dashboard.replay import replay
+from spes_p2p.dashboard.source import Known, Look, SwarmSource
+from spes_p2p.dashboard.web import make_app
+from spes_p2p.errors import ConfigError
+from spes_p2p.peer.connection import open_network
+from spes_p2p.peer.options import Meeting, NetworkOptions
+from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DashboardOptions:
+    """`meeting` None: the history in `database` is shown as it is. `replays`: files of a past run, kept nowhere."""
+
+    meeting: Meeting | None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    database: Path = Path("dashboard.sqlite")
+    replays: Sequence[Path] = ()
+
+
+def run_dashboard(options: DashboardOptions, say: Say) -> None:
+    """Serves until SIGINT or SIGTERM. Raises ConfigError, and NetworkError where nothing is known of the run yet."""
+    with _listening(options.host, options.port) as listener, contextlib.closing(_history(options)) as history:
+        serving = Serving(history, listener)
+        with NetworkThread() as thread, leaving_on_signals(serving.stop, lambda text: None):
+            following = None
+            if options.meeting is not None:
+                open_source = _opener(options.meeting)
+                is_known = history.get("head") is not None
+                try:
+                    source = None if is_known else thread.run(until_stopped(serving.stopped_on(thread), open_source()))
+                except Stopped:
+                    return
+                following = thread.submit(follow(open_source, history, source))
+            try:
+                say(f"dashboard: {serving.address}")
+                asyncio.run(serving.run(lambda: following is not None and following.done()))
+            finally:
+                if following is not None and not following.cancel():
+                    following.result()
+
+
+def _history(options: DashboardOptions) -> History:
+    if options.replays:
+        history = History()
+        replay(options.replays, history)
+        return history
+    if options.meeting is None and not options.database.exists():
+        raise ConfigError(
+            f"no invitation is given, and there is no {options.database}",
+            fix="give the word that the organiser printed (spes1...), or a past run with --replay DIR",
+        )
+    return History(options.database)
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Raises ConfigError where the port cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()  # who comes as soon as the address is told waits for the server
+            yield listener
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot be served at {host} port {port}: {error.strerror or error}",
+            fix="choose another --port, or a --host that is an address of this machine",
+        ) from error
+
+
+def _opener(meeting: Meeting) -> Open:
+    async def open_source() -> NetworkSource:
+        folder = TemporaryDirectory(prefix="spes-p2p-dashboard-")
+        options = NetworkOptions(meeting.addresses, client_mode=True, use_relay=False)
+        try:
+            network = await open_network(options, Path(folder.name) / "identity.key")
+        except BaseException:
+            folder.cleanup()
+            raise
+        return NetworkSource(network, folder, meeting)
+
+    return open_source
+
+
+class NetworkSource:
+    """A `SwarmSource` with a network of its own and a throw-away identity."""
+
+    def __init__(self, network: HivemindNetwork, folder: TemporaryDirectory[str], meeting: Meeting) -> None:
+        self._network, self._folder = network, folder
+        parts = (network.directory, network.transport, network.verifier)
+        self._source = SwarmSource(*parts, meeting.run_id, meeting.fingerprint)
+
+    async def look(self, now: float, known: Known) -> Look:
+        return await self._source.look(now, known)
+
+    async def close(self) -> None:
+        await self._network.close()
+        self._folder.cleanup()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Serving:
+    """The page of `history` on a bound socket, until `stop`, which any thread may call."""
+
+    def __init__(self, history: History, listener: socket.socket) -> None:
+        self.app = make_app(history)
+        self._listener = listener
+        config = uvicorn.Config(
+            self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off", ws="none"
+        )
+        self._server = _Server(config)
+        self._on_stop: list[Callable[[], object]] = []
+
+    @property
+    def address(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+    def stop(self) -> None:
+        self.app.state.stopping = True
+        self._server.should_exit = True
+        for call in self._on_stop:
+            call()
+
+    def stopped_on(self, thread: NetworkThread) -> asyncio.Event:
+        """Set on the loop of `thread` once `stop` was called."""
+        event = asyncio.Event()
+        self._on_stop.append(lambda: thread.loop.call_soon_threadsafe(event.set))
+        return event
+
+    async def run(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Until `stop`, or until `is_over`."""
+        task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        while not (await asyncio.wait((task,), timeout=0.5))[0]:
+            if is_over():
+                self.stop()
+        task.result()

@@ -1,0 +1,144 @@
+"""Where the dashboard looks: a `Source` gives what a run is like now, and the commits that are new since the last look.
+
+`SwarmSource` reads the DHT and the chain through the ports of `swarm`, so that it runs on any network. It believes a
+commit when all signatures from genesis on lead to it: whoever announces one that nothing leads to is passed over. That
+the content follows the rules of the run is left to those who signed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.swarm.ports import Directory, Transport, Verifier
+from spes_p2p.sync.core.messages import Commit, manifest_hash
+from spes_p2p.sync.core.rules import check_certificate
+from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo, check_genesis
+from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.report import ANSWER_SECONDS, RunReport, fetch_commits, read_run
+from spes_p2p.sync.requests import MAX_COMMITS_AT_ONCE
+from spes_p2p.sync.sealing import EnvelopeChecker
+
+DOUBT_SECONDS = 60.0
+"""So long a peer is not asked again that proved nothing of what it announced."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known already: all rounds up to `newest` (-1: none), with the hashes of their manifests."""
+
+    newest: int
+    name_of: Callable[[int], Hash | None]
+
+
+NOTHING = Known(-1, lambda round: None)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found at one moment. `commits` follow one another and end with the newest; none if nothing is new."""
+
+    report: RunReport
+    commits: tuple[Commit, ...]
+
+
+class Source(Protocol):
+    """Looks at a run. Raises NetworkError or RemoteProtocolError where nobody answers or nothing can be proved."""
+
+    async def look(self, now: float, known: Known) -> Look: ...
+
+    async def close(self) -> None: ...
+
+
+class SwarmSource:
+    """Takes no part in the run: reads records and fetches commits."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        transport: Transport,
+        verifier: Verifier,
+        run_id: str | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        self._directory, self._transport, self._verifier = directory, transport, verifier
+        self._run_id, self._fingerprint = run_id, fingerprint
+        self._check = EnvelopeChecker(verifier).check
+        self._info: RunInfo | None = None
+        self._doubted: dict[PeerId, float] = {}
+
+    async def look(self, now: float, known: Known) -> Look:
+        info = self._info = self._info or await self._find()
+        found: list[Commit] = []
+        refused: list[str] = []
+
+        async def accept(newest: Commit, holders: tuple[PeerId, ...]) -> bool:
+            for holder in holders:
+                if now < self._doubted.get(holder, 0.0):
+                    refused.append(f"{short(holder)}: proved nothing lately")
+                    continue
+                try:
+                    found[:] = await self._leading_to(newest, holder, known, info)
+                    return True
+                except (NetworkError, RemoteProtocolError) as error:
+                    refused.append(f"{short(holder)}, round {newest.manifest.round}: {error}")
+                    if isinstance(error, RemoteProtocolError | PeerSilent):
+                        self._doubted[holder] = now + DOUBT_SECONDS
+            return False
+
+        self._doubted = {peer: until for peer, until in self._doubted.items() if now < until}
+        parts = (self._directory, self._transport, self._verifier)
+        report, newest, _ = await read_run(*parts, info.run_id, now, info.fingerprint.hex(), accept)
+        if newest is None and refused:
+            raise RemoteProtocolError(f"nobody proves the certificate that it announces: {'; '.join(refused[:3])}")
+        return Look(report, tuple(found))
+
+    async def close(self) -> None:
+        """Whoever gave the ports closes them."""
+
+    async def _find(self) -> RunInfo:
+        group = await find_run(self._directory, self._run_id, ANSWER_SECONDS, self._fingerprint)
+        info, _ = await load_run(self._transport, group, ANSWER_SECONDS)
+        return info
+
+    async def _leading_to(self, newest: Commit, holder: PeerId, known: Known, info: RunInfo) -> list[Commit]:
+        """What is unknown of the commits up to `newest`, each checked against the one before it."""
+        name, last = manifest_hash(newest.manifest), newest.manifest.round
+        if known.name_of(last) == name:
+            return []
+        commits = [await self._branch(last, holder, known, info)]
+        while commits[-1].manifest.round < last:
+            after = commits[-1].manifest.round + 1
+            for commit in await self._part(holder, after, min(MAX_COMMITS_AT_ONCE, last + 1 - after)):
+                self._check_next(commits[-1], commit, info)
+                commits.append(commit)
+        if manifest_hash(commits[-1].manifest) != name:
+            raise RemoteProtocolError("its commits lead to another one")
+        return [one for one in commits if known.name_of(one.manifest.round) != manifest_hash(one.manifest)]
+
+    async def _branch(self, last: int, holder: PeerId, known: Known, info: RunInfo) -> Commit:
+        """The newest commit below `last` that `holder` has and we know; genesis, checked, where there is none."""
+        at, step = max(0, min(last - 1, known.newest)), 1
+        while at > 0:
+            (commit,) = await self._part(holder, at, 1)
+            if manifest_hash(commit.manifest) == known.name_of(at):
+                return commit
+            at, step = max(0, at - step), 2 * step
+        (genesis,) = await self._part(holder, 0, 1)
+        check_genesis(genesis, info, self._check)
+        return genesis
+
+    async def _part(self, holder: PeerId, first: int, count: int) -> tuple[Commit, ...]:
+        commits = await fetch_commits(self._transport, (holder,), first, count)
+        if any(commit.manifest.round != first + at for at, commit in enumerate(commits)):
+            raise RemoteProtocolError(f"it gave other rounds than those from {first} on")
+        return commits
+
+    def _check_next(self, before: Commit, commit: Commit, info: RunInfo) -> None:
+        if commit.manifest.parent != manifest_hash(before.manifest):
+            raise RemoteProtocolError(f"its round {commit.manifest.round} does not follow the one before")
+        check_certificate(before.manifest, commit.manifest, commit.certificate, self._check, info.organiser)

@@ -1,0 +1,66 @@
+"""A peer's vitals, folded from its own events: what its record in the DHT tells those who watch.
+
+A sink of the event bus; read by the network's thread. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from spes_p2p.observe.events import Eval, Event, Round, Step
+from spes_p2p.observe.metrics import Ema
+from spes_p2p.swarm.vitals import MAX_BYTES, MAX_LOSS, MAX_SECONDS, PHASES, Vitals
+
+_DEVICE_CHARACTERS = 64
+
+
+class VitalsKeeper:
+    """`now` may be called from any thread: values are replaced as a whole."""
+
+    def __init__(self) -> None:
+        self._vitals = Vitals()
+        self._loss = Ema()
+        self._losses: list[float] = []
+
+    def set_device(self, name: str) -> None:
+        """What of `name` may stand in a record."""
+        plain = "".join(sign for sign in name if " " <= sign <= "~")
+        self._vitals = replace(self._vitals, device=plain[:_DEVICE_CHARACTERS])
+
+    def now(self, phase: str) -> Vitals:
+        return replace(self._vitals, phase=phase)
+
+    def write(self, time: float, event: Event) -> None:
+        match event:
+            case Step():
+                loss = _bounded(event.loss, MAX_LOSS)
+                self._losses.append(loss)
+                self._vitals = replace(self._vitals, loss=self._loss.add(loss))
+            case Round():
+                self._write_round(time, event)
+            case Eval():
+                loss = _bounded(event.loss, MAX_LOSS)
+                self._vitals = replace(self._vitals, held_out_round=event.round, held_out_loss=loss)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _write_round(self, time: float, event: Round) -> None:
+        losses, self._losses = self._losses, []
+        sent = event.bytes_sent + event.data_bytes_sent
+        received = event.bytes_received + event.data_bytes_received
+        self._vitals = replace(
+            self._vitals,
+            timed_round=event.round,
+            applied_at_seconds=time,
+            phase_seconds=tuple(_bounded(event.seconds.get(phase, 0.0), MAX_SECONDS) for phase in PHASES),
+            round_loss=math.fsum(losses) / len(losses) if losses else 0.0,
+            bytes_sent=min(MAX_BYTES, self._vitals.bytes_sent + sent),
+            bytes_received=min(MAX_BYTES, self._vitals.bytes_received + received),
+        )
+
+
+def _bounded(value: float, most: float) -> float:
+    """What is not finite counts as the most: it should be seen."""
+    return min(max(0.0, value), most) if math.isfinite(value) else most

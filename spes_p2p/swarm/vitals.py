@@ -1,0 +1,64 @@
+"""What a peer lets others watch beside its place in the run: a few numbers of fixed size in its own record.
+
+Nothing is decided by them, and nobody checks that they are true. 0 and "" stand for what is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+PHASES = ("train", "close", "reduce", "vote", "apply")
+"""The parts of a round, in their order; `phase_seconds` has one number for each."""
+MAX_LOSS = 1e6
+MAX_SECONDS = 1e9
+MAX_BYTES = 2**60
+MAX_ROUND = 2**40
+_PHASE = re.compile(r"[a-z ]{0,24}")
+_DEVICE = re.compile(r"[ -~]{0,64}")
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """How one peer fares. Losses are nats a token, bytes are counted since it was started."""
+
+    phase: str = ""
+    """What it does right now."""
+    device: str = ""
+    """What it trains on, for people."""
+    loss: float = 0.0
+    """Training loss, a moving mean over the newest steps."""
+    timed_round: int = 0
+    """The newest round that it applied; the next three are of that round."""
+    applied_at_seconds: float = 0.0
+    """By its wall clock, seconds since 1970."""
+    phase_seconds: tuple[float, ...] = ()
+    """As in PHASES, or nothing."""
+    round_loss: float = 0.0
+    """Mean training loss of its steps in that round."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    held_out_round: int = 0
+    """The newest round whose model it evaluated."""
+    held_out_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not _PHASE.fullmatch(self.phase):
+            raise ValueError(f"phase is {self.phase[:40]!r}, which it may not be")
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device is {self.device[:80]!r}, which it may not be")
+        if len(self.phase_seconds) not in (0, len(PHASES)):
+            raise ValueError(f"phase_seconds has {len(self.phase_seconds)} numbers, not {len(PHASES)}")
+        for name, value, most in (
+            ("loss", self.loss, MAX_LOSS),
+            ("round_loss", self.round_loss, MAX_LOSS),
+            ("held_out_loss", self.held_out_loss, MAX_LOSS),
+            ("timed_round", self.timed_round, MAX_ROUND),
+            ("held_out_round", self.held_out_round, MAX_ROUND),
+            ("applied_at_seconds", self.applied_at_seconds, 2**40),
+            ("bytes_sent", self.bytes_sent, MAX_BYTES),
+            ("bytes_received", self.bytes_received, MAX_BYTES),
+            *(("phase_seconds", seconds, MAX_SECONDS) for seconds in self.phase_seconds),
+        ):
+            if not 0 <= value <= most:
+                raise ValueError(f"{name} is {value}, not between 0 and {most}")

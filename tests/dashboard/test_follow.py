@@ -1,0 +1,135 @@
+"""From looks to history: who came and went, another history that wins, lies, a swarm that dies and returns."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, Follower, follow
+from spes_p2p.dashboard.history import History
+from spes_p2p.dashboard.source import NOTHING, Look, Source
+from spes_p2p.dashboard.state import page_state
+from spes_p2p.errors import ConfigError
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.core.messages import DEGRADED, manifest_hash
+from spes_p2p.testing.virtual_time import run_virtual
+from tests.dashboard.made_run import NOW, PEERS, MadeSource
+from tests.dashboard.test_history import filled
+
+
+def messages(history: History) -> list[str]:
+    return [event["message"] for event in reversed(page_state(history, NOW)["events"])]
+
+
+def test_who_comes_and_goes_is_an_event() -> None:
+    history, source = History(), MadeSource()
+    follower = Follower(history)
+    follower.apply(source.look_at(0, NOW, follower.known()), NOW)
+    look = source.look_at(1, NOW, follower.known())
+    manifest = look.commits[-1].manifest
+    ownership = ((), *manifest.ownership[1:])
+    left = replace(manifest, members=manifest.members[1:], ownership=ownership)
+    certificate = replace(look.commits[-1].certificate, kind=DEGRADED)
+    follower.apply(Look(look.report, (replace(look.commits[-1], manifest=left, certificate=certificate),)), NOW)
+    assert messages(history) == [
+        "round 1 was committed without a majority (degraded)",
+        "Nanna1 is no member from round 1 on",
+        "columns without an owner: 0",
+    ]
+
+
+def test_another_history_takes_the_place_of_ours() -> None:
+    history = History()
+    filled(history, 0, 9)
+    follower, source = Follower(history), MadeSource()
+    look = source.look_at(5, NOW, NOTHING)
+    other = replace(look.commits[5].manifest, tokens=7)
+    follower.apply(Look(look.report, (replace(look.commits[5], manifest=other),)), NOW)
+    assert page_state(history, NOW)["rounds"]["round"] == [0, 1, 2, 3, 4, 5]
+    assert follower.name_of(5) == manifest_hash(other)
+    assert messages(history)[-1] == "another history has won from round 5 on"
+
+
+def test_rounds_that_only_one_peer_tells_of_are_not_drawn() -> None:
+    history, source = History(), MadeSource()
+    follower = Follower(history)
+    look = source.look_at(2, NOW, follower.known())
+    liar = look.report.peers[1]
+    vitals = replace(liar.vitals, timed_round=10**9, held_out_round=10**9)
+    peers = (look.report.peers[0], replace(liar, vitals=vitals))
+    follower.apply(Look(replace(look.report, peers=peers), look.commits), NOW)
+    state = page_state(history, NOW)
+    assert (state["timeline"], state["held_out"]["round"]) == ([], [])
+
+
+def test_strangers_are_bounded_and_nothing_that_only_they_say_is_drawn() -> None:
+    history = History()
+    follower = Follower(history)
+    look = MadeSource().look_at(2, NOW, follower.known())
+    strangers = tuple(
+        replace(look.report.peers[1], peer=PeerId(f"stranger{at}"), state="joining") for at in range(MOST_PEERS + 50)
+    )
+    follower.apply(Look(replace(look.report, peers=strangers), look.commits), NOW)
+    state = page_state(history, NOW)
+    assert (len(state["peers"]), state["timeline"], state["held_out"]["round"]) == (MOST_PEERS, [], [])
+
+
+def test_the_first_word_about_a_held_out_loss_stands() -> None:
+    history, source = History(), MadeSource()
+    follower = Follower(history)
+    look = source.look_at(2, NOW, follower.known())
+    follower.apply(look, NOW)
+    liar = replace(look.report.peers[2], vitals=replace(look.report.peers[1].vitals, held_out_loss=0.001))
+    follower.apply(Look(replace(look.report, peers=(liar,)), ()), NOW + 9)
+    assert page_state(history, NOW)["held_out"]["loss"] == [look.report.peers[1].vitals.held_out_loss]
+
+
+def test_whose_record_is_gone_stays_in_the_list() -> None:
+    history = History()
+    filled(history, 0, 3)
+    look = MadeSource().look_at(4, NOW, Follower(history).known())
+    Follower(history).apply(Look(replace(look.report, peers=look.report.peers[:-1]), look.commits), NOW)
+    shown = page_state(history, NOW)["peers"]
+    assert (shown[PEERS[3]]["state"], shown[PEERS[3]]["tokens"]) == ("gone", 40_000 * 3)
+
+
+def test_a_swarm_that_dies_leaves_the_history_and_may_come_back() -> None:
+    history, opened = History(), []
+
+    async def open_source() -> Source:
+        source = MadeSource()
+        source.round = 5
+        opened.append(source)
+        return source
+
+    async def main() -> None:
+        first = MadeSource()
+        task = asyncio.ensure_future(follow(open_source, history, first, look_seconds=1.0, clock=lambda: NOW))
+        await asyncio.sleep(2.5)
+        first.dead = True
+        await asyncio.sleep(1.0)
+        state = page_state(history, NOW)
+        assert "10.0.0.1 is refused" in state["source"]["error"]
+        assert state["rounds"]["round"] == [0, 1, 2]
+        await asyncio.sleep(MOST_FAILURES + 1.0)
+        assert (first.closed, len(opened)) == (1, 1)
+        task.cancel()
+        await asyncio.wait((task,))
+        assert opened[0].closed == 1
+
+    run_virtual(main())
+    assert messages(history)[-1] == "the swarm answers again"
+    assert page_state(history, NOW)["source"]["error"] == ""
+
+
+def test_what_is_not_a_matter_of_the_network_ends_it() -> None:
+    history = History()
+    history.claim("other", "ab" * 32)
+
+    async def open_source() -> Source:
+        return MadeSource()
+
+    with pytest.raises(ConfigError, match="holds the history of run other"):
+        run_virtual(follow(open_source, history))
