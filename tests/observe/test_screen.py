@@ -101,7 +101,7 @@ def test_ctrl_c_is_still_a_signal() -> None:
 
 def test_a_process_in_the_background_hears_no_keys() -> None:
     terminal = Terminal("deaf")
-    assert "Ctrl-C: leave" in terminal.until("run tiny")
+    assert "run tiny" in terminal.until("Ctrl-C: leave")  # the last line that is drawn
     assert terminal.local_modes() == terminal.modes
     terminal.child.sendintr()
     assert terminal.end() == 0
