@@ -101,9 +101,11 @@ def _memory(machine: Machine) -> Check:
     return Check("memory", "ok", f"{free} of {total} free, {machine.cores} processor cores")
 
 
-def run_checks(config: Config, device: Device, wanted: int, words: str, fits: bool, disk: Disk) -> list[Check]:
+def run_checks(
+    config: Config, device: Device, wanted: int, words: str, fits: bool, disk: Disk, data_bytes: int = 0
+) -> list[Check]:
     """Whether this machine can take part: memory, then disk. `words`, `fits`: what `fitting.fit_config` said."""
-    return [fit_check(config, device, wanted, words, fits), disk_check(config, wanted, disk)]
+    return [fit_check(config, device, wanted, words, fits), disk_check(config, wanted, disk, data_bytes)]
 
 
 def fit_check(config: Config, device: Device, wanted: int, words: str, fits: bool) -> Check:
@@ -129,13 +131,18 @@ class Disk:
     held_bytes: int = 0
 
 
-def disk_check(config: Config | None, wanted: int, disk: Disk) -> Check:
-    """Free space against what the run takes in all; `config` None: the run is not known."""
+def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int = 0) -> Check:
+    """Free space against what the run takes in all; `config` None: the run is not known.
+
+    `data_bytes`: most of the run's data that is kept here; less where there is no room, so nothing depends on it.
+    """
     if config is None:
         return Check("disk", "ok", f"{bytes_text(disk.free_bytes)} free at {disk.path}")
     need = DiskNeed.of(config, wanted)
     room = disk.free_bytes + disk.held_bytes
     text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, the run takes up to {bytes_text(need.most)}"
+    if data_bytes:
+        text += f", and at most {bytes_text(data_bytes)} for its data (--max-disk)"
     if room < need.least:
         text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, the run needs at least {bytes_text(need.least)}"
         return Check("disk", "failure", text, "free some space, or choose another disk with --output")

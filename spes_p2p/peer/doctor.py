@@ -91,7 +91,8 @@ def fitness(config: Config, options: PeerOptions, device: torch.device) -> list[
 def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions, memory: Device) -> list[Check]:
     """The same where it was measured and fitted already."""
     fits = not words or fitted != config
-    return run_checks(fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output))
+    fetched = options.max_disk if options.data is None and config.data.source == "leased" else 0
+    return run_checks(fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output), fetched)
 
 
 def _ask_others(options: PeerOptions, meeting: Meeting, note: Tell) -> _Found:

@@ -1,10 +1,14 @@
 """Bytes of disk that a peer takes at its worst moment: docs/operations.md has the same table in words.
 
-S the state, T what the peer trains, E all experts, each with 4 bytes a value; K checkpoints are kept:
+S the state, V its values without outer momentum, T what the peer trains, E all experts, each with 4 bytes a value; K
+checkpoints are kept:
 
     most   3 S + E + 2 T + 3 T (K + 1)   states of two rounds and of the next, experts before a merge, snapshots,
                                          checkpoints and one that is being saved
     least  3 S + E + 2 T                 without room for a checkpoint
+
+With an outer optimizer 3 V more, what these rounds handed out; with overlap T more, what was trained ahead. Leaves out
+the run's data, of which `--max-disk` is the bound.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 
 from spes_p2p.config.schema import Config
 from spes_p2p.planning.sizes import Sizes
+from spes_p2p.planning.traffic import stored_bytes
 
 VALUE_BYTES = 4
 _CHECKPOINT = 3
@@ -29,7 +34,9 @@ class DiskNeed:
     @classmethod
     def of(cls, config: Config, owned: int) -> DiskNeed:
         sizes = Sizes.of(config.model)
-        state, trained = VALUE_BYTES * sizes.total, VALUE_BYTES * sizes.trained(owned)
+        values, trained = VALUE_BYTES * sizes.total, VALUE_BYTES * sizes.trained(owned)
         merged = VALUE_BYTES * sizes.experts if config.sync.merge_alpha > 0 else 0
-        least = 3 * state + merged + 2 * trained
+        handed_out = values if config.sync.outer != "none" else 0
+        snapshots = (3 if config.sync.overlap else 2) * trained
+        least = 3 * (stored_bytes(config) + handed_out) + merged + snapshots
         return cls(least, least + _CHECKPOINT * trained * (config.output.keep_checkpoints + 1))
