@@ -48,7 +48,6 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.moments import MomentShelf
-from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.piece_fetching import PieceFetcher, fetch_catalogue
 from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf
 from spes_p2p.sync.recorder import FlightRecorder
@@ -391,7 +390,7 @@ class Connection:
             FlightRecorder(
                 self._options.output / "flight", info, say=lambda text: self.gate.notice(Notice("recorder", text))
             ).attach(core)
-        arithmetic = Arithmetic(self.layout, config.sync.merge_top_k, outer_optimizer(config.sync))
+        arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
         self._driver = Driver(core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock)
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
-from spes_p2p.codecs.sizes import Codec
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes
-from spes_p2p.state.layout import Layout, Values
+from spes_p2p.state.layout import Layout
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
-from spes_p2p.state.version import DTYPE, Version
-from spes_p2p.sync.coding import changed_values
+from spes_p2p.state.version import Version
+from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.core.messages import Merge, Proposal, Slice
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
 from spes_p2p.sync.outer import Nesterov
@@ -92,13 +89,13 @@ class Bench:
     def write(self, first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
         """Stages consecutive wire tiles; their hashes."""
         staging = self._opened()
-        return tuple(self._stage(staging, first_tile + at, tile) for at, tile in enumerate(tiles))
+        return tuple(stage_tile(staging, self._outer, first_tile + at, tile) for at, tile in enumerate(tiles))
 
     def add(self, tiles: Iterable[NamedTile]) -> None:
         """Stages wire tiles that came from elsewhere."""
         staging = self._opened()
         for tile in tiles:
-            self._stage(staging, *tile)
+            stage_tile(staging, self._outer, *tile)
 
     def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
         """Takes exactly these wire tiles onto the bench, from wherever they are on this disk; the others by id."""
@@ -113,7 +110,7 @@ class Bench:
                 if here is None:
                     missing[tile_id] = tile_hash
                 else:
-                    self._stage(staging, tile_id, here, tile_hash)
+                    stage_tile(staging, self._outer, tile_id, here, tile_hash)
         return missing
 
     def build(self, alpha: float) -> tuple[Hash, Merge | None]:
@@ -161,25 +158,6 @@ class Bench:
     def end_repair(self) -> Hash:
         """The root of the repaired state, whole and on disk."""
         return self._layout.root_of(self._opened().finish())
-
-    def _stage(self, staging: Staging, tile_id: int, data: TileData, tile_hash: Hash | None = None) -> Hash:
-        codec = self._layout.codec_of(self._layout.tiles[tile_id].block)
-        if codec == "fp32" and self._outer is None:
-            return staging.write_tile(tile_id, data, tile_hash)
-        before = np.frombuffer(staging.parent_tile(tile_id), DTYPE)
-        values, momentum = self._handed_out(tile_id, codec, data, before), None
-        if self._outer is not None:
-            velocity = np.frombuffer(staging.parent_tile(self._layout.momentum_tile(tile_id)), DTYPE)
-            values, momentum = self._outer.step(values, before, velocity)
-        return staging.write_tile(tile_id, data, tile_hash, values, momentum)
-
-    def _handed_out(self, tile_id: int, codec: Codec, data: TileData, before: Values) -> Values:
-        """The values that a wire tile stands for."""
-        if codec == "fp32":
-            return data if isinstance(data, np.ndarray) else np.frombuffer(data, DTYPE)
-        if isinstance(data, np.ndarray):
-            raise LocalProtocolError(f"tile {tile_id} was staged as values, but travels as {codec}")
-        return changed_values(codec, data, before)
 
     def _finished(self, root: Hash) -> Staging | None:
         stagings = (self._kept, self._work)

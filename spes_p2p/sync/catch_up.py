@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
-from spes_p2p.state.version import DTYPE, Version
+from spes_p2p.state.version import Version
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.chain import Chain, check_links
-from spes_p2p.sync.coding import changed_values
+from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.core.forks import Line, best
 from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
+from spes_p2p.sync.outer import Nesterov
 from spes_p2p.sync.transfer import Transfers
 
 T = TypeVar("T")
@@ -87,6 +86,7 @@ class CatchUp:
         self._in_thread = in_thread
         self._under_way: tuple[Hash, int, Staging] | None = None
         self._replayed: Staging | None = None
+        self._outer = Nesterov(*rules.outer) if rules.outer is not None else None
 
     async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
         """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
@@ -106,7 +106,7 @@ class CatchUp:
         while part := await self._transfers.chain(holder, first):
             if before is not None and part[0].manifest.parent != manifest_hash(before.manifest):
                 raise Parted(f"{short(holder)} stands on another history of the run from round {first} on")
-            await self._in_thread(lambda part=part, before=before: self._append(part, before))  # type: ignore[misc]
+            await self._in_thread(partial(self._append, part, before))
             last = before = part[-1]
             first = last.manifest.round + 1
         return last
@@ -206,11 +206,8 @@ class CatchUp:
         return staging
 
     def _steps(self, base_round: int, manifest: Manifest) -> list[Manifest]:
-        """The rounds to go through by what they handed out; none where the values that differ are fewer bytes.
-
-        None with an outer optimizer either: its step is made where rounds are (`sync/bench.py`) and nowhere else.
-        """
-        if self._store.version(base_round).damaged or self._store.layout.has_momentum:
+        """The rounds to go through by what they handed out; none where the values that differ are fewer bytes."""
+        if self._store.version(base_round).damaged:
             return []
         if not base_round < manifest.round <= min(base_round + MOST_STEPS, self._chain.length - 1):
             return []
@@ -219,6 +216,7 @@ class CatchUp:
         handed = [{tile_id for piece in step.slices for tile_id in piece.tile_ids} for step in steps]
         wire_bytes = sum(layout.wire_bytes(layout.tiles[tile_id]) for some in handed for tile_id in some)
         state_bytes = sum(layout.tiles[tile_id].size * VALUE_BYTES for tile_id in set[int]().union(*handed))
+        state_bytes *= 2 if layout.has_momentum else 1
         return steps if steps[-1] == manifest and wire_bytes < state_bytes else []
 
     async def _wire_lists(
@@ -280,11 +278,8 @@ class CatchUp:
         layout = self._store.layout
 
         def write(tiles: Iterable[tuple[int, bytes | memoryview, Hash]]) -> None:
-            for tile_id, data, tile_hash in tiles:
-                codec, values = layout.codec_of(layout.tiles[tile_id].block), None
-                if codec != "fp32":
-                    values = changed_values(codec, data, np.frombuffer(staging.parent_tile(tile_id), DTYPE))
-                staging.write_tile(tile_id, data, tile_hash, values)
+            for tile in tiles:
+                stage_tile(staging, self._outer, *tile)
 
         async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
             await self._in_thread(lambda: write(tiles))

@@ -1,4 +1,5 @@
 """What travels of a tile: its values with the fp32 codec, else its change against the committed values, encoded.
+And what becomes of it in the state of who gets it.
 
 Plain fp32 on the host, each operation rounded on its own: what one peer decodes, all do. Knows no round.
 """
@@ -9,7 +10,12 @@ import numpy as np
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import Codec
+from spes_p2p.errors import LocalProtocolError
+from spes_p2p.ids import Hash
 from spes_p2p.state.layout import Values
+from spes_p2p.state.staging import Staging, TileData
+from spes_p2p.state.version import DTYPE
+from spes_p2p.sync.outer import Nesterov
 
 
 def encoded_change(codec: Codec, wanted: Values, before: Values, kept: Values | None) -> tuple[bytes, Values]:
@@ -28,3 +34,31 @@ def changed_values(codec: Codec, data: bytes | memoryview, before: Values) -> Va
     with np.errstate(invalid="ignore", over="ignore"):
         values: Values = np.add(change, before, out=change)
     return values
+
+
+def stage_tile(
+    staging: Staging, outer: Nesterov | None, tile_id: int, data: TileData, tile_hash: Hash | None = None
+) -> Hash:
+    """Stages what a round handed out of a tile, with its new values and momentum where they are not just that.
+
+    `outer`: the run's outer optimizer. `tile_hash`: as for `Staging.write_tile`, whose result is given back.
+    """
+    layout = staging.layout
+    codec = layout.codec_of(layout.tiles[tile_id].block)
+    if codec == "fp32" and outer is None:
+        return staging.write_tile(tile_id, data, tile_hash)
+    before = np.frombuffer(staging.parent_tile(tile_id), DTYPE)
+    values, momentum = _values_of(tile_id, codec, data, before), None
+    if outer is not None:
+        velocity = np.frombuffer(staging.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
+        values, momentum = outer.step(values, before, velocity)
+    return staging.write_tile(tile_id, data, tile_hash, values, momentum)
+
+
+def _values_of(tile_id: int, codec: Codec, data: TileData, before: Values) -> Values:
+    """The values that a wire tile stands for."""
+    if codec == "fp32":
+        return data if isinstance(data, np.ndarray) else np.frombuffer(data, DTYPE)
+    if isinstance(data, np.ndarray):
+        raise LocalProtocolError(f"tile {tile_id} was staged as values, but travels as {codec}")
+    return changed_values(codec, data, before)

@@ -144,11 +144,10 @@ class Disk:
 
 @dataclass
 class Arithmetic:
-    """What the state arithmetic needs to know of the run: the grid, how many neighbours a merge has, the outer step."""
+    """What the state arithmetic needs to know of the run: the grid, and how many neighbours a merge has."""
 
     layout: Layout
     merge_top_k: int
-    outer: Nesterov | None = None
 
 
 class Driver:
@@ -191,7 +190,8 @@ class Driver:
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
         )
-        self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound, arithmetic.outer)
+        outer = Nesterov(*core.rules.outer) if core.rules.outer is not None else None
+        self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound, outer)
         self._bench.enter(core.tip.round)
         self._making = Making(
             core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,

@@ -66,6 +66,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         exchange=sync.enabled,
         expert_rounds=sync.column_rounds,
         fragments=sync.fragments,
+        outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
         organiser=info.organiser,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
@@ -161,7 +162,7 @@ class PieceFetcher:
                 try:
                     found = await self._ask(peer, numbers)
                     new = [(number, joined) for number, joined in found if number in job.left]
-                    await self._in_thread(lambda new=new: take(new))  # type: ignore[misc]
+                    await self._in_thread(partial(take, new))
                     job.answered(peer, numbers, [number for number, _ in found])
                 finally:
                     job.release(peer, numbers)

@@ -15,7 +15,7 @@ import numpy as np
 
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import short
+from spes_p2p.ids import Hash, short
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.requests import CATALOGUE, PIECES, Request
 from spes_p2p.wire import pack
@@ -92,10 +92,10 @@ class PieceServing:
         return Blob(b"".join(found), pack(PiecesHead(np.packbits(given).tobytes())), self._traffic.add_sent)
 
 
-def pieces_request(dataset: bytes, numbers: Sequence[int]) -> bytes:
+def pieces_request(dataset: Hash, numbers: Sequence[int]) -> bytes:
     """The packed request for these pieces."""
     joined = b"".join(number.to_bytes(NUMBER_BYTES, "big") for number in numbers)
-    return pack(Request(PIECES, dataset, hashes=joined))  # type: ignore[arg-type]
+    return pack(Request(PIECES, dataset, hashes=joined))
 
 
 def asked_numbers(joined: bytes, total: int) -> list[int]:

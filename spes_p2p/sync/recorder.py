@@ -202,7 +202,7 @@ def replay(recording: Recording, rules: RunRules, core_class: type[Core] = Core)
     core, answers = _core_of(recording, rules, core_class)
     for frame in recording.frames:
         if frame.event == _UNDONE:
-            core.undone(lambda root, frame=frame: True)  # type: ignore[misc]
+            core.undone(lambda root: True)
             core.round.verified -= set(frame.arguments)
             continue
         before, answers.left, tip = core.fired.copy(), list(frame.answers), core.tip.round

@@ -46,7 +46,7 @@ class Retention:
         self._now = now
         self._leases: dict[PeerId, _Lease] = {}
         lossy = any(store.layout.codec_of(block.index) != "fp32" for block in store.layout.blocks)
-        self._is_lossy = lossy and not store.layout.has_momentum  # nobody goes through those rounds
+        self._states_are_made = lossy or store.layout.has_momentum  # of what rounds hand out: another thing than they
 
     def asked(self, caller: PeerId, request: Request) -> None:
         """`caller` was given what it asked for."""
@@ -96,5 +96,5 @@ class Retention:
         states = dict.fromkeys(lease.round for lease in by_age if not lease.has_state and lease.round < tip - 1)
         kept = frozenset(list(states)[:MOST_STATES])
         first = min((*kept, *(lease.round for lease in by_age if lease.has_state)), default=tip)
-        wires = range(max(first + 1, tip - MOST_ROUNDS), tip) if self._is_lossy else ()
+        wires = range(max(first + 1, tip - MOST_ROUNDS), tip) if self._states_are_made else ()
         return kept, frozenset(wires)

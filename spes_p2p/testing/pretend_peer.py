@@ -30,7 +30,6 @@ from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
 from spes_p2p.sync.joining import Joining, Place
-from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.outgoing import Masters
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -170,7 +169,7 @@ class PretendPeer:
         self.driver = Driver(
             core, swarm.info, self.net.transport, self.checker,
             Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
-            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k, outer_optimizer(swarm.config.sync)), self,
+            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self,
             swarm.clock,
         )  # fmt: skip
         await self.driver.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,15 @@ def test_it_goes_from_one_to_the_other_and_outlives_who_said_it_first() -> None:
     async def main() -> None:
         network, told, failed = MemoryNetwork(), dict[str, list[int]](), list[BaseException]()
         watches = []
+
+        def note(name: str, signed: SignedEnding) -> None:
+            told[name].append(signed.ending.last_round)
+
         for name in (A, B):
             told[name] = []
-            note = lambda signed, name=name: told[name].append(signed.ending.last_round)  # noqa: E731
-            watches.append(EndingWatch(RUN.info, network.peer(name).directory, check, note, failed.append))
+            watches.append(
+                EndingWatch(RUN.info, network.peer(name).directory, check, partial(note, name), failed.append)
+            )
             await watches[-1].start()
         stranger = network.peer("stranger").directory
         await stranger.publish(ending_key(RUN.info.run_id), b"noise", TTL_SECONDS)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import BlockSource
 from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
@@ -102,15 +104,19 @@ def test_a_sync_longer_than_the_round_is_waited_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_the_bound_on_steps_ahead(folder: Path, steps: int) -> None:
+def test_the_bound_on_steps_ahead(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    leads: set[int] = set()
+    begin = PretendPeer._begin
+
+    def noted(self: PretendPeer, manifest: Manifest, carried: BlockSource | None, first_steps: int = 0) -> None:
+        leads.add(first_steps)
+        begin(self, manifest, carried, first_steps)
+
+    monkeypatch.setattr(PretendPeer, "_begin", noted)
+
     async def play(swarm: MemorySwarm) -> None:
         slow_down(swarm)
         await swarm.start(["a", "b", "c"])
-        leads: set[int] = set()
-        begin = PretendPeer._begin
-
-        for life in swarm.up:
-            life._begin = lambda *given, life=life: (leads.add(given[2]), begin(life, *given))  # type: ignore
         await swarm.until_round(5)
         assert max(leads) == steps
 

@@ -180,7 +180,10 @@ def test_a_link_that_can_never_follow_is_refused_in_one_sentence(folder: Path) -
     assert 3 < float(needed) / float(rate) < 5
 
 
-def test_what_rounds_with_a_merge_hand_out_gives_their_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("outer", ["none", "nesterov"])
+def test_what_rounds_with_a_merge_hand_out_gives_their_states(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, outer: str
+) -> None:
     """A peer that was away goes through the rounds since, and stands on the very state."""
     replayed = note_replays(monkeypatch)
 
@@ -199,7 +202,8 @@ def test_what_rounds_with_a_merge_hand_out_gives_their_states(folder: Path, monk
         await until(counts(swarm, "d"), 100.0)
         check_agreement(swarm)
 
-    in_swarm(folder, play, small_config("sync.codec=int4", "sync.merge_interval=10", "sync.merge_alpha=0.05", peers=4))
+    merging = ("sync.merge_interval=10", "sync.merge_alpha=0.05")
+    in_swarm(folder, play, small_config("sync.codec=int4", f"sync.outer={outer}", *merging, peers=4))
 
 
 def keep_all(swarm: MemorySwarm) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -146,7 +147,7 @@ def test_going_over_is_cut_short_and_ends_after_a_restart(folder: Path) -> None:
 
     for number, moment in enumerate((0.9, 1.3, 1.7)):
         config = small_config(peers=4)
-        in_swarm(folder / str(number), lambda swarm, moment=moment: play(swarm, moment), config, number)  # type: ignore[misc]
+        in_swarm(folder / str(number), partial(play, moment=moment), config, number)
 
 
 @pytest.mark.parametrize("seconds", [5.0, 20.0, 40.0])

@@ -63,6 +63,8 @@ class RunRules:
     """Each column is handed out in every so many rounds."""
     fragments: int = 1
     """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
+    outer: tuple[float, float] | None = None
+    """(learning rate, momentum) of the outer optimizer, by which everybody makes a state of what is handed out."""
     organiser: PeerId = NOBODY
     """Who may sign a renewal (see `renewed_manifest`); nobody in a run without an organiser."""
 

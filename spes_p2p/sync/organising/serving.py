@@ -29,7 +29,6 @@ from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, Sources, rules_of
-from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.requests import Request
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker
@@ -135,7 +134,7 @@ class Server:
         driver = Driver(
             core, self._info, self._transport, self._checker,
             Disk(place.store, place.chain, place.votes, inputs, residuals, data=self._data),
-            Arithmetic(self._layout, self._config.sync.merge_top_k, outer_optimizer(self._config.sync)),
+            Arithmetic(self._layout, self._config.sync.merge_top_k),
             self, self._clock, held_bytes=HELD_BYTES,
         )  # fmt: skip
         await driver.start()
