@@ -56,7 +56,9 @@ STEPS = (
         "begins the run and prints the invitation, which Anna sends to Ben; goes on running",
         until=r"or, with the address:\s+spes-p2p join \S.*\n",
     ),
-    Step("anna", f"{PROGRAM} join INVITATION", "in a second terminal: her machine trains, too", until="waiting until 2"),
+    Step(
+        "anna", f"{PROGRAM} join INVITATION", "in a second terminal: her machine trains, too", until="waiting until 2"
+    ),
     Step("ben", "git clone REPOSITORY spes-p2p", "the program"),
     Step(
         "ben",
@@ -113,8 +115,8 @@ class Story:
             if step.installs:
                 self._wait(person, step, self._start(person, "spes-p2p/scripts/venv.sh", log, inside=False))
             installed = time.monotonic()
-            # a clone needs a way out as well, and nothing of the others
-            process = self._start(person, f"exec {typed}" if step.until else typed, log, inside="clone" not in typed)
+            inside = not typed.startswith("git clone ")  # which needs a way out, and nothing of the others
+            process = self._start(person, f"exec {typed}" if step.until else typed, log, inside)
             if step.until:
                 person.running.append((step, process))
             self._wait(person, step, process)
@@ -192,7 +194,10 @@ def block(done: Done, words: str) -> str:
 
 
 def table(found: Sequence[Done]) -> str:
-    rows = ["| typed at | by | command | why | seconds | of these installing |", "| --- | --- | --- | --- | --- | --- |"]
+    rows = [
+        "| typed at | by | command | why | seconds | of these installing |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for done in found:
         command = done.step.command.replace("INVITATION", "spes1...")
         installing = f"{done.installing_seconds:.0f}" if done.step.installs else ""
@@ -203,46 +208,60 @@ def table(found: Sequence[Done]) -> str:
     return "\n".join(rows)
 
 
-def page(found: Sequence[Done], after: Sequence[Done], left: Sequence[Done], story: Story, repository: str) -> str:
-    def printed(done: Done) -> str:
-        return block(done, plain(done.printed, list(story.people.values()), repository, story.invitation))
+PAGE = """\
+# First contact
 
-    last = found[-1]
-    whole, installing = last.at_seconds + last.seconds, sum(done.installing_seconds for done in found)
-    by = {who: sum(done.step.who == who for done in found) for who in story.people}
-    return "\n\n".join(
-        [
-            "# First contact",
-            "<!-- Written by scripts/make_first_contact.py, which says how; run it again rather than edit this. -->",
-            "From `git clone` to a swarm that trains on two machines: Anna begins a run and trains in it, Ben joins. "
-            f"**{len(found)} commands, {by['anna']} of them Anna's and {by['ben']} Ben's; {clock(whole)} minutes until "
-            f"both have committed two rounds, {clock(installing)} of them installing**, one after the other, as if Ben "
-            "began only when he had the invitation. Nobody opens a port or edits a file.",
-            f"The machines are two network namespaces of one host ({os.cpu_count()} CPU cores, Linux, Python "
-            f"{platform.python_version()}, no GPU, other work running on it), Anna's at {story.people['anna'].host.address} "
-            f"and Ben's at {story.people['ben'].host.address}, each with a clone, an installation and a home folder of its "
-            "own. PyTorch came from a nearby disk, as the build for CPUs; from the network the usual build is gigabytes, "
-            "and the minutes are those of your connection. The namespaces reach nothing but each other: the clones, and "
-            "the installation that a first command makes, were done with the host's network.",
-            table(found),
-            "The first call of `scripts/spes-p2p.sh` installs into `.venv` of its clone, later ones only run the "
-            "program. In a terminal a peer shows [a screen](operations.md#the-screen) instead of lines. Peers behind a "
-            "router need nothing else; Anna's bootstrap node must be reachable, see "
-            "[the bootstrap node](operations.md#the-bootstrap-node).",
-            "## What was printed",
-            "In the order in which it was typed. Folders and the kernel's version are left out, invitation, peer ids and "
-            "hashes are shortened, and of a round only the first steps are shown.",
-            *(printed(done) for done in found),
-            "## And then",
-            *(printed(done) for done in after),
-            "Ctrl-C, first Ben's peer, then Anna's, then the bootstrap node; what each printed from then on, and the "
-            "seconds until it was gone:",
-            "\n".join(
-                f"- {done.step.who.capitalize()}, `{done.step.command.split()[1]}`: {done.seconds:.1f} s" for done in left
-            ),
-            *(printed(done) for done in left),
-        ]
-    ) + "\n"
+<!-- Written by scripts/make_first_contact.py, which says how; run it again rather than edit this. -->
+
+From `git clone` to a swarm that trains on two machines: Anna begins a run and trains in it, Ben joins. **{count} commands,
+{annas} of them Anna's and {bens} Ben's; {whole} minutes until round 2 is committed, {installing} of them installing**, one
+command after the other, as if Ben began only when he had the invitation. Nobody edits a file.
+
+The machines are two network namespaces of one host ({cores} CPU cores, Linux, Python {python}, no GPU, other work running on
+it), Anna's at {anna} and Ben's at {ben}, each with a clone, an installation and a home folder of its own. PyTorch came from
+a nearby disk, as the build for CPUs; the usual build is gigabytes to download, and the minutes are those of your connection.
+The namespaces reach nothing but each other: the clones, and the installation that a first command makes, used the host's
+network.
+
+{table}
+
+The first call of `scripts/spes-p2p.sh` installs into `.venv` of its clone, later ones only run the program. In a terminal a
+peer shows [a screen](operations.md#the-screen) instead of lines. A peer behind a router needs nothing else; a bootstrap node
+must be reachable: [operations](operations.md#the-bootstrap-node).
+
+## What was printed
+
+In the order in which it was typed. Folders and the kernel's version are left out; invitation, peer ids and hashes are
+shortened; of a round only the first steps are shown.
+
+{printed}
+
+## And then
+
+{after}
+
+Ctrl-C: first Ben's peer ({leaving}). What each printed from then on:
+
+{left}
+"""
+
+
+def page(found: Sequence[Done], after: Sequence[Done], left: Sequence[Done], story: Story, repository: str) -> str:
+    def printed(those: Sequence[Done]) -> str:
+        people = list(story.people.values())
+        return "\n\n".join(block(done, plain(done.printed, people, repository, story.invitation)) for done in those)
+
+    count = {who: sum(done.step.who == who for done in found) for who in story.people}
+    words = ("gone after {:.1f} s", "then Anna's: {:.1f} s", "then the bootstrap node: {:.1f} s")
+    return PAGE.format(
+        count=len(found), annas=count["anna"], bens=count["ben"],
+        whole=clock(found[-1].at_seconds + found[-1].seconds),
+        installing=clock(sum(done.installing_seconds for done in found)),
+        cores=os.cpu_count(), python=platform.python_version(),
+        anna=story.people["anna"].host.address, ben=story.people["ben"].host.address,
+        table=table(found), printed=printed(found), after=printed(after), left=printed(left),
+        leaving="; ".join(text.format(done.seconds) for text, done in zip(words, left, strict=True)),
+    )  # fmt: skip
 
 
 def main() -> None:
