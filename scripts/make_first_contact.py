@@ -15,6 +15,7 @@ import argparse
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import tempfile
@@ -37,7 +38,7 @@ SHOWN_STEPS = 2
 
 @dataclass(frozen=True)
 class Step:
-    """One command of one person. `until`: it goes on running, and what it prints then has this in it."""
+    """One command of one person. `until`: it goes on running, and prints something that has this in it."""
 
     who: str
     command: str
@@ -94,6 +95,7 @@ class Done:
     at_seconds: float
     seconds: float
     installing_seconds: float
+    installing_cpu_seconds: float
     printed: str
 
 
@@ -109,12 +111,12 @@ class Story:
 
     def do(self, step: Step) -> Done:
         """Raises SystemExit where the command fails, or takes longer than a quarter of an hour."""
-        person, began = self.people[step.who], time.monotonic()
+        person, began, used = self.people[step.who], time.monotonic(), _cpu_seconds()
         typed = step.command.replace("REPOSITORY", self._repository).replace("INVITATION", self.invitation)
         with open(person.log(step), "wb") as log:
             if step.installs:
                 self._wait(person, step, self._start(person, "spes-p2p/scripts/venv.sh", log, inside=False))
-            installed = time.monotonic()
+            installed, used = (time.monotonic() - began) * step.installs, (_cpu_seconds() - used) * step.installs
             inside = not typed.startswith("git clone ")  # which needs a way out, and nothing of the others
             process = self._start(person, f"exec {typed}" if step.until else typed, log, inside)
             if step.until:
@@ -123,7 +125,7 @@ class Story:
         ended, words = time.monotonic(), person.log(step).read_text(errors="replace")
         if found := re.search(r"spes1\w+", words):
             self.invitation = found[0]
-        return Done(step, began - self._began, ended - began, (installed - began) * step.installs, words)
+        return Done(step, began - self._began, ended - began, installed, used, words)
 
     def leave(self) -> Iterator[Done]:
         """Ctrl-C everywhere, in the order in which people would: peers first."""
@@ -133,7 +135,7 @@ class Story:
                 process.send_signal(signal.SIGINT)
                 process.wait(LEAVE_SECONDS)
                 words = person.log(step).read_bytes()[before:].decode(errors="replace")
-                yield Done(step, began - self._began, time.monotonic() - began, 0.0, words)
+                yield Done(step, began - self._began, time.monotonic() - began, 0.0, 0.0, words)
 
     def end(self) -> None:
         for person in self.people.values():
@@ -161,6 +163,12 @@ class Story:
             time.sleep(0.1)
         if process.returncode != 0 or goes_on:
             raise SystemExit(f"{step.command}: ended with {process.poll()}\n{person.log(step).read_text()}")
+
+
+def _cpu_seconds() -> float:
+    """Of the children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def plain(text: str, people: Sequence[Person], repository: str, invitation: str) -> str:
@@ -213,21 +221,23 @@ PAGE = """\
 
 <!-- Written by scripts/make_first_contact.py, which says how; run it again rather than edit this. -->
 
-From `git clone` to a swarm that trains on two machines: Anna begins a run and trains in it, Ben joins. **{count} commands,
-{annas} of them Anna's and {bens} Ben's; {whole} minutes until round 2 is committed, {installing} of them installing**, one
-command after the other, as if Ben began only when he had the invitation. Nobody edits a file.
+From `git clone` to a swarm that trains on two machines: Anna begins a run and trains in it, Ben joins.
+**{count} commands, {annas} of them Anna's and {bens} Ben's; {whole} (minutes:seconds) until round 2 is committed,
+{installing} of them the two installations**, one command after the other, as if Ben began only when he had the
+invitation. Nobody edits a file.
 
-The machines are two network namespaces of one host ({cores} CPU cores, Linux, Python {python}, no GPU, other work running on
-it), Anna's at {anna} and Ben's at {ben}, each with a clone, an installation and a home folder of its own. PyTorch came from
-a nearby disk, as the build for CPUs; the usual build is gigabytes to download, and the minutes are those of your connection.
-The namespaces reach nothing but each other: the clones, and the installation that a first command makes, used the host's
-network.
+The machines are two network namespaces of one host ({cores} CPU cores, Linux, Python {python}, no GPU), Anna's at
+{anna} and Ben's at {ben}, each with a clone, an installation and a home folder of its own. **Other work kept the host
+busy** (a load of {load:.0f} on {cores} cores): of their {installing} the installations had the processor for {cpu}.
+PyTorch came from a nearby disk, as the build for CPUs; the usual build is gigabytes to download, and the minutes are
+those of your connection. The namespaces reach nothing but each other: the clones, and the installation that a first
+command makes, used the host's network.
 
 {table}
 
-The first call of `scripts/spes-p2p.sh` installs into `.venv` of its clone, later ones only run the program. In a terminal a
-peer shows [a screen](operations.md#the-screen) instead of lines. A peer behind a router needs nothing else; a bootstrap node
-must be reachable: [operations](operations.md#the-bootstrap-node).
+The first call of `scripts/spes-p2p.sh` installs into `.venv` of its clone, later ones only run the program. In a
+terminal a peer shows [a screen](operations.md#the-screen) instead of lines. A peer behind a router needs nothing else;
+a bootstrap node must be reachable: [operations](operations.md#the-bootstrap-node).
 
 ## What was printed
 
@@ -240,7 +250,7 @@ shortened; of a round only the first steps are shown.
 
 {after}
 
-Ctrl-C: first Ben's peer ({leaving}). What each printed from then on:
+Ctrl-C, {leaving}. What each printed from then on:
 
 {left}
 """
@@ -252,15 +262,20 @@ def page(found: Sequence[Done], after: Sequence[Done], left: Sequence[Done], sto
         return "\n\n".join(block(done, plain(done.printed, people, repository, story.invitation)) for done in those)
 
     count = {who: sum(done.step.who == who for done in found) for who in story.people}
-    words = ("gone after {:.1f} s", "then Anna's: {:.1f} s", "then the bootstrap node: {:.1f} s")
+    words = (
+        "first for Ben's peer, which was gone after {:.1f} s",
+        "then Anna's, {:.1f} s",
+        "then the bootstrap node, {:.1f} s",
+    )
     return PAGE.format(
         count=len(found), annas=count["anna"], bens=count["ben"],
         whole=clock(found[-1].at_seconds + found[-1].seconds),
         installing=clock(sum(done.installing_seconds for done in found)),
+        cpu=clock(sum(done.installing_cpu_seconds for done in found)), load=os.getloadavg()[2],
         cores=os.cpu_count(), python=platform.python_version(),
         anna=story.people["anna"].host.address, ben=story.people["ben"].host.address,
         table=table(found), printed=printed(found), after=printed(after), left=printed(left),
-        leaving="; ".join(text.format(done.seconds) for text, done in zip(words, left, strict=True)),
+        leaving=", ".join(text.format(done.seconds) for text, done in zip(words, left, strict=True)),
     )  # fmt: skip
 
 
