@@ -122,7 +122,7 @@ class Story:
             if step.until:
                 person.running.append((step, process))
             self._wait(person, step, process)
-        ended, words = time.monotonic(), person.log(step).read_text(errors="replace")
+        ended, words = time.monotonic(), person.log(step).read_bytes().decode(errors="replace")
         if found := re.search(r"spes1\w+", words):
             self.invitation = found[0]
         return Done(step, began - self._began, ended - began, installed, used, words)
@@ -173,6 +173,7 @@ def _cpu_seconds() -> float:
 
 def plain(text: str, people: Sequence[Person], repository: str, invitation: str) -> str:
     """What was printed, without what only this machine has; ids shortened."""
+    text = re.sub(r"[^\n]*\r(?!\n)", "", text)  # progress that was written over
     for person in people:
         text = text.replace(str(person.folder), "~")
     text = text.replace(repository, "REPOSITORY").replace(platform.release(), "6")
