@@ -24,7 +24,7 @@ def invite(
     Example: spes-p2p invite --output bootstrap-node
     """
     if not initial_peers and invitation is None:
-        from spes_p2p.peer.inviting import kept_invite
+        from spes_p2p.peer.kept_invite import kept_invite
 
         typer.echo(kept_invite(output))
         return

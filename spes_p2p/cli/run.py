@@ -168,7 +168,7 @@ def stop(
 
     Example: spes-p2p run stop --output bootstrap-node
     """
-    from spes_p2p.peer.inviting import kept_invite
+    from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import stop_run
     from spes_p2p.peer.stopping import INTERRUPTED, Stopped
 

@@ -185,6 +185,7 @@ def _sync(state: LiveState) -> RenderableType:
     else:
         done, total, unit, title = facts.done, facts.total, "slices", "this sync"
     what = f"paused: {state.paused}" if state.paused and facts.phase in (TRAINING, READY) else PHASES[facts.phase]
+    what = "the others go on without this peer" if facts.leaving and facts.phase == WAITING else what
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=28)
     table.add_row(Text(title, style="bold"), "", "")

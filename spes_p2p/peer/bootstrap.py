@@ -24,7 +24,8 @@ from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
-from spes_p2p.peer.inviting import INVITE_FILE, invite_of
+from spes_p2p.peer.inviting import invite_of
+from spes_p2p.peer.kept_invite import INVITE_FILE
 from spes_p2p.peer.options import NetworkOptions, config_path
 from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped

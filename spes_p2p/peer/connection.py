@@ -23,6 +23,7 @@ from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.own import run_layout
+from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.data_feed import DATA, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
@@ -263,8 +264,8 @@ class Connection:
             )
             keep_catalogue(folder, pack(catalogue))
         grid = PieceGrid(catalogue)
-        whole, bound = grid.tokens * grid.item_bytes / 1e9, self._options.max_disk / 1e9
-        self._say(f"data comes from other peers: {whole:.2g} GB in all, at most {bound:.3g} GB are kept here")
+        whole, bound = bytes_text(grid.tokens * grid.item_bytes), bytes_text(self._options.max_disk)
+        self._say(f"data comes from other peers: {whole} in all, at most {bound} are kept here")
         open_cache = partial(PieceCache, folder, grid, self._options.max_disk)
         return Feed(await asyncio.get_running_loop().run_in_executor(None, open_cache), say)
 

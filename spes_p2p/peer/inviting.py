@@ -1,6 +1,6 @@
 """Invitations to a run: what a bootstrap node prints, and what anybody can make who reaches a live node.
 
-Leaves out what an invitation looks like (`swarm/invite.py`).
+Leaves out what an invitation looks like (`swarm/invite.py`), and where the node keeps its own (`peer/kept_invite.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spes_p2p.errors import ConfigError
 from spes_p2p.peer.connection import ANSWER_SECONDS, open_network
 from spes_p2p.peer.options import Meeting, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
@@ -20,24 +19,10 @@ from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.joining import load_run
 
-INVITE_FILE = "invite.txt"
-"""In the folder of a bootstrap node."""
-
 
 def invite_of(info: RunInfo, addresses: tuple[str, ...]) -> str:
     """The invitation to a run, with these addresses as far as others can use them."""
     return encode(Invite(info.run_id, info.fingerprint, info.organiser, tuple(to_be_shown(addresses))))
-
-
-def kept_invite(folder: Path) -> str:
-    """The one that the bootstrap node of this folder printed last. Raises ConfigError where there is none."""
-    try:
-        return (folder / INVITE_FILE).read_text().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} holds no invitation ({error.strerror})",
-            fix="give the bootstrap node's folder with --output, or an address of any live node with --initial-peers",
-        ) from error
 
 
 def fresh_invite(meeting: Meeting) -> str:

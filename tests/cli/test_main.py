@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from spes_p2p import __version__
 from spes_p2p.cli.main import COMMANDS, INTERRUPTED, build
 
 SAMPLE = build({name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "bug", "interrupted")})
+HEAVY_TO_IMPORT = ("torch", "transformers", "hivemind", "numpy")
 HEAVY = ("torch", "transformers", "hivemind", "numpy", "pydantic", "yaml", "tokenizers", "pyarrow")
 
 
@@ -64,6 +66,17 @@ def test_every_command_has_help_of_its_own(name: str) -> None:
     assert "Usage" in result.stdout
     module, _, function = COMMANDS[name].partition(":")
     assert getattr(importlib.import_module(module), function).__doc__
+
+
+def test_a_kept_invitation_is_shown_without_loading_anything_heavy(tmp_path: Path) -> None:
+    (tmp_path / "invite.txt").write_text("spes1abc\n")
+    code = (
+        "import sys; from spes_p2p.cli.main import COMMANDS, build; "
+        f"build(COMMANDS)(['invite', '--output', {str(tmp_path)!r}], standalone_mode=False); "
+        f"print('loaded:', sorted(set({HEAVY_TO_IMPORT}) & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "spes1abc\nloaded: []\n", result.stdout + result.stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

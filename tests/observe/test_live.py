@@ -51,6 +51,7 @@ CASES = {
     "voting": at(VOTING, done=16, total=16),
     "paused": dataclasses.replace(at(READY, owned=()), paused="until 22:00 (--schedule)"),
     "leaving": at(READY, leaving=True),
+    "gone": at(WAITING, leaving=True, owned=()),
     "new": LiveState("0.1.0", "tiny", "6P9UKN", facts=Facts(phase=WAITING)),
     "uncovered": at(TRAINING, covered=6, rank=0, counted_rounds=0),
 }

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# spes-p2p of this clone, from any folder; the first call installs it into .venv (a few minutes).
+# scripts/spes-p2p.sh join spes1...
+set -euo pipefail
+here="$(dirname "${BASH_SOURCE[0]}")"
+"$here/venv.sh"
+exec "$here/../.venv/bin/spes-p2p" "$@"
