@@ -46,6 +46,14 @@ def join(
     max_disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Most disk for data that comes from other peers.")
     ] = "20GB",
+    max_checkpoint_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most disk for checkpoints; the newest always stays (default: no limit).",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
@@ -102,6 +110,8 @@ def join(
         split_words,
     )
     from spes_p2p.peer.pausing import Schedule
+    from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK
+    from spes_p2p.planning.units import parse_bytes
 
     invites, overrides = split_words(words or ())
     found = meeting(invites, initial_peers or (), run_id, fingerprint)
@@ -131,6 +141,7 @@ def join(
         overrides=overrides,
         config_path=config,
         max_disk=parse_disk(max_disk),
+        max_checkpoint_disk=parse_bytes(max_checkpoint_disk, MAX_CHECKPOINT_DISK) if max_checkpoint_disk else None,
         organiser=found.organiser,
         schedule=None if schedule is None else Schedule.parse(schedule),
         pause_on_battery=pause_on_battery,
