@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import (
     AnnounceMaddrs,
     Fingerprint,
@@ -20,6 +21,7 @@ from spes_p2p.cli.arguments import (
     RunId,
     UseRelay,
 )
+from spes_p2p.cli.completing import DEVICES, one_of
 
 
 class LogFormat(StrEnum):
@@ -63,12 +65,15 @@ def join(
     max_experts: Annotated[
         int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=one_of(*DEVICES))] = "auto",
     local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one a visible GPU).", min=1)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the output folder.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Stop when the run has committed this round.", min=1)] = None,
     dump_rounds: Annotated[Path | None, typer.Option(help="Write what goes in and out of each round there.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Refuse to join a run with another config than this.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Refuse to join a run with another config than this.", autocompletion=completing.config),
+    ] = None,
     identity_path: IdentityPath = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,

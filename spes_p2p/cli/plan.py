@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spes_p2p.cli import completing
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -20,13 +22,20 @@ EIGHT_BIT = "optimizer.name=adamw8bit"
 
 
 def plan(
-    config: Annotated[Path, typer.Option(help="The run: a YAML file, or a name such as small.")],
+    config: Annotated[
+        Path, typer.Option(help="The run: a YAML file, or a name such as small.", autocompletion=completing.config)
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Own choices such as model.num_layers=8.", show_default=False)
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(metavar="24GiB", help="What fits into a GPU of this size.")] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="RTX4090", help="A GPU by name: its memory, and a guess at its speed.")
+        str | None,
+        typer.Option(
+            metavar="RTX4090",
+            help="A GPU by name: its memory, and a guess at its speed.",
+            autocompletion=completing.gpu,
+        ),
     ] = None,
     owned_experts: Annotated[
         int | None, typer.Option(help="Expert columns to train (default: swarm.experts_per_peer).", min=0)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spes_p2p import __version__
-from spes_p2p.cli.main import COMMANDS, INTERRUPTED, build
+from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, build
 
 SAMPLE = build({name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "bug", "interrupted")})
 HEAVY = ("torch", "transformers", "hivemind", "numpy", "pydantic", "yaml", "tokenizers", "pyarrow")
@@ -64,6 +64,14 @@ def test_every_command_has_help_of_its_own(name: str) -> None:
     assert "Usage" in result.stdout
     module, _, function = COMMANDS[name].partition(":")
     assert getattr(importlib.import_module(module), function).__doc__
+
+
+def test_help_has_an_example_everywhere() -> None:
+    pages = [[], *([name] for name in (*COMMANDS, *GROUPS))]
+    pages += [[group, name] for group, (_, inner) in GROUPS.items() for name in inner]
+    for page in pages:
+        text = " ".join(CliRunner().invoke(build(COMMANDS), [*page, "--help"]).stdout.split())
+        assert " ".join(("Example: spes-p2p", *page)) in text, page
 
 
 def test_help_loads_nothing_heavy() -> None:
