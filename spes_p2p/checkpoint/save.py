@@ -84,6 +84,16 @@ def checkpoint_folders(root: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def superseded_folders(root: Path) -> list[Path]:
+    """Those that were set aside with a line that the run abandoned, oldest step first."""
+    return sorted(root.glob(f"{_SUPERSEDED}*"))
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(folder.name.split("-")[-1])
+
+
 def _state_records(version: Version) -> dict[str, FileRecord]:
     records = {
         f"{STATE_FOLDER}/{block_file(block.index)}": FileRecord(
@@ -97,7 +107,7 @@ def _state_records(version: Version) -> dict[str, FileRecord]:
 
 
 def _prune(root: Path, step: int, keep_checkpoints: int) -> None:
-    folders = {int(folder.name.split("-")[-1]): folder for folder in checkpoint_folders(root)}
+    folders = {step_of(folder): folder for folder in checkpoint_folders(root)}
     for later in [at for at in folders if at > step]:
         aside = root / (_SUPERSEDED + folders[later].name)
         if aside.exists():

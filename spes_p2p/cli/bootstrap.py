@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import AnnounceMaddrs, HostMaddrs, IdentityPath, MaxDownload, MaxUpload, UseRelay
 
 
@@ -17,7 +18,9 @@ def bootstrap(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="The run: a file or a bundled name (default: only a DHT node)."),
+        typer.Option(
+            help="The run: a file or a bundled name (default: only a DHT node).", autocompletion=completing.config
+        ),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the run's token shards.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of identity and certificates.")] = Path(

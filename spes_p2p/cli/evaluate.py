@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, OptionalPeers, RunId, TokenizerOption
+from spes_p2p.cli.completing import DEVICES, one_of
 from spes_p2p.cli.export import Dtype, DtypeOption, one_source
 from spes_p2p.cli.showing import shown_bytes
 
@@ -35,7 +36,7 @@ def evaluate(
     include_path: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Task files of your own; nothing is downloaded for them.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=one_of(*DEVICES))] = "auto",
     batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens that the model sees at once (default: as it was trained).", min=1)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import (
     AnnounceMaddrs,
     Fingerprint,
@@ -20,6 +21,7 @@ from spes_p2p.cli.arguments import (
     RunId,
     UseRelay,
 )
+from spes_p2p.cli.completing import DEVICES, one_of
 
 
 class LogFormat(StrEnum):
@@ -46,6 +48,14 @@ def join(
     max_disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Most disk for data that comes from other peers.")
     ] = "20GB",
+    max_checkpoint_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most disk for checkpoints; the newest always stays (default: no limit).",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
@@ -55,12 +65,15 @@ def join(
     max_experts: Annotated[
         int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=one_of(*DEVICES))] = "auto",
     local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one a visible GPU).", min=1)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the output folder.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Stop when the run has committed this round.", min=1)] = None,
     dump_rounds: Annotated[Path | None, typer.Option(help="Write what goes in and out of each round there.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Refuse to join a run with another config than this.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Refuse to join a run with another config than this.", autocompletion=completing.config),
+    ] = None,
     identity_path: IdentityPath = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
@@ -102,6 +115,8 @@ def join(
         split_words,
     )
     from spes_p2p.peer.pausing import Schedule
+    from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK
+    from spes_p2p.planning.units import parse_bytes
 
     invites, overrides = split_words(words or ())
     found = meeting(invites, initial_peers or (), run_id, fingerprint)
@@ -131,6 +146,7 @@ def join(
         overrides=overrides,
         config_path=config,
         max_disk=parse_disk(max_disk),
+        max_checkpoint_disk=parse_bytes(max_checkpoint_disk, MAX_CHECKPOINT_DISK) if max_checkpoint_disk else None,
         organiser=found.organiser,
         schedule=None if schedule is None else Schedule.parse(schedule),
         pause_on_battery=pause_on_battery,

@@ -37,11 +37,12 @@ COMMANDS: Mapping[str, str] = {
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "run": (
-        "Begins a run, looks at its history, ends it: for organisers.",
+        "Begins a run, looks at its history, ends it: for organisers.\n\nExample: spes-p2p run inspect spes1...",
         {"init": "spes_p2p.cli.run:init", "inspect": "spes_p2p.cli.run:inspect", "stop": "spes_p2p.cli.run:stop"},
     ),
     "service": (
-        "Makes a peer start with the machine (systemd), for the user who runs it.",
+        "Makes a peer start with the machine (systemd), for the user who runs it.\n\n"
+        "Example: spes-p2p service install spes1... --output peer",
         {"install": "spes_p2p.cli.service:install", "uninstall": "spes_p2p.cli.service:uninstall"},
     ),
 }
@@ -60,7 +61,7 @@ def main() -> None:
 def build(commands: Mapping[str, str], groups: Mapping[str, tuple[str, Mapping[str, str]]] = GROUPS) -> typer.Typer:
     """The program with these commands (name to "module:function")."""
     # Typer's own pretty tracebacks hide what a bug report needs.
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_program)
     _add(app, commands)
     for name, (words, inner) in groups.items():
@@ -96,7 +97,10 @@ def _program(
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """Pretrain a Mixture-of-Experts language model together, on machines without a fast network."""
+    """Pretrain a Mixture-of-Experts language model together, on machines without a fast network.
+
+    Example: spes-p2p quickstart, a whole swarm on this machine; spes-p2p join spes1... in another's run
+    """
 
 
 def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ def init(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)] = None,
     template: Annotated[
-        str | None, typer.Option(help="Bundled config to begin with: tiny, small, spes-1b...", show_default=False)
+        str | None,
+        typer.Option(
+            help="Bundled config to begin with: tiny, small, spes-1b...",
+            show_default=False,
+            autocompletion=completing.bundled,
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Folder of token shards; empty: peers bring their own.", show_default=False)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spes_p2p.cli.completing import one_of
+
 if TYPE_CHECKING:
     from spes_p2p.data.tokenize import TokenizeProgress
 
@@ -35,10 +37,15 @@ def tokenize(
     processes: Annotated[int | None, typer.Option(help="Worker processes (default: one a core).", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Documents that a worker gets at once.", min=1)] = 1000,
     max_shard_bytes: Annotated[int, typer.Option(help="Largest size of a shard.")] = 256 * 2**20,
-    dtype: Annotated[str, typer.Option(help="auto, uint16 or uint32.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, uint16 or uint32.", autocompletion=one_of("auto", "uint16", "uint32"))
+    ] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error, not only counted.")] = False,
 ) -> None:
-    """Turns text into the token shards that a run trains on; an interrupted call goes on where it stopped."""
+    """Turns text into the token shards that a run trains on; an interrupted call goes on where it stopped.
+
+    Example: spes-p2p tokenize "corpus/**/*.jsonl.zst" --tokenizer Qwen/Qwen3-0.6B --output shards
+    """
     from spes_p2p.data.tokenize import TokenizeOptions
     from spes_p2p.data.tokenize import tokenize as run
 

@@ -71,13 +71,21 @@ def published_yaml(config: Config) -> str:
 
 def bundled_config(name: str) -> Path:
     """Path of a config that comes with spes-p2p (`tiny`, `small`, ...), in a clone or in an installation."""
-    roots = [Path(__file__).parents[2] / "configs", Path(sys.prefix) / "share/spes-p2p/configs"]
-    folders = [folder for root in roots for folder in (root, root / "baselines")]
-    for folder in folders:
+    for folder in _bundled_folders():
         if (path := folder / f"{name}.yaml").is_file():
             return path
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    raise ConfigError(f"no config named {name} comes with spes-p2p", fix=f"choose one of: {', '.join(known)}")
+    fix = f"choose one of: {', '.join(bundled_names())}"
+    raise ConfigError(f"no config named {name} comes with spes-p2p", fix=fix)
+
+
+def bundled_names() -> list[str]:
+    """The names that `bundled_config` knows, sorted."""
+    return sorted({path.stem for folder in _bundled_folders() for path in folder.glob("*.yaml")})
+
+
+def _bundled_folders() -> list[Path]:
+    roots = [Path(__file__).parents[2] / "configs", Path(sys.prefix) / "share/spes-p2p/configs"]
+    return [folder for root in roots for folder in (root, root / "baselines")]
 
 
 def parse_override(override: str) -> tuple[str, Any]:

@@ -135,6 +135,16 @@ class DataConfig(Section):
         "auto",
         private=True,
     )
+    tokenizer: str = local(
+        "Tokenizer of the run's dataset: byte, or its name on the Hugging Face hub, so that whoever exports has it; "
+        "bootstrap takes it from the dataset's manifest, unless it is a file there.",
+        "",
+    )
+    tokenizer_hash: str = local(
+        "SHA-256 over all that decides the ids of that tokenizer; bootstrap takes it from the dataset's manifest.",
+        "",
+        max_length=64,
+    )
     sequence_length: Positive = agreed("Tokens of one training sequence.")
     block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
     shuffle: Literal["sequences", "blocks"] = agreed(

@@ -97,6 +97,7 @@ class Dataset:
     """Of the tokenizer; unknown for raw lists."""
     eos_id: int | None = None
     tokenizer: str | None = None
+    tokenizer_fingerprint: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -153,7 +154,10 @@ def _from_manifest(path: Path) -> Dataset:
                 fix=_repair(file.path),
             )
         files.append(dataclasses.replace(file, sha256=shard.sha256))
-    return Dataset(_dtype(manifest.dtype), tuple(files), manifest.vocab_size, manifest.eos_id, manifest.tokenizer)
+    return Dataset(
+        _dtype(manifest.dtype), tuple(files), manifest.vocab_size, manifest.eos_id, manifest.tokenizer,
+        manifest.tokenizer_fingerprint,
+    )  # fmt: skip
 
 
 def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:

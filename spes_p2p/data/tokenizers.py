@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +32,7 @@ WELL_KNOWN_EOS = (
 )
 """Looked for in this order when nothing says which token ends a text."""
 
+_PUBLIC = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 Ids = NDArray[np.unsignedinteger]
 """Token ids of one text, in whatever unsigned type the tokenizer makes them."""
@@ -101,14 +103,20 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     path = Path(name)
+    here = str(path.absolute())  # no name that others could take for one on the hub
     if path.is_file():
-        return HuggingFaceTokenizer(name, _from_file(path), eos_token)
+        return HuggingFaceTokenizer(here, _from_file(path), eos_token)
     if (path / "tokenizer.json").is_file():
         rust = _from_file(path / "tokenizer.json")
-        return HuggingFaceTokenizer(name, rust, eos_token or _configured_eos(path / "tokenizer_config.json"))
+        return HuggingFaceTokenizer(here, rust, eos_token or _configured_eos(path / "tokenizer_config.json"))
     if path.suffix == ".json" or path.is_absolute():  # no name on the hub, which would be asked for minutes
         raise _not_loaded(name, "there is no such file")
     return _from_transformers(name, eos_token)
+
+
+def is_public(name: str) -> bool:
+    """Whether a tokenizer's name means the same on every machine: `byte`, or one on the hub, and no path."""
+    return _PUBLIC.fullmatch(name) is not None and not name.endswith(".json")
 
 
 def _not_loaded(name: str, reason: str) -> DataError:

@@ -25,6 +25,7 @@ class Publishable:
         """Raises DataError where it cannot be loaded."""
         ours = load_tokenizer(name, eos_token)
         self.name = name
+        self.fingerprint = ours.fingerprint
         self.eos_id = ours.eos_id
         self.vocab_size = ours.vocab_size
         self._fast = _loaded(name, ours)

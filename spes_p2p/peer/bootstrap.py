@@ -16,6 +16,8 @@ from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.ids import NO_HASH, PeerId
@@ -123,7 +125,22 @@ def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
             "the run leases data, but no dataset is given",
             fix="give the folder of the token shards with --data, or let peers bring their own: data.source=local",
         )
-    return config, FolderPieces.open(open_dataset(config), options.folder / DATA, say)
+    dataset = open_dataset(config)
+    return with_tokenizer(config, dataset, say), FolderPieces.open(dataset, options.folder / DATA, say)
+
+
+def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
+    """The config that is published: it names the tokenizer of the data, for whoever exports, and its hash.
+
+    What the organiser has named stays; a file of this machine is no name, and is not told to others.
+    """
+    found = {"tokenizer": dataset.tokenizer or "", "tokenizer_hash": dataset.tokenizer_fingerprint or ""}
+    if not config.data.tokenizer and found["tokenizer"] and not is_public(found["tokenizer"]):
+        say("the tokenizer of the data is a file here: who exports the model needs it, or its name on the hub "
+            "(data.tokenizer=NAME)")  # fmt: skip
+        found["tokenizer"] = ""
+    named = {key: getattr(config.data, key) or value for key, value in found.items()}
+    return config.model_copy(update={"data": config.data.model_copy(update=named)})
 
 
 async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, ready: Callable[[str], None]) -> None:

@@ -92,7 +92,10 @@ def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions,
     """The same where it was measured and fitted already."""
     fits = not words or fitted != config
     fetched = options.max_disk if options.data is None and config.data.source == "leased" else 0
-    return run_checks(fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output), fetched)
+    return run_checks(
+        fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output), fetched,
+        options.max_checkpoint_disk,
+    )  # fmt: skip
 
 
 def _ask_others(options: PeerOptions, meeting: Meeting, note: Tell) -> _Found:

@@ -11,7 +11,9 @@ from pathlib import Path
 from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
 from spes_p2p.checkpoint.save import METADATA_FILE
 from spes_p2p.config.load import config_from_text
-from spes_p2p.errors import ConfigError
+from spes_p2p.config.sections import DataConfig
+from spes_p2p.data.tokenizers import is_public
+from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.interop.card import CurvePoint, Facts, curve_of
 from spes_p2p.interop.export import export_model
 from spes_p2p.interop.folder import filled_folder
@@ -37,7 +39,7 @@ FETCHED = "fetched"
 class ExportOptions:
     """`checkpoint`: a step's folder, or one that holds such (a peer's output folder too); None: the live run.
 
-    `tokenizer`: as for `spes-p2p tokenize`; None: the one that the checkpoint names, if it does.
+    `tokenizer`: as for `spes-p2p tokenize`; None: the one that the checkpoint or the run names, if they do.
     """
 
     output: Path
@@ -55,26 +57,44 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
 
     Raises ConfigError, CheckpointError, DataError (the tokenizer), NetworkError, StorageFull.
     """
-    tokenizer = None if options.tokenizer is None else Publishable(options.tokenizer)
+    given = None if options.tokenizer is None else Publishable(options.tokenizer)
     with filled_folder(options.output) as folder:
         if options.checkpoint is not None:
             checkpoint = find_checkpoint(options.checkpoint, say)
-            named = checkpoint.run.get("tokenizer")
-            tokenizer = tokenizer or (Publishable(named) if named else None)
             version, facts = _of_checkpoint(checkpoint)
+            own = checkpoint.run.get("tokenizer")
         else:
             fetched = fetch_over_network(
                 options.network, folder / FETCHED, options.run_id, options.fingerprint, say, report
             )
-            version, facts = fetched.version, facts_of_run(fetched)
-        if tokenizer is None:
-            say("the tokenizer is not known: the folder has none (give it with --tokenizer)")
+            version, facts, own = fetched.version, facts_of_run(fetched), None
+        data = facts.config.data
+        tokenizer = given or _named_tokenizer(own, data, say)
+        if tokenizer is not None and data.tokenizer_hash not in ("", tokenizer.fingerprint):
+            say(
+                f"warning: tokenizer {tokenizer.name!r} differs from the one of the run's data: its hash begins "
+                f"with {tokenizer.fingerprint[:16]}, the other's with {data.tokenizer_hash[:16]}"
+            )
         export_model(
             version, version.layout, facts, folder, options.dtype, options.max_shard_bytes, tokenizer,
             lambda done, total: report("export", done, total),
         )  # fmt: skip
         shutil.rmtree(folder / FETCHED, ignore_errors=True)
     return facts
+
+
+def _named_tokenizer(own: str | None, data: DataConfig, say: Say) -> Publishable | None:
+    """The tokenizer that the peer's data names (`own`), or the run; None, and why, where none can be loaded."""
+    why = "the run names none"
+    for name in dict.fromkeys((own or "", data.tokenizer if is_public(data.tokenizer) else "")):
+        try:
+            if name:
+                return Publishable(name)
+        except DataError as error:
+            why = str(error)
+    known = f" (its hash begins with {data.tokenizer_hash[:16]})" if data.tokenizer_hash else ""
+    say(f"the folder has no tokenizer: {why}; give the one of the run's data{known} with --tokenizer")
+    return None
 
 
 def find_checkpoint(folder: Path, say: Say) -> Checkpoint:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.checkpoint.load import Checkpoint, load_latest
+from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config, SyncConfig
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
@@ -40,8 +41,15 @@ class Saver:
         certificate_of: Callable[[int], Commit],
         emit: Callable[[Event], None],
         tokenizer: str | None = None,
+        quota: Quota | None = None,
+        good: Path | None = None,
     ) -> None:
-        """`tokenizer`: the one that the peer's data was cut with, where it is known; whoever exports needs it."""
+        """`tokenizer`: the one that the peer's data was cut with, where it is known; whoever exports needs it.
+
+        `quota`: what checkpoints may take. `good`: the one that was found whole at the start.
+        """
+        self._quota = quota
+        self._good = good
         self._folder = folder
         self._tokenizer = tokenizer
         self._config = config
@@ -71,8 +79,11 @@ class Saver:
             "tokens": manifest.tokens,
             "tokenizer": self._tokenizer,
         }
+        keep = self._config.output.keep_checkpoints
         try:
-            save_checkpoint(self._folder, version, manifest.step, private, run, self._config.output.keep_checkpoints)
+            if self._quota is not None:
+                self._quota.make_room(self._folder, version, manifest.step, private, self._good)
+            self._good = save_checkpoint(self._folder, version, manifest.step, private, run, keep)
         except StorageFull as error:
             if not self._paused:
                 self._emit(Warning(f"saving is paused, training goes on: {error} ({error.fix})"))
@@ -90,6 +101,7 @@ class Resumed:
         private: dict[str, Any] = checkpoint.private()
         self.round: int = private["round"]
         self.manifest = Hash(private["manifest"])
+        self.folder = checkpoint.folder
         self.uncounted = Uncounted(**private["uncounted"])
         self._private = private
         self._version = checkpoint.version(layout)

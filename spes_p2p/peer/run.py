@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, need_held_out, open_dataset
@@ -20,11 +21,11 @@ from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks
-from spes_p2p.peer.checks import insist
+from spes_p2p.peer.checks import Check, checkpoint_check, insist
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.doctor import fitness_of
-from spes_p2p.peer.fitting import fit_config, measure
+from spes_p2p.peer.fitting import fit_config, measure, wanted_columns
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
@@ -34,6 +35,7 @@ from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
+from spes_p2p.planning.disk import checkpoint_bytes
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.core.actions import Notice
@@ -125,11 +127,21 @@ def _run_connected(
             else:  # nobody can say what it needs
                 check_own_settings(config)
                 fit = 0
+            insist(_checkpoint_checks(options, config, connection.layout), say)
             # memory runs out here, before others count on us
             with closing(_make_trainer(options, config, connection.layout, device, ranks)) as trainer:
                 _train(connection, options, config, info, trainer, loader, dataset, bus, say, show, fit, pause)
     finally:
         connection.close()
+
+
+def _checkpoint_checks(options: PeerOptions, config: Config, layout: Layout) -> Iterator[Check]:
+    """That one good checkpoint can always stay, where their bytes are bounded."""
+    if options.max_checkpoint_disk is not None:
+        columns = min(wanted_columns(config, options), layout.num_columns)
+        trained = sum(layout.blocks[block].size for block in range(1 + columns))
+        one = checkpoint_bytes(config, layout.num_values, trained)
+        yield checkpoint_check(one, columns, options.max_checkpoint_disk)
 
 
 def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: torch.device, ranks: Ranks) -> Trainer:
@@ -165,7 +177,9 @@ def _train(
     if pause.active:
         bus.emit(Pause(True, pause.why))
     commit_of, tokenizer = connection.disk.chain.commit, dataset.tokenizer
-    saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
+    quota = None if options.max_checkpoint_disk is None else Quota(options.max_checkpoint_disk)
+    good = None if resumed is None else resumed.folder
+    saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer, quota, good)
     dump = None
     if options.dump_rounds is not None:
         outer = outer_optimizer(config.sync)

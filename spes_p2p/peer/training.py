@@ -217,19 +217,20 @@ class TrainingLoop:
         self._connection.leave()
         self._moments.offer_all(turn.manifest)
         uncounted: frozenset[int] | None = None
+        used = 0
         while time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)
             newest = news.applied[-1].commit.manifest if news.applied else turn.manifest
             if news.applied and self._takes_turns and not self._nobody_counts_on_us(newest):
-                turn, uncounted = self._hand_in_again(turn, news.applied, until), None
+                turn, uncounted, used = self._hand_in_again(turn, news.applied, until), None, 0
             elif news.applied:
                 self._dump_round(news.applied[0])
-                self._note_counted(news.applied[0])
+                used += self._note_counted(news.applied[0])
                 if uncounted is None:  # the first child is the only one that can have counted our snapshot
                     uncounted = news.applied[0].uncounted
                 self._moments.still_stand(news.applied)
                 if self._nobody_counts_on_us(newest):
-                    self._save_last(turn, newest, uncounted)
+                    self._save_last(turn, newest, uncounted, used)
                     self._moments.wait_until_taken(newest, until)
                     self._wait_for_archive(newest, until)
                     return
@@ -264,13 +265,17 @@ class TrainingLoop:
         while time.monotonic() < until and self._connection.is_archive_behind(newest.round):
             self._gate.wait(time.monotonic() + 0.2, heed_stop=False)
 
-    def _save_last(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int]) -> None:
+    def _save_last(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int], used: int) -> None:
         """What a later life goes on from: the state that we leave behind, and moments as new as it.
 
-        With turns also what our columns are ahead: where nobody stays, nobody has taken them over.
+        With turns also what our columns are ahead: where nobody stays, nobody has taken them over. And work that is
+        saved as uncounted is in the values, too: a later life would hand in its tokens without it. `used`: sequences
+        that were counted.
         """
         base = self._connection.disk.store.version(newest.round)
-        own = self._carried(turn, newest, uncounted) if self._takes_turns else self._masters(newest)
+        self._keep_place(newest, used)
+        has_more = self._takes_turns or self.uncounted.tokens
+        own = self._carried(turn, newest, uncounted) if has_more else self._masters(newest)
         self._trainer.adopt(turn.owned, own, newest.step)
         self._save(newest, base, self.uncounted, final=True)
 

@@ -7,8 +7,9 @@ checkpoints are kept:
                                          checkpoints and one that is being saved
     least  3 S + E + 2 T                 without room for a checkpoint
 
-With an outer optimizer 3 V more, what these rounds handed out; with overlap T more, what was trained ahead. Leaves out
-the run's data, of which `--max-disk` is the bound.
+With an outer optimizer 3 V more, what these rounds handed out; with overlap T more, what was trained ahead. A
+checkpoint that no version of the state store shares files with any more takes S + 3 T. Leaves out the run's data, of
+which `--max-disk` is the bound.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from spes_p2p.config.schema import Config
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import stored_bytes
 
+MAX_CHECKPOINT_DISK = "--max-checkpoint-disk"
 VALUE_BYTES = 4
 _CHECKPOINT = 3
-"""Values and two moments; with moments in 8 bits it is less."""
+"""Values and two moments."""
+_CHECKPOINT_8_BIT = 1.5
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,19 @@ class DiskNeed:
     most: int
 
     @classmethod
-    def of(cls, config: Config, owned: int) -> DiskNeed:
+    def of(cls, config: Config, owned: int, max_checkpoint_bytes: int | None = None) -> DiskNeed:
+        """`max_checkpoint_bytes`: what all checkpoints may take."""
         sizes = Sizes.of(config.model)
         values, trained = VALUE_BYTES * sizes.total, VALUE_BYTES * sizes.trained(owned)
         merged = VALUE_BYTES * sizes.experts if config.sync.merge_alpha > 0 else 0
         handed_out = values if config.sync.outer != "none" else 0
         snapshots = (3 if config.sync.overlap else 2) * trained
         least = 3 * (stored_bytes(config) + handed_out) + merged + snapshots
-        return cls(least, least + _CHECKPOINT * trained * (config.output.keep_checkpoints + 1))
+        checkpoints = _CHECKPOINT * trained * (config.output.keep_checkpoints + 1)
+        return cls(least, least + min(checkpoints, max_checkpoint_bytes or checkpoints))
+
+
+def checkpoint_bytes(config: Config, state_values: int, trained_values: int) -> int:
+    """S + 3 T, or S + 1.5 T with moments in 8 bits: one checkpoint whose files nothing else shares."""
+    private = _CHECKPOINT_8_BIT if config.optimizer.name == "adamw8bit" else _CHECKPOINT
+    return round(VALUE_BYTES * (state_values + private * trained_values))

@@ -7,6 +7,7 @@ from typing import Any
 
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.planning.budget import MARGIN_SHARE
+from spes_p2p.planning.data_traffic import DataCost, data_cost
 from spes_p2p.planning.memory import Memory, Workload, predict, state_bytes
 from spes_p2p.planning.options import KEYS, Options, is_agreed
 from spes_p2p.planning.search import Fit, Rung, Search, search
@@ -41,6 +42,8 @@ class Answer:
     """Of what is trained and the bank: without activations, logits and buffers."""
     search: Search | None
     costs: tuple[SyncCost, ...]
+    data: DataCost | None
+    """What a peer without a copy fetches to train on; None where peers bring their own."""
 
     @property
     def usable_bytes(self) -> int:
@@ -78,6 +81,7 @@ class Answer:
             "steps_per_round": steps_per_round_at(config, config.scheduler.total_steps),
             "tokens_per_second": question.tokens_per_second,
             "sync": {cost.codec: _cost_json(cost) for cost in self.costs},
+            "data": None if self.data is None else _data_json(self.data),
         }
 
     def _fits_json(self, found: Search) -> dict[str, Any]:
@@ -98,7 +102,8 @@ def answer(question: Question) -> Answer:
     work = Workload.of(config, owned, ranks=question.ranks)
     found = None if question.memory_bytes is None else search(work, usable(question.memory_bytes))
     costs = sync_costs(config, question.peers, owned, question.link, question.tokens_per_second)
-    return Answer(question, Sizes.of(config.model), predict(work), state_bytes(work), found, costs)
+    data = data_cost(config, question.peers, question.tokens_per_second, costs[0])
+    return Answer(question, Sizes.of(config.model), predict(work), state_bytes(work), found, costs, data)
 
 
 def usable(memory_bytes: int) -> int:
@@ -177,4 +182,18 @@ def _cost_json(cost: SyncCost) -> dict[str, Any]:
         "seconds": cost.seconds,
         "share_of_time": cost.share,
         "bytes_per_day": None if cost.bytes_per_day is None else round(cost.bytes_per_day),
+    }
+
+
+def _data_json(data: DataCost) -> dict[str, Any]:
+    day, served = data.per_day(data.round_bytes), data.per_day(data.served_bytes)
+    return {
+        "per_trained_byte": data.per_trained_byte,
+        "most_per_trained_byte": data.most_per_trained_byte,
+        "bytes_per_round": round(data.round_bytes),
+        "most_bytes_per_round": round(data.most_round_bytes),
+        "bytes_per_day": None if day is None else round(day),
+        "served_per_round": round(data.served_bytes),
+        "least_served_by_copies_per_round": round(data.least_served_bytes),
+        "served_per_day": None if served is None else round(served),
     }

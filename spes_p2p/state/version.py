@@ -224,12 +224,16 @@ class Version:
                     os.fsync(descriptor)
         self.damaged.discard(tile_id)
 
+    def files(self) -> tuple[Path, ...]:
+        """All that this version is, on disk."""
+        names = (*(block_file(block.index) for block in self.layout.blocks), HASHES_FILE)
+        return tuple(self.folder / name for name in names)
+
     def link_into(self, directory: Path) -> tuple[str, ...]:
         """Hard-links (copies across devices) this version's files into a folder that exists; their names."""
-        names = (*(block_file(block.index) for block in self.layout.blocks), HASHES_FILE)
-        for name in names:
-            link_or_copy(self.folder / name, directory / name)
-        return names
+        for path in self.files():
+            link_or_copy(path, directory / path.name)
+        return tuple(path.name for path in self.files())
 
     @cached_property
     def _by_hash(self) -> dict[Hash, int]:

@@ -53,6 +53,7 @@ class KeepingUp:
             )
 
     def _handed_out(self, manifest: Manifest) -> int:
+        """Bytes that keeping up takes at least: what follows from them, outer momentum too, is computed here."""
         tiles = self._layout.tiles
         return sum(self._layout.wire_bytes(tiles[tile_id]) for piece in manifest.slices for tile_id in piece.tile_ids)
 

@@ -51,6 +51,9 @@ def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, servi
     lines = answer.output.splitlines()
     assert lines[0].startswith("run tiny, fingerprint ")
     assert any(line.startswith("data comes from other peers: ") for line in lines)
+    exported = spes_p2p("export", "--checkpoint", str(tmp_path / "peer"), "--output", str(tmp_path / "model"))
+    assert (exported.exit_code, exported.errors) == (0, "")
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
     assert sum(event.data_bytes_received for event in rounds(tmp_path / "peer")) > 0
     assert any(line.startswith("round 2 committed at step 6: 1 peers") for line in lines)
     said = "\n".join(organiser.said)

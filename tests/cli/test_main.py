@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spes_p2p import __version__
-from spes_p2p.cli.main import COMMANDS, INTERRUPTED, build
+from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, build
 
 SAMPLE = build({name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "bug", "interrupted")})
 HEAVY_TO_IMPORT = ("torch", "transformers", "hivemind", "numpy")
@@ -77,6 +77,14 @@ def test_a_kept_invitation_is_shown_without_loading_anything_heavy(tmp_path: Pat
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "spes1abc\nloaded: []\n", result.stdout + result.stderr
+
+
+def test_help_has_an_example_everywhere() -> None:
+    pages = [[], *([name] for name in (*COMMANDS, *GROUPS))]
+    pages += [[group, name] for group, (_, inner) in GROUPS.items() for name in inner]
+    for page in pages:
+        text = " ".join(CliRunner().invoke(build(COMMANDS), [*page, "--help"]).stdout.split())
+        assert " ".join(("Example: spes-p2p", *page)) in text, page
 
 
 def test_help_loads_nothing_heavy() -> None:

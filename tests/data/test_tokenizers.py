@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
-from spes_p2p.data.tokenizers import load_tokenizer
+from spes_p2p.data.tokenizers import is_public, load_tokenizer
 from spes_p2p.errors import DataError
 
 
@@ -86,3 +86,28 @@ def test_a_tokenizer_saved_by_transformers_has_the_fingerprint_of_its_file(tmp_p
     assert loaded.eos_id == 11
     again = pickle.loads(pickle.dumps(loaded))  # noqa: S301
     assert [ids.tolist() for ids in again.encode(["w1 w2", ""])] == [[1, 2], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("byte", True),
+        ("gpt2", True),
+        ("Qwen/Qwen3-0.6B", True),
+        ("/home/anna/tok", False),
+        ("./tok", False),
+        ("../tok", False),
+        ("a/b/c", False),
+        ("tokenizer.json", False),
+        ("", False),
+        ("C:\\tok", False),
+    ],
+)
+def test_a_name_means_the_same_everywhere_or_is_a_path(name: str, public: bool) -> None:
+    assert is_public(name) == public
+
+
+def test_a_file_is_known_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    word_tokenizer(Path("tok.json"), "</s>")
+    assert load_tokenizer("tok.json").name == str(tmp_path / "tok.json")

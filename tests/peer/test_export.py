@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.load import published_yaml
 from spes_p2p.config.schema import Config
+from spes_p2p.data.tokenizers import ByteTokenizer
 from spes_p2p.errors import CheckpointError, ConfigError, NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.card import Facts
@@ -90,6 +91,42 @@ def test_without_a_known_tokenizer_it_says_so(tmp_path: Path) -> None:
     run_export(ExportOptions(tmp_path / "out", peer), said.append)
     assert "--tokenizer" in said[0]
     assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def with_data(**data: str) -> Config:
+    config = run_config(**OLMOE, vocab_size=257)
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
+
+
+def test_the_tokenizer_that_the_run_names_goes_along(tmp_path: Path) -> None:
+    """A peer that gets its data from others knows it from the run alone."""
+    config = with_data(tokenizer="byte", tokenizer_hash=ByteTokenizer.fingerprint)
+    said = list[str]()
+    run_export(ExportOptions(tmp_path / "out", saved(tmp_path / "peer", config)), said.append)
+    assert said == []
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == [97, 98]
+
+
+def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None:
+    peer, said = saved(tmp_path / "peer", with_data(tokenizer_hash="ab" * 32)), list[str]()
+    run_export(ExportOptions(tmp_path / "none", peer), said.append)
+    words = "give the one of the run's data (its hash begins with abababababababab) with --tokenizer"
+    assert said[0].endswith(words)
+    run_export(ExportOptions(tmp_path / "byte", peer, tokenizer="byte"), said.append)
+    assert said[1].startswith("warning: tokenizer 'byte' differs from the one of the run's data")
+    assert (tmp_path / "byte" / "tokenizer.json").is_file()
+
+
+def test_a_path_that_somebody_published_is_not_opened_and_a_lost_file_is_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    said = list[str]()
+    published = saved(tmp_path / "published", with_data(tokenizer=str(path)))
+    run_export(ExportOptions(tmp_path / "out", published), said.append)
+    lost = saved(tmp_path / "lost", with_data(), tokenizer="/of/another/machine.json")
+    run_export(ExportOptions(tmp_path / "again", lost), said.append)
+    assert "the run names none" in said[0]
+    assert "/of/another/machine.json' cannot be loaded: there is no such file; give the one" in said[1]
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:

@@ -298,6 +298,31 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
 
 
+def test_work_that_no_round_counted_stays_in_the_values_of_the_last_to_leave(tmp_path: Path) -> None:
+    """A later life hands its tokens in: what they were trained into must be there."""
+    story = Story(tmp_path)
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=True))]
+    story.on_ready = lambda work: story.commit(counted=False)
+    story.at_step[2] = story.gate.stop
+    story.play()
+    assert (story.saved[-1][0].round, story.saved[-1][2]) == (1, Uncounted(tokens=2 * 4 * 16, steps=2))
+    for block in (0, 1):
+        old, new = story.store.version(0).block(block), story.store.version(1).block(block)
+        trained = story.inputs.block(block)
+        assert np.abs(trained - old).max() > 0
+        np.testing.assert_array_equal(story.trainer.contribution(block), new + (trained - old))
+
+
+def test_the_last_to_leave_keeps_its_place_in_the_data(story: Story) -> None:
+    """The lease is that of the newest manifest, and what a round has counted is not claimed again."""
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=True))]
+    story.at_step[2] = story.gate.stop
+    story.play()
+    newest = story.saved[-1][0]
+    assert newest.round == 1
+    assert story.loop._loader.state_dict()["ranges"] == [list(span) for span in newest.leases.of(A)]
+
+
 def test_the_last_to_leave_keeps_what_its_columns_are_ahead(tmp_path: Path) -> None:
     """Nobody takes them over: a later life goes on from there."""
     story = Story(tmp_path, "sync.expert_rounds=3")

@@ -1,0 +1,47 @@
+"""What a run says of its data's tokenizer: a name that means the same everywhere, and the hash; no path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.config.load import config_from_text, published_yaml
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.peer.bootstrap import with_tokenizer
+from tests.sync.swarm_cases import small_config
+
+HASH = "ab" * 32
+
+
+def dataset(name: str | None, fingerprint: str | None = HASH) -> Dataset:
+    return Dataset("uint16", (), 257, 256, name, fingerprint)
+
+
+@pytest.mark.parametrize("name", ["byte", "Qwen/Qwen3-0.6B"])
+def test_a_name_is_published_with_the_hash(name: str) -> None:
+    said = list[str]()
+    config = with_tokenizer(small_config(), dataset(name), said.append)
+    published = config_from_text(published_yaml(config)).data
+    assert (published.tokenizer, published.tokenizer_hash) == (name, HASH)
+    assert said == []
+
+
+def test_of_a_file_only_the_hash_is(tmp_path: Path) -> None:
+    said = list[str]()
+    config = with_tokenizer(small_config(), dataset(str(tmp_path / "tokenizer.json")), said.append)
+    assert (config.data.tokenizer, config.data.tokenizer_hash) == ("", HASH)
+    assert str(tmp_path) not in published_yaml(config)
+    assert "data.tokenizer=NAME" in said[0]
+
+
+def test_what_the_organiser_names_stays() -> None:
+    said = list[str]()
+    config = with_tokenizer(small_config("data.tokenizer=gpt2"), dataset("/tok.json"), said.append)
+    assert (config.data.tokenizer, config.data.tokenizer_hash, said) == ("gpt2", HASH, [])
+
+
+def test_of_raw_lists_nothing_is_known() -> None:
+    said = list[str]()
+    config = with_tokenizer(small_config(), dataset(None, None), said.append)
+    assert (config.data.tokenizer, config.data.tokenizer_hash, said) == ("", "", [])
