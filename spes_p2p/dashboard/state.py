@@ -99,7 +99,9 @@ def _loads(history: History, since: float) -> list[dict[str, Any]]:
         return []
     most = max(1, min(LOAD_ROUNDS, LOAD_NUMBERS // max(1, experts)))
     width = -(-(last - first + 1) // most)
-    rows = history.rows("SELECT * FROM loads WHERE at >= ? AND (? - round) % ? = 0 ORDER BY round", (since, last, width))
+    rows = history.rows(
+        "SELECT * FROM loads WHERE at >= ? AND (? - round) % ? = 0 ORDER BY round", (since, last, width)
+    )
     lists = ("mean", "highest", "lowest")
     return [
         {"round": row["round"], "at": row["at"], "peers": len(json.loads(row["peers"]))}

@@ -8,7 +8,19 @@ import threading
 import pytest
 
 from spes_p2p.errors import ConfigError, StorageFull
-from spes_p2p.observe.events import Error, Eval, Event, EventBus, ExpertLoad, Peer, Round, Step, Warning, from_json, to_json
+from spes_p2p.observe.events import (
+    Error,
+    Eval,
+    Event,
+    EventBus,
+    ExpertLoad,
+    Peer,
+    Round,
+    Step,
+    Warning,
+    from_json,
+    to_json,
+)
 
 STEP = Step(step=3, loss=2.5, tokens=1024, tokens_per_second=99.5, lr=1e-3, grad_norm=0.7)
 ROUND = Round(

@@ -6,6 +6,7 @@ import json
 import re
 import urllib.request
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.observe.events import Columns, Error, Eval, EventBus, Pause, Peer, Tasks, Warning
+from spes_p2p.observe.node_metrics import COUNTERS, WORDS, NodeMetrics, NodeState
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from tests.observe.test_events import LOAD, ROUND, STEP
 
@@ -91,4 +93,21 @@ def test_every_metric_is_explained() -> None:
     explained = set(re.findall(r"^\| `(spes_p2p_\w+)`", page, re.MULTILINE))
     metrics = Metrics("tiny", "anna")
     made = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
-    assert explained == made
+    node = {f"spes_p2p_bootstrap_{name}" + ("_total" if name in COUNTERS else "") for name in WORDS}
+    assert explained == made | node
+
+
+def test_what_a_bootstrap_node_knows_is_served_and_nothing_else() -> None:
+    metrics = NodeMetrics("tiny", "anna")
+    with closing(MetricsServer(metrics, 0)) as server:
+        assert scraped(server.port) == {}
+        metrics.show(NodeState(10, 20))
+        assert scraped(server.port) == {
+            key("bootstrap_bytes_sent_total"): 10.0, key("bootstrap_bytes_received_total"): 20.0,
+        }  # fmt: skip
+        names = {field.name for field in fields(NodeState)}
+        assert names == set(WORDS)
+        metrics.show(NodeState(**dict.fromkeys(names, 7)))
+        assert len(scraped(server.port)) == len(names)
+        metrics.show(None)
+        assert scraped(server.port) == {}

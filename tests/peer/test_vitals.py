@@ -73,7 +73,11 @@ def test_the_newest_warnings_are_told_in_short_and_without_what_is_private() -> 
     for at, event in enumerate((*said, said[-1], home, long)):
         keeper.write(float(at), event)
     found = keeper.now("")
-    assert [(one.at_seconds, one.kind) for one in found.notices] == [(9.0, "warning"), (10.0, "warning"), (11.0, "error")]
+    assert [(one.at_seconds, one.kind) for one in found.notices] == [
+        (9.0, "warning"),
+        (10.0, "warning"),
+        (11.0, "error"),
+    ]
     assert found.notices[1].message.endswith("plan/runs/metrics.jsonl, see http://a.org/b/c")
     assert str(Path.home()) not in found.notices[1].message
     assert found.notices[2].message.startswith("line one right to leftxxx")
@@ -84,9 +88,9 @@ def test_the_newest_warnings_are_told_in_short_and_without_what_is_private() -> 
     "lie",
     [
         {"load_percent": (100,) * 4, "highest_load_percent": (100,) * 4, "lowest_load_percent": (100,) * 3},
-        {name: (100,) * (MAX_EXPERTS + 1) for name in LOADS},
-        {name: (-1,) for name in LOADS},
-        {name: (MAX_LOAD_PERCENT + 1,) for name in LOADS},
+        dict.fromkeys(LOADS, (100,) * (MAX_EXPERTS + 1)),
+        dict.fromkeys(LOADS, (-1,)),
+        dict.fromkeys(LOADS, (MAX_LOAD_PERCENT + 1,)),
         {"notices": (Notice(1.0, "warning", "x"),) * 4},
     ],
 )
