@@ -44,7 +44,7 @@ CREATE INDEX IF NOT EXISTS samples_by_time ON samples (at);
 
 
 class Load(NamedTuple):
-    """The load of each expert over an even share: mean over the layers, and of the layer with the most and the least."""
+    """The load of each expert over an even share: mean over the layers, and in the layer of the most and the least."""
 
     mean: tuple[float, ...]
     highest: tuple[float, ...]

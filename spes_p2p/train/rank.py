@@ -233,7 +233,8 @@ class RankTrainer:
     ) -> tuple[tuple[float, float, float, float], float, tuple[tuple[int, ...], ...]]:
         """(cross entropy, load balancing, router z, output z) of the whole peer, gradient norm of rank 0, assignments.
 
-        All of them in one tensor: the host waits for the device once. The ranks' gradients are equal to the bit, but a norm is a sum whose order may depend on the thread count.
+        All in one tensor, so that the host waits for the device once. The ranks' gradients are equal to the bit, but a
+        norm is a sum whose order may depend on the thread count.
         """
         norm = gradient_norm(self.model).double() * (self.ranks.rank == 0)
         totals = sum_over_ranks(self.ranks, torch.cat((sums, norm.view(1), count_LE.flatten())))

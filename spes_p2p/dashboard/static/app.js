@@ -90,8 +90,8 @@ function loadKind(loads, expert) {
 
 function showLoad(state) {
   const loads = newestLoad(state), words = by("load-words");
-  by("load-hint").textContent = "what went to each expert, over an even share of the tokens: mean over the peers, weighted with their tokens"
-    + ({ mean: "", highest: "; in the layer and at the peer where it is most", lowest: "; in the layer and at the peer where it is least" })[view.part];
+  by("load-hint").textContent = "what went to each expert, over an even share of the tokens: "
+    + ({ mean: "mean over the layers, and over the peers weighted with their tokens", highest: "in the layer and at the peer where it is most", lowest: "in the layer and at the peer where it is least" })[view.part];
   words.hidden = !loads;
   if (!loads) return;
   const order = loads.mean.map((_, expert) => expert).sort((a, b) => loads.mean[b] - loads.mean[a]);
