@@ -27,7 +27,7 @@ MOST_FAILURES = 3
 THIN_SECONDS = 600.0
 MOST_PEERS = 500
 DAY_SECONDS = 24 * 3600.0
-NOTICE_SECONDS, MOST_NOTICES = 3600.0, 20
+WARNING_SECONDS, MOST_WARNINGS = 3600.0, 20
 """In that time no more warnings of one peer are taken down."""
 _MOST_CHARACTERS = 400
 _KINDS = {DEGRADED: "degraded", ORGANISER: "organiser"}
@@ -41,7 +41,7 @@ class Follower:
     def __init__(self, history: History) -> None:
         self._history = history
         self._thinned_at = 0.0
-        self._noticed: dict[PeerId, deque[float]] = {}
+        self._warned: dict[PeerId, deque[float]] = {}
 
     def known(self) -> Known:
         newest = self._history.rows("SELECT MAX(round) FROM rounds")[0][0]
@@ -176,16 +176,16 @@ class Follower:
 
     def _note_warnings(self, line: PeerLine, before: dict[str, Any] | None, now: float) -> None:
         """Those that the peer did not tell last time, in its words, at its time where that can be."""
-        told = (before or {}).get("notices", [])
-        lately = self._noticed.setdefault(line.peer, deque(maxlen=MOST_NOTICES))
-        for notice in line.vitals.notices:
-            if [notice.at_seconds, notice.message] in told:
+        told = (before or {}).get("warnings", [])
+        lately = self._warned.setdefault(line.peer, deque(maxlen=MOST_WARNINGS))
+        for warning in line.vitals.warnings:
+            if [warning.at_seconds, warning.message] in told:
                 continue
-            if len(lately) == MOST_NOTICES and now - lately[0] < NOTICE_SECONDS:
+            if len(lately) == MOST_WARNINGS and now - lately[0] < WARNING_SECONDS:
                 return
             lately.append(now)
-            at = notice.at_seconds if now - DAY_SECONDS < notice.at_seconds < now else now
-            self._history.add_event(at, notice.kind, line.peer, f"{short(line.peer)}: {notice.message}")
+            at = warning.at_seconds if now - DAY_SECONDS < warning.at_seconds < now else now
+            self._history.add_event(at, warning.kind, line.peer, f"{short(line.peer)}: {warning.message}")
 
     def _is_kept(self, round: int) -> bool:
         """A peer may tell of rounds that nobody else knows."""
@@ -216,7 +216,7 @@ def shown_of(line: PeerLine) -> dict[str, Any]:
         "state": line.state, "version": line.version, "round": line.round, "step": line.step, "tokens": line.tokens,
         "tokens_per_second": line.tokens_per_second, "owned": list(line.owned), "seen_at": line.seen_at,
         "joined_at": line.joined_at, "reach": _reach(line), "phase": line.vitals.phase, "device": line.vitals.device,
-        "notices": [[one.at_seconds, one.message] for one in line.vitals.notices] if is_member else [],
+        "warnings": [[one.at_seconds, one.message] for one in line.vitals.warnings] if is_member else [],
         "loss": line.vitals.loss or None, "sent": line.vitals.bytes_sent, "received": line.vitals.bytes_received,
     }  # fmt: skip
 

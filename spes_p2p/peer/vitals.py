@@ -17,11 +17,11 @@ from spes_p2p.swarm.vitals import (
     MAX_EXPERTS,
     MAX_LOAD_PERCENT,
     MAX_LOSS,
-    MAX_NOTICE_CHARACTERS,
-    MAX_NOTICES,
     MAX_SECONDS,
+    MAX_WARNING_CHARACTERS,
+    MAX_WARNINGS,
     PHASES,
-    Notice,
+    PeerWarning,
     Vitals,
 )
 
@@ -61,7 +61,7 @@ class VitalsKeeper:
             case ExpertLoad():
                 self._load = event if len(event.mean) <= MAX_EXPERTS else None
             case Warning() | Error():
-                self._write_notice(time, event)
+                self._write_warning(time, event)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -84,11 +84,11 @@ class VitalsKeeper:
             lowest_load_percent=_percents(load.lowest) if load else (),
         )
 
-    def _write_notice(self, time: float, event: Warning | Error) -> None:
+    def _write_warning(self, time: float, event: Warning | Error) -> None:
         if message := shareable(event.message):
-            before = tuple(notice for notice in self._vitals.notices if notice.message != message)
-            new = Notice(time, event.event, message)
-            self._vitals = replace(self._vitals, notices=(*before, new)[-MAX_NOTICES:])
+            before = tuple(warning for warning in self._vitals.warnings if warning.message != message)
+            new = PeerWarning(time, event.event, message)
+            self._vitals = replace(self._vitals, warnings=(*before, new)[-MAX_WARNINGS:])
 
 
 def shareable(message: str) -> str:
@@ -96,7 +96,7 @@ def shareable(message: str) -> str:
     without = _FOLDERS.sub("…/", message.replace(str(Path.home()), "~"))
     plain = "".join(sign if sign.isprintable() else " " for sign in without)
     short = " ".join(plain.split())
-    return short if len(short) <= MAX_NOTICE_CHARACTERS else f"{short[: MAX_NOTICE_CHARACTERS - 1]}…"
+    return short if len(short) <= MAX_WARNING_CHARACTERS else f"{short[: MAX_WARNING_CHARACTERS - 1]}…"
 
 
 def _percents(loads: tuple[float, ...]) -> tuple[int, ...]:

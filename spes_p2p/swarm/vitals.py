@@ -17,30 +17,30 @@ MAX_ROUND = 2**40
 MAX_EXPERTS = 4096
 MAX_LOAD_PERCENT = 100 * MAX_EXPERTS
 """Of an even share: all tokens to one of the most experts."""
-MAX_NOTICES = 3
-MAX_NOTICE_CHARACTERS = 160
-NOTICE_KINDS = ("warning", "error")
+MAX_WARNINGS = 3
+MAX_WARNING_CHARACTERS = 160
+WARNING_KINDS = ("warning", "error")
 _PHASE = re.compile(r"[a-z ]{0,24}")
 _DEVICE = re.compile(r"[ -~]{0,64}")
 
 
 @dataclass(frozen=True)
-class Notice:
+class PeerWarning:
     """A warning or an error of a peer, in short."""
 
     at_seconds: float
     """By its wall clock, seconds since 1970."""
     kind: str
-    """One of NOTICE_KINDS."""
+    """One of WARNING_KINDS."""
     message: str
     """Printable: neither line ends nor signs that turn the direction of text."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.at_seconds <= 2**40:
             raise ValueError(f"at_seconds is {self.at_seconds}, not between 0 and {2**40}")
-        if self.kind not in NOTICE_KINDS:
-            raise ValueError(f"kind is {self.kind[:40]!r}, not one of {NOTICE_KINDS}")
-        if not 0 < len(self.message) <= MAX_NOTICE_CHARACTERS or not self.message.isprintable():
+        if self.kind not in WARNING_KINDS:
+            raise ValueError(f"kind is {self.kind[:40]!r}, not one of {WARNING_KINDS}")
+        if not 0 < len(self.message) <= MAX_WARNING_CHARACTERS or not self.message.isprintable():
             raise ValueError(f"message is {self.message[:80]!r}, which it may not be")
 
 
@@ -72,7 +72,7 @@ class Vitals:
     highest_load_percent: tuple[int, ...] = ()
     lowest_load_percent: tuple[int, ...] = ()
     """In the layer where it is most, and least."""
-    notices: tuple[Notice, ...] = ()
+    warnings: tuple[PeerWarning, ...] = ()
     """The newest, the oldest of them first."""
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class Vitals:
             raise ValueError(f"device is {self.device[:80]!r}, which it may not be")
         if len(self.phase_seconds) not in (0, len(PHASES)):
             raise ValueError(f"phase_seconds has {len(self.phase_seconds)} numbers, not {len(PHASES)}")
-        if len(self.notices) > MAX_NOTICES:
-            raise ValueError(f"{len(self.notices)} notices, more than {MAX_NOTICES}")
+        if len(self.warnings) > MAX_WARNINGS:
+            raise ValueError(f"{len(self.warnings)} warnings, more than {MAX_WARNINGS}")
         loads = (self.load_percent, self.highest_load_percent, self.lowest_load_percent)
         if len({len(load) for load in loads}) > 1 or len(self.load_percent) > MAX_EXPERTS:
             raise ValueError(f"loads of {[len(load) for load in loads]} experts")

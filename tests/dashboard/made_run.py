@@ -8,7 +8,7 @@ from spes_p2p.dashboard.source import Known, Look
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.membership import Member
-from spes_p2p.swarm.vitals import Notice, Vitals
+from spes_p2p.swarm.vitals import PeerWarning, Vitals
 from spes_p2p.sync.core.messages import Commit, Merge
 from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 from tests.sync.chains import MadeRun
@@ -100,7 +100,7 @@ def _line(at: int, peer: PeerId, round: int, now: float) -> PeerLine:
         vitals = replace(vitals, load_percent=load, highest_load_percent=highest, lowest_load_percent=(0,) * 16)
     if at == 1 and round >= WARNED_ROUND:
         since = float(int(now - (round - WARNED_ROUND) * ROUND_SECONDS + 0.5))
-        vitals = replace(vitals, notices=(Notice(since, "warning", WARNING),))
+        vitals = replace(vitals, warnings=(PeerWarning(since, "warning", WARNING),))
     addresses = () if at == 1 else ("/ip4/203.0.113.9/tcp/4000",)
     return PeerLine(
         peer, "silent" if at == 2 and round > 30 else "member", round, 100 * round, 40_000 * round, 1500.0 + 400 * at,

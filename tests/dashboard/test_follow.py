@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_NOTICES, MOST_PEERS, Follower, follow
+from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, MOST_WARNINGS, Follower, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import NOTHING, Look, Source
 from spes_p2p.dashboard.state import page_state
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.vitals import Notice, Vitals
+from spes_p2p.swarm.vitals import PeerWarning, Vitals
 from spes_p2p.sync.core.messages import DEGRADED, manifest_hash
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.dashboard.made_run import NOW, PEERS, MadeSource
@@ -172,13 +172,13 @@ def test_warnings_of_peers_are_events_once_and_nobody_can_fill_the_list() -> Non
     look = source.look_at(2, NOW, NOTHING)
     follower.apply(look, NOW)
     member, stranger = look.report.peers[1], replace(look.report.peers[2], state="joining")
-    for at in range(1, 2 * MOST_NOTICES):
-        notices = (Notice(NOW - 60, "warning", "a disk is full"), Notice(NOW + at, "error", f"error {at}"))
-        lines = (replace(one, seen_at=NOW + at, vitals=Vitals(notices=notices)) for one in (member, stranger))
+    for at in range(1, 2 * MOST_WARNINGS):
+        warnings = (PeerWarning(NOW - 60, "warning", "a disk is full"), PeerWarning(NOW + at, "error", f"error {at}"))
+        lines = (replace(one, seen_at=NOW + at, vitals=Vitals(warnings=warnings)) for one in (member, stranger))
         follower.apply(Look(replace(look.report, peers=tuple(lines)), ()), NOW + at)
     events = [event for event in page_state(history, NOW)["events"] if event["kind"] in ("warning", "error")]
-    assert len(events) == MOST_NOTICES
+    assert len(events) == MOST_WARNINGS
     assert {event["who"] for event in events} == {member.peer}
     assert [event["message"] for event in events if event["kind"] == "warning"] == ["Nanna1: a disk is full"]
     assert events[-1]["at"] == NOW - 60
-    assert events[0]["at"] == NOW + MOST_NOTICES - 1
+    assert events[0]["at"] == NOW + MOST_WARNINGS - 1

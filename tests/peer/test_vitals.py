@@ -12,7 +12,7 @@ import pytest
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.observe.events import Error, Eval, Warning
 from spes_p2p.peer.vitals import VitalsKeeper
-from spes_p2p.swarm.vitals import MAX_EXPERTS, MAX_LOAD_PERCENT, MAX_LOSS, Notice, Vitals
+from spes_p2p.swarm.vitals import MAX_EXPERTS, MAX_LOAD_PERCENT, MAX_LOSS, PeerWarning, Vitals
 from spes_p2p.wire import pack, unpack
 from tests.observe.test_events import LOAD, ROUND, STEP
 
@@ -73,14 +73,14 @@ def test_the_newest_warnings_are_told_in_short_and_without_what_is_private() -> 
     for at, event in enumerate((*said, said[-1], home, long)):
         keeper.write(float(at), event)
     found = keeper.now("")
-    assert [(one.at_seconds, one.kind) for one in found.notices] == [
+    assert [(one.at_seconds, one.kind) for one in found.warnings] == [
         (9.0, "warning"),
         (10.0, "warning"),
         (11.0, "error"),
     ]
-    assert found.notices[1].message.endswith("plan/runs/metrics.jsonl, see http://a.org/b/c")
-    assert str(Path.home()) not in found.notices[1].message
-    assert found.notices[2].message.startswith("line one right to leftxxx")
+    assert found.warnings[1].message.endswith("plan/runs/metrics.jsonl, see http://a.org/b/c")
+    assert str(Path.home()) not in found.warnings[1].message
+    assert found.warnings[2].message.startswith("line one right to leftxxx")
     assert unpack(Vitals, pack(found)) == found
 
 
@@ -91,7 +91,7 @@ def test_the_newest_warnings_are_told_in_short_and_without_what_is_private() -> 
         dict.fromkeys(LOADS, (100,) * (MAX_EXPERTS + 1)),
         dict.fromkeys(LOADS, (-1,)),
         dict.fromkeys(LOADS, (MAX_LOAD_PERCENT + 1,)),
-        {"notices": (Notice(1.0, "warning", "x"),) * 4},
+        {"warnings": (PeerWarning(1.0, "warning", "x"),) * 4},
     ],
 )
 def test_what_is_out_of_bounds_is_no_record(lie: dict[str, Any]) -> None:
@@ -106,8 +106,8 @@ def test_what_is_out_of_bounds_is_no_record(lie: dict[str, Any]) -> None:
                                  ("\u202ex", 1.0, "warning"), ("x", -1.0, "warning"), ("x", 1.0, "joke")])  # fmt: skip
 def test_a_notice_out_of_bounds_is_no_record(lie: tuple[str, float, str]) -> None:
     message, at, kind = lie
-    good = Notice(1.0, "warning", "x")
+    good = PeerWarning(1.0, "warning", "x")
     for name, value in (("message", message), ("at_seconds", at), ("kind", kind)):
         object.__setattr__(good, name, value)
     with pytest.raises(RemoteProtocolError):
-        unpack(Notice, pack(good))
+        unpack(PeerWarning, pack(good))
