@@ -74,3 +74,11 @@ def test_help_loads_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.endswith("loaded: []\n"), result.stdout + result.stderr
+
+
+def test_a_bootstrap_node_answers_prometheus(organiser: Organiser) -> None:
+    (told,) = (line for line in organiser.said if line.startswith("metrics: "))
+    with urllib.request.urlopen(told.removeprefix("metrics: ")) as answer:
+        text = answer.read().decode()
+    assert re.search(r'^spes_p2p_bootstrap_data_pieces\{peer="Qm\w+",run_id="tiny"\} [1-9]', text, re.MULTILINE)
+    assert "spes_p2p_bootstrap_round{" not in text  # it has not begun
