@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 from typer.testing import CliRunner
 
 from spes_p2p import __version__
 from spes_p2p.cli.main import COMMANDS, INTERRUPTED, build
+from tests.cli.conftest import Organiser
 
 SAMPLE = build({name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "bug", "interrupted")})
 HEAVY = ("torch", "transformers", "hivemind", "numpy", "pydantic", "yaml", "tokenizers", "pyarrow")
