@@ -157,7 +157,7 @@ class Follower:
             tokens = history.rows(
                 "SELECT tokens FROM peer_rounds WHERE round = ? AND peer = ?", (vitals.timed_round, line.peer)
             )
-            self._add_load(line, tokens[0][0] if tokens else 0, now)
+            self._add_load(line, tokens[0][0] if tokens else 0, len(report.columns), now)
             history.add_peer_round(
                 round=vitals.timed_round, peer=line.peer, at=vitals.applied_at_seconds,
                 seconds=list(vitals.phase_seconds), loss=vitals.round_loss or None,
@@ -166,12 +166,12 @@ class Follower:
         if vitals.held_out_loss and self._is_kept(vitals.held_out_round):
             history.add_held_out(round=vitals.held_out_round, at=now, loss=vitals.held_out_loss, peer=line.peer)
 
-    def _add_load(self, line: PeerLine, tokens: int, now: float) -> None:
+    def _add_load(self, line: PeerLine, tokens: int, experts: int, now: float) -> None:
         """Weighted with the tokens that the round's certificate counts of the peer, not with what it says itself."""
         vitals = line.vitals
         parts = (vitals.load_percent, vitals.highest_load_percent, vitals.lowest_load_percent)
         load = Load(*(tuple(percent / 100 for percent in part) for part in parts))
-        if tokens and load.mean:
+        if tokens and len(load.mean) == experts:
             self._history.add_load(vitals.timed_round, line.peer, now, tokens, load)
 
     def _note_warnings(self, line: PeerLine, before: dict[str, Any] | None, now: float) -> None:

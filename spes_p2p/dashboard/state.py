@@ -92,11 +92,11 @@ def _timeline(history: History) -> list[dict[str, Any]]:
 
 def _loads(history: History, since: float) -> list[dict[str, Any]]:
     """Rounds at equal distances up to the newest one: no mean over rounds, which would hide what one of them had."""
-    first, last, experts = history.rows(
-        "SELECT MIN(round), MAX(round), MAX(json_array_length(mean)) FROM loads WHERE at >= ?", (since,)
-    )[0]
-    if last is None:
+    newest = history.rows("SELECT round, mean FROM loads WHERE at >= ? ORDER BY round DESC LIMIT 1", (since,))
+    if not newest:
         return []
+    last, experts = newest[0]["round"], len(json.loads(newest[0]["mean"]))
+    first = history.rows("SELECT MIN(round) FROM loads WHERE at >= ?", (since,))[0][0]
     most = max(1, min(LOAD_ROUNDS, LOAD_NUMBERS // max(1, experts)))
     width = -(-(last - first + 1) // most)
     rows = history.rows(
