@@ -29,7 +29,7 @@ from tests.dashboard.test_replay import write_run  # noqa: E402
 FOLDER = ROOT / "docs" / "gallery"
 ROUNDS = 38
 SHOTS = {"dashboard-light": (1280, "light"), "dashboard-dark": (1280, "dark"), "dashboard-phone": (390, "light")}
-HEIGHT, WHOLE_HEIGHT = 850, 1850
+HEIGHT, WHOLE_HEIGHT = 850, 2230
 """The bar of a past run stands at the lower edge of the window, which is as high as the page there."""
 
 

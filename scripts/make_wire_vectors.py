@@ -25,6 +25,7 @@ from spes_p2p.data.leases import Leases
 from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
+from spes_p2p.swarm.vitals import PeerWarning
 from spes_p2p.sync.core.messages import (
     WIRE_VERSION,
     Acceptance,
@@ -56,6 +57,7 @@ FIXED: dict[str, Any] = {  # where not every value will do
     "piece_bytes": 8192, "addresses": ("/ip4/203.0.113.7/tcp/31337",), "leases": LEASES, "owned": (0, 2),
     "phase": "training", "device": "cpu", "phase_seconds": (1.0, 0.5, 2.0, 0.25, 0.125),
 }  # fmt: skip
+OWN_FIXED: dict[Any, dict[str, Any]] = {Catalogue: {"version": CATALOGUE_VERSION}, PeerWarning: {"kind": "warning"}}
 
 
 class Example:
@@ -80,7 +82,7 @@ class Example:
     def _record(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
         hints = typing.get_type_hints(kind)
         bound = dict(zip(getattr(kind, "__parameters__", ()), arguments, strict=True))
-        fixed = FIXED | ({"version": CATALOGUE_VERSION} if kind is Catalogue else {})
+        fixed = FIXED | OWN_FIXED.get(kind, {})
         names = [field.name for field in dataclasses.fields(kind)]
         return kind(*(fixed[name] if name in fixed else self.of(hints[name], bound) for name in names))
 

@@ -54,6 +54,13 @@ UseRelay = Annotated[
 ]
 MaxUpload = Annotated[str | None, optional("Most to send, such as 20Mbit (default: no limit).", "RATE")]
 MaxDownload = Annotated[str | None, optional("Most to receive, such as 100Mbit (default: no limit).", "RATE")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        help="Serve Prometheus metrics on this port (default: nowhere).", min=1, max=65535, show_default=False
+    ),
+]
+MetricsHost = Annotated[str, typer.Option(help="At this address of the machine.")]
 RunId = Annotated[str | None, optional("Which run, where several are announced.", "NAME")]
 Fingerprint = Annotated[str | None, optional("Only the run with this fingerprint (its first digits will do).", "HEX")]
 

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from spes_p2p.cli import completing
-from spes_p2p.cli.arguments import AnnounceMaddrs, HostMaddrs, IdentityPath, MaxDownload, MaxUpload, UseRelay
+from spes_p2p.cli.arguments import (
+    AnnounceMaddrs,
+    HostMaddrs,
+    IdentityPath,
+    MaxDownload,
+    MaxUpload,
+    MetricsHost,
+    MetricsPort,
+    UseRelay,
+)
 
 
 def bootstrap(
@@ -47,6 +56,8 @@ def bootstrap(
     use_relay: UseRelay = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
 ) -> None:
     """Founds the DHT, begins a run, and prints what volunteers type. Needs no GPU; the run goes on without it.
 
@@ -65,5 +76,8 @@ def bootstrap(
         parse_limit(max_upload, "--max-upload"),
         parse_limit(max_download, "--max-download"),
     )
-    options = BootstrapOptions(network, output, config, data, tuple(overrides or ()), archive, init_from, serve=serve)
+    options = BootstrapOptions(
+        network, output, config, data, tuple(overrides or ()), archive, init_from,
+        serve=serve, metrics_port=metrics_port, metrics_host=metrics_host,
+    )  # fmt: skip
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, with the address:\n  {command}\n"))

@@ -17,6 +17,8 @@ from spes_p2p.cli.arguments import (
     IdentityPath,
     MaxDownload,
     MaxUpload,
+    MetricsHost,
+    MetricsPort,
     OptionalPeers,
     RunId,
     UseRelay,
@@ -89,13 +91,8 @@ def join(
         bool, typer.Option("--pause-on-battery", help="Train on mains power alone, where that can be known.")
     ] = False,
     nice: Annotated[int, typer.Option(help="Give way to other programs: 0 (not) to 19 (to all).", min=0, max=19)] = 0,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            help="Serve Prometheus metrics on this port (default: nowhere).", min=1, max=65535, show_default=False
-        ),
-    ] = None,
-    metrics_host: Annotated[str, typer.Option(help="At this address of the machine.")] = "127.0.0.1",
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
     log_format: Annotated[
         LogFormat, typer.Option(help="A full screen on a terminal and lines elsewhere (auto), lines, or JSON lines.")
     ] = LogFormat.AUTO,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from spes_p2p.dashboard.history import History
+from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
-from spes_p2p.ids import Hash, short
+from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit, manifest_hash
@@ -25,6 +26,9 @@ MOST_FAILURES = 3
 """After so many looks in a row that nobody answered, the network is joined anew."""
 THIN_SECONDS = 600.0
 MOST_PEERS = 500
+DAY_SECONDS = 24 * 3600.0
+WARNING_SECONDS, MOST_WARNINGS = 3600.0, 20
+"""In that time no more warnings of one peer are taken down."""
 _MOST_CHARACTERS = 400
 _KINDS = {DEGRADED: "degraded", ORGANISER: "organiser"}
 
@@ -37,6 +41,7 @@ class Follower:
     def __init__(self, history: History) -> None:
         self._history = history
         self._thinned_at = 0.0
+        self._warned: dict[PeerId, deque[float]] = {}
 
     def known(self) -> Known:
         newest = self._history.rows("SELECT MAX(round) FROM rounds")[0][0]
@@ -147,10 +152,12 @@ class Follower:
         )  # fmt: skip
         if line.state not in ("member", "silent"):
             return  # what only strangers say is not drawn
+        self._note_warnings(line, before, now)
         if vitals.phase_seconds and self._is_kept(vitals.timed_round):
             tokens = history.rows(
                 "SELECT tokens FROM peer_rounds WHERE round = ? AND peer = ?", (vitals.timed_round, line.peer)
             )
+            self._add_load(line, tokens[0][0] if tokens else 0, len(report.columns), now)
             history.add_peer_round(
                 round=vitals.timed_round, peer=line.peer, at=vitals.applied_at_seconds,
                 seconds=list(vitals.phase_seconds), loss=vitals.round_loss or None,
@@ -158,6 +165,27 @@ class Follower:
             )  # fmt: skip
         if vitals.held_out_loss and self._is_kept(vitals.held_out_round):
             history.add_held_out(round=vitals.held_out_round, at=now, loss=vitals.held_out_loss, peer=line.peer)
+
+    def _add_load(self, line: PeerLine, tokens: int, experts: int, now: float) -> None:
+        """Weighted with the tokens that the round's certificate counts of the peer, not with what it says itself."""
+        vitals = line.vitals
+        parts = (vitals.load_percent, vitals.highest_load_percent, vitals.lowest_load_percent)
+        load = Load(*(tuple(percent / 100 for percent in part) for part in parts))
+        if tokens and len(load.mean) == experts:
+            self._history.add_load(vitals.timed_round, line.peer, now, tokens, load)
+
+    def _note_warnings(self, line: PeerLine, before: dict[str, Any] | None, now: float) -> None:
+        """Those that the peer did not tell last time, in its words, at its time where that can be."""
+        told = (before or {}).get("warnings", [])
+        lately = self._warned.setdefault(line.peer, deque(maxlen=MOST_WARNINGS))
+        for warning in line.vitals.warnings:
+            if [warning.at_seconds, warning.message] in told:
+                continue
+            if len(lately) == MOST_WARNINGS and now - lately[0] < WARNING_SECONDS:
+                return
+            lately.append(now)
+            at = warning.at_seconds if now - DAY_SECONDS < warning.at_seconds < now else now
+            self._history.add_event(at, warning.kind, line.peer, f"{short(line.peer)}: {warning.message}")
 
     def _is_kept(self, round: int) -> bool:
         """A peer may tell of rounds that nobody else knows."""
@@ -182,11 +210,13 @@ class Follower:
 
 
 def shown_of(line: PeerLine) -> dict[str, Any]:
-    """What the page shows of a peer."""
+    """What the page shows of a peer, and of its warnings those that stand among the events already."""
+    is_member = line.state in ("member", "silent")
     return {
         "state": line.state, "version": line.version, "round": line.round, "step": line.step, "tokens": line.tokens,
         "tokens_per_second": line.tokens_per_second, "owned": list(line.owned), "seen_at": line.seen_at,
         "joined_at": line.joined_at, "reach": _reach(line), "phase": line.vitals.phase, "device": line.vitals.device,
+        "warnings": [[one.at_seconds, one.message] for one in line.vitals.warnings] if is_member else [],
         "loss": line.vitals.loss or None, "sent": line.vitals.bytes_sent, "received": line.vitals.bytes_received,
     }  # fmt: skip
 

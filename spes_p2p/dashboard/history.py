@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spes_p2p.errors import ConfigError, StorageFull
 
@@ -35,10 +35,20 @@ CREATE TABLE IF NOT EXISTS samples (
   peer TEXT, slot INTEGER, at REAL, loss REAL, tokens_per_second REAL, sent INTEGER, received INTEGER, tokens INTEGER,
   PRIMARY KEY (peer, slot)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS held_out (round INTEGER PRIMARY KEY, at REAL, loss REAL, peer TEXT);
+CREATE TABLE IF NOT EXISTS loads (
+  round INTEGER PRIMARY KEY, at REAL, weight REAL, peers TEXT, mean TEXT, highest TEXT, lowest TEXT);
 CREATE TABLE IF NOT EXISTS peers (peer TEXT PRIMARY KEY, shown TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, at REAL, kind TEXT, who TEXT, message TEXT);
 CREATE INDEX IF NOT EXISTS samples_by_time ON samples (at);
 """
+
+
+class Load(NamedTuple):
+    """The load of each expert over an even share: mean over the layers, and in the layer of the most and the least."""
+
+    mean: tuple[float, ...]
+    highest: tuple[float, ...]
+    lowest: tuple[float, ...]
 
 
 class History:
@@ -120,6 +130,7 @@ class History:
         self.run("DELETE FROM rounds WHERE round >= ?", (row["round"],))
         self.run("DELETE FROM peer_rounds WHERE round >= ?", (row["round"],))
         self.run("DELETE FROM held_out WHERE round >= ?", (row["round"],))
+        self.run("DELETE FROM loads WHERE round >= ?", (row["round"],))
         self._insert("rounds", row)
 
     def add_peer_round(self, **row: Any) -> None:
@@ -128,6 +139,29 @@ class History:
     def add_held_out(self, **row: Any) -> None:
         """The first word about a round stands."""
         self._insert("held_out", row, "IGNORE")
+
+    def add_load(self, round: int, peer: str, at: float, weight: float, load: Load) -> None:
+        """What one peer says of the load of the experts in a round; its first word about it stands.
+
+        Of the round the mean over the peers so far is kept, weighted, and the extremes. Another number of experts than
+        the others have is passed over.
+        """
+        before = self.rows("SELECT * FROM loads WHERE round = ?", (round,))
+        peers: list[str] = json.loads(before[0]["peers"]) if before else []
+        if peer in peers:
+            return
+        mean, highest, lowest = load
+        if before:
+            known = Load(*(tuple(json.loads(before[0][name])) for name in Load._fields))
+            if len(known.mean) != len(mean):
+                return
+            whole = before[0]["weight"] + weight
+            mean = tuple(one + (new - one) * weight / whole for one, new in zip(known.mean, mean))
+            highest, lowest = tuple(map(max, known.highest, highest)), tuple(map(min, known.lowest, lowest))
+            at, weight = before[0]["at"], whole
+        row = {"round": round, "at": at, "weight": weight, "peers": json.dumps([*peers, peer])}
+        texts = {name: json.dumps(part) for name, part in zip(Load._fields, (mean, highest, lowest))}
+        self._insert("loads", {**row, **texts})
 
     def add_sample(self, **row: Any) -> None:
         self._insert("samples", {**row, "slot": int(row["at"] // SLOT_SECONDS)})

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from spes_p2p.dashboard.history import SLOT_SECONDS, History
+from spes_p2p.dashboard.history import SLOT_SECONDS, History, Load
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import short
-from spes_p2p.observe.events import Columns, Error, Eval, Event, Pause, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, Event, ExpertLoad, Pause, Peer, Round, Step, Tasks, Warning
 from spes_p2p.observe.metrics import Ema
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
 from spes_p2p.observe.text import line
@@ -56,6 +56,7 @@ class _Fold:
         self._name, self._history = name, history
         self._loss, self._speed = Ema(), Ema(0.3)
         self._losses: list[float] = []
+        self._loads: list[ExpertLoad] = []
         self._step = self._round = self._trained = self._round_trained = self._sent = self._received = 0
         self._first = self._last = self._slot = 0.0
 
@@ -66,6 +67,8 @@ class _Fold:
                 self._apply_step(time, event)
             case Round():
                 self._apply_round(time, event)
+            case ExpertLoad():
+                self._loads.append(event)
             case Eval():
                 self._history.add_held_out(round=event.round, at=time, loss=event.loss, peer=self._name)
             case Peer():
@@ -109,6 +112,10 @@ class _Fold:
         known = self._history.rows("SELECT name FROM rounds WHERE round = ?", (event.round,))
         if not known:
             self._add_round(time, event)
+        loads, self._loads = self._loads, []
+        for load in loads[-1:]:
+            parts = Load(load.mean, load.highest, load.lowest)
+            self._history.add_load(event.round, self._name, time, load.tokens, parts)
         losses, self._losses = self._losses, []
         trained, self._round_trained = self._round_trained, 0
         self._history.add_peer_round(

@@ -15,6 +15,8 @@ MOST_POINTS = 600
 TIMED_ROUNDS = 60
 """Newest rounds of which the phases of each peer are shown."""
 SHOWN_EVENTS = 400
+LOAD_ROUNDS, LOAD_NUMBERS = 60, 20_000
+"""So many rounds show the load of the experts, fewer where there are very many experts."""
 
 
 def page_state(history: History, now: float, hours: float | None = None) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def page_state(history: History, now: float, hours: float | None = None) -> dict
         ),
         "samples": _samples(history, since),
         "timeline": _timeline(history),
+        "loads": _loads(history, since),
         "events": [dict(row) for row in history.rows("SELECT * FROM events ORDER BY id DESC LIMIT ?", (SHOWN_EVENTS,))],
     }
 
@@ -85,6 +88,26 @@ def _timeline(history: History) -> list[dict[str, Any]]:
         (TIMED_ROUNDS,),
     )
     return [{**dict(row), "seconds": json.loads(row["seconds"])} for row in rows]
+
+
+def _loads(history: History, since: float) -> list[dict[str, Any]]:
+    """Rounds at equal distances up to the newest one: no mean over rounds, which would hide what one of them had."""
+    newest = history.rows("SELECT round, mean FROM loads WHERE at >= ? ORDER BY round DESC LIMIT 1", (since,))
+    if not newest:
+        return []
+    last, experts = newest[0]["round"], len(json.loads(newest[0]["mean"]))
+    first = history.rows("SELECT MIN(round) FROM loads WHERE at >= ?", (since,))[0][0]
+    most = max(1, min(LOAD_ROUNDS, LOAD_NUMBERS // max(1, experts)))
+    width = -(-(last - first + 1) // most)
+    rows = history.rows(
+        "SELECT * FROM loads WHERE at >= ? AND (? - round) % ? = 0 ORDER BY round", (since, last, width)
+    )
+    lists = ("mean", "highest", "lowest")
+    return [
+        {"round": row["round"], "at": row["at"], "peers": len(json.loads(row["peers"]))}
+        | {name: [round(one, 3) for one in json.loads(row[name])] for name in lists}
+        for row in rows
+    ]
 
 
 def _columns(rows: list[Any], names: tuple[str, ...]) -> dict[str, list[Any]]:

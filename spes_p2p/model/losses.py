@@ -42,6 +42,8 @@ class LossParts(NamedTuple):
     output_z: Tensor
     targets: Tensor
     """How many target tokens were counted: the weight of this micro-batch among others."""
+    count_LE: Tensor
+    """Assignments of each expert in each layer, masked sequences too; [0, 0] for a model that does not say."""
 
 
 class HeadSums(NamedTuple):
@@ -78,4 +80,5 @@ def combine(
     load_balancing = load_balancing_loss(routings, factor_E)
     router_z = torch.stack([routing.z_loss for routing in routings]).sum()
     total = head_factor * head + weights.load_balancing * load_balancing + weights.router_z * router_z
-    return LossParts(total, cross_entropy, load_balancing.detach(), router_z.detach(), output_z, targets)
+    count_LE = torch.stack([routing.count_E for routing in routings])
+    return LossParts(total, cross_entropy, load_balancing.detach(), router_z.detach(), output_z, targets, count_LE)

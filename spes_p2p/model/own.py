@@ -88,11 +88,12 @@ class OwnModel(nn.Module):
             token_BS = token_BS[counted_B]
         zero = torch.zeros((), device=token_BS.device)
         targets = torch.tensor(float(token_BS[:, 1:].numel()), device=token_BS.device)
+        nothing = torch.zeros(0, 0, device=token_BS.device)
         if not len(token_BS):  # all sequences are masked: a gradient of zeros
             total = torch.stack([p.sum() for p in self.module.parameters() if p.requires_grad]).sum() * 0.0
-            return LossParts(total, zero, zero, zero, zero, targets)
+            return LossParts(total, zero, zero, zero, zero, targets, nothing)
         loss = self._checked(self._loss(self.module, token_BS))
-        return LossParts(loss * head_factor, loss.detach(), zero, zero, zero, targets)
+        return LossParts(loss * head_factor, loss.detach(), zero, zero, zero, targets, nothing)
 
     def _checked(self, loss: object) -> Tensor:
         what = f"a {type(loss).__name__}"

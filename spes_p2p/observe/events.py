@@ -71,6 +71,27 @@ class Round:
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """How the router of this peer spread the tokens that it trained on for a round.
+
+    One number for each expert: the (token, slot) pairs that went to it, over those of an even share. 1 is even, 0 is an
+    expert that nothing went to.
+    """
+
+    event: ClassVar[str] = "expert_load"
+    round: int
+    """The round that this work was handed in for."""
+    step: int
+    tokens: int
+    """Tokens that were counted, all ranks of this peer together."""
+    mean: tuple[float, ...]
+    """Over the layers."""
+    highest: tuple[float, ...]
+    lowest: tuple[float, ...]
+    """In the layer where it is most, and least."""
+
+
+@dataclass(frozen=True)
 class Peer:
     """Another peer came or went."""
 
@@ -146,9 +167,9 @@ class Error:
         return cls(str(error), error.fix)
 
 
-Event = Step | Round | Peer | Columns | Pause | Eval | Tasks | Warning | Error
+Event = Step | Round | ExpertLoad | Peer | Columns | Pause | Eval | Tasks | Warning | Error
 KINDS: Mapping[str, type[Event]] = {
-    kind.event: kind for kind in (Step, Round, Peer, Columns, Pause, Eval, Tasks, Warning, Error)
+    kind.event: kind for kind in (Step, Round, ExpertLoad, Peer, Columns, Pause, Eval, Tasks, Warning, Error)
 }
 
 

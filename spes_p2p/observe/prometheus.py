@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.observe.events import Columns, Error, Eval, Event, Pause, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, Event, ExpertLoad, Pause, Peer, Round, Step, Tasks, Warning
 
 PREFIX = "spes_p2p"
 LOCALHOST = "127.0.0.1"
@@ -45,6 +45,9 @@ class Metrics:
         self._stale = gauge("stale_columns", "Expert columns that the newest round gave no new version.")
         self._deadline = gauge("deadline_seconds", "How long the newest round was given without progress.")
         self._refused = counter("refused_values", "Peers whose values for some slice were not fit, in rounds.")
+        self._load = gauge("expert_load", "Tokens routed to an expert, over an even share; mean over layers.", "expert")
+        self._most_load = gauge("expert_load_highest", "The highest load of an expert in a layer.")
+        self._least_load = gauge("expert_load_lowest", "The lowest load of an expert in a layer.")
         self._held_out = gauge("held_out_loss", "Held-out loss of the newest model that this peer evaluated.")
         self._score = gauge("task_score", "Score on a task of lm-evaluation-harness.", "task")
         self._peers = counter("peer_changes", "Peers that joined, left or were lost.", "change")
@@ -59,6 +62,8 @@ class Metrics:
                 self._write_step(event)
             case Round():
                 self._write_round(event)
+            case ExpertLoad():
+                self._write_load(event)
             case Eval():
                 self._held_out.set(event.loss)
             case Tasks():
@@ -113,6 +118,12 @@ class Metrics:
         for phase, seconds in event.seconds.items():
             self._phase.labels(phase=phase, **self._labels).observe(seconds)
 
+    def _write_load(self, event: ExpertLoad) -> None:
+        for expert, load in enumerate(event.mean):
+            self._load.labels(expert=expert, **self._labels).set(load)
+        self._most_load.set(max(event.highest, default=0.0))
+        self._least_load.set(min(event.lowest, default=0.0))
+
     def _gauge(self, name: str, words: str, *labels: str) -> Any:
         return self._labelled(
             Gauge(f"{PREFIX}_{name}", words, (*labels, *self._labels), registry=self.registry), labels
@@ -133,10 +144,17 @@ class Metrics:
         return made if labels else made.labels(**self._labels)
 
 
+class HasRegistry(Protocol):
+    """What can be served."""
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+
+
 class MetricsServer:
     """Serves `metrics` on http://host:port/metrics until closed. Port 0: a free one. Raises ConfigError if taken."""
 
-    def __init__(self, metrics: Metrics, port: int, host: str = LOCALHOST) -> None:
+    def __init__(self, metrics: HasRegistry, port: int, host: str = LOCALHOST) -> None:
         try:
             self._server: WSGIServer
             self._server, self._thread = start_http_server(port, host, metrics.registry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spes_p2p.ids import short
-from spes_p2p.observe.events import Columns, Error, Eval, Event, Pause, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, Event, ExpertLoad, Pause, Peer, Round, Step, Tasks, Warning
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 
 
@@ -19,6 +19,8 @@ def line(event: Event) -> str:
             )
         case Round():
             return _round_line(event)
+        case ExpertLoad():
+            return _load_line(event)
         case Peer():
             return f"peer {short(event.who)} {event.change} (round {event.round})"
         case Columns():
@@ -68,6 +70,15 @@ def _round_line(event: Round) -> str:
     return ", ".join(parts)
 
 
+def _load_line(event: ExpertLoad) -> str:
+    text = (
+        f"experts got {min(event.mean, default=0):.2f} to {max(event.mean, default=0):.2f} of an even share of tokens, "
+        f"in one layer {min(event.lowest, default=0):.2f} to {max(event.highest, default=0):.2f}"
+    )
+    dead = tuple(expert for expert, load in enumerate(event.highest) if not load)
+    return f"{text}; nothing went to {span_text(dead)}" if dead else text
+
+
 def _columns_line(event: Columns) -> str:
     own = f"own columns {span_text(event.adopted)} from round {event.round} on"
     if not event.fresh:
@@ -98,6 +109,13 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
                 "round/stale_columns": len(event.stale_columns),
                 "round/deadline_seconds": event.deadline_seconds,
                 **{f"seconds/{phase}": seconds for phase, seconds in event.seconds.items()},
+            }
+        case ExpertLoad():
+            return event.step, {
+                "experts/highest_load": max(event.mean, default=0.0),
+                "experts/lowest_load": min(event.mean, default=0.0),
+                "experts/highest_load_in_a_layer": max(event.highest, default=0.0),
+                "experts/lowest_load_in_a_layer": min(event.lowest, default=0.0),
             }
         case Eval():
             return event.step, {"eval/loss": event.loss}

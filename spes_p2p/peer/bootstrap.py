@@ -22,12 +22,15 @@ from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
+from spes_p2p.observe.node_metrics import NodeState
+from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.inviting import invite_of
 from spes_p2p.peer.kept_invite import INVITE_FILE
+from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import NetworkOptions, config_path
 from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
@@ -61,7 +64,8 @@ class BootstrapOptions:
 
     `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder whose values the
     run starts from (None: made from its seed). `model`: a model of one's own that the run trains. `serve`: take part,
-    without training, as the public peer of the others.
+    without training, as the public peer of the others. `metrics_port`: where Prometheus may ask at `metrics_host`
+    (None: nowhere).
     """
 
     network: NetworkOptions
@@ -73,6 +77,8 @@ class BootstrapOptions:
     init_from: Path | None = None
     model: Model | None = None
     serve: bool = False
+    metrics_port: int | None = None
+    metrics_host: str = LOCALHOST
 
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
@@ -149,7 +155,8 @@ async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, r
         check_dialable(network)
         if run is None:
             say(f"DHT node at {' '.join(network.transport.addresses)}")
-            await network.keep_alive(say)
+            async with _measuring(options, "", network, partial(state_of_node, network.transport), say):
+                await network.keep_alive(say)
         else:
             config, data = run
             dataset = data.dataset_hash if data is not None else NO_HASH
@@ -241,8 +248,18 @@ async def _organise(
         await ending.start()
         _introduce(config, info, chain, say)
         _invite(options.folder, info, network.transport.addresses, say)
+        pieces = data.held if data is not None else 0
+        look = partial(state_of_run, network.transport, chain, announcer, organiser, pieces)
+        await stack.enter_async_context(_measuring(options, info.run_id, network, look, say))
         ready(join_command(network.transport.addresses, info))
         await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))
+
+
+def _measuring(
+    options: BootstrapOptions, run_id: str, network: HivemindNetwork, look: Callable[[], NodeState], say: Say
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """With `--metrics-port`."""
+    return measuring(options.metrics_port, options.metrics_host, run_id, network.signer.peer_id, look, say)
 
 
 def _invite(folder: Path, info: RunInfo, addresses: tuple[str, ...], say: Say) -> None:

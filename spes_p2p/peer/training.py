@@ -35,6 +35,7 @@ from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.inputs import Carried, RunAhead
 from spes_p2p.sync.outgoing import Masters
 from spes_p2p.train.loop import run_inner_steps
+from spes_p2p.train.routing import LoadMeter
 from spes_p2p.train.trainer import StepResult, Trainer
 
 REPORT_SECONDS = 1.0
@@ -120,6 +121,7 @@ class TrainingLoop:
         self._overlaps = config.sync.overlap and config.sync.enabled
         self._is_ahead = self._takes_turns or self._overlaps or connection.layout.codec_of(1) != "fp32"
         """What is trained on is not what the run has."""
+        self._load = LoadMeter()
         self._moments = HandOver(connection, config, trainer, emit)
         self._turn: _Turn | None = None
         self._handed_in = NO_HASH
@@ -358,6 +360,7 @@ class TrainingLoop:
         now = time.monotonic()
         speed = result.tokens / max(result.seconds, 1e-9)
         self._moments.step_seconds = result.seconds
+        self._load.add(result)
         progress = self._connection.progress
         progress.step, progress.tokens_per_second = result.step, speed
         progress.tokens += result.tokens
@@ -388,6 +391,8 @@ class TrainingLoop:
         """Snapshots the trained values and says READY."""
         self._snapshot(turn)
         self._handed_in = turn.head
+        if (load := self._load.take(turn.manifest.round + 1)) is not None:  # before the round can be over
+            self._emit(load)
         self._gate.ready(self._work(ready=True, seconds=seconds), turn.head)
 
     def _snapshot(self, turn: _Turn) -> None:

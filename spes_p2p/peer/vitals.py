@@ -6,13 +6,28 @@ A sink of the event bus; read by the network's thread. Decides nothing.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
-from spes_p2p.observe.events import Eval, Event, Round, Step
+from spes_p2p.observe.events import Error, Eval, Event, ExpertLoad, Round, Step, Warning
 from spes_p2p.observe.metrics import Ema
-from spes_p2p.swarm.vitals import MAX_BYTES, MAX_LOSS, MAX_SECONDS, PHASES, Vitals
+from spes_p2p.swarm.vitals import (
+    MAX_BYTES,
+    MAX_EXPERTS,
+    MAX_LOAD_PERCENT,
+    MAX_LOSS,
+    MAX_SECONDS,
+    MAX_WARNING_CHARACTERS,
+    MAX_WARNINGS,
+    PHASES,
+    PeerWarning,
+    Vitals,
+)
 
 _DEVICE_CHARACTERS = 64
+_FOLDERS = re.compile(r"(?<![\w/.:])~?/(?:[^/\s'\":;,]+/)+")
+"""Those of an absolute path, up to its last part."""
 
 
 class VitalsKeeper:
@@ -22,6 +37,7 @@ class VitalsKeeper:
         self._vitals = Vitals()
         self._loss = Ema()
         self._losses: list[float] = []
+        self._load: ExpertLoad | None = None
 
     def set_device(self, name: str) -> None:
         """What of `name` may stand in a record."""
@@ -42,12 +58,17 @@ class VitalsKeeper:
             case Eval():
                 loss = _bounded(event.loss, MAX_LOSS)
                 self._vitals = replace(self._vitals, held_out_round=event.round, held_out_loss=loss)
+            case ExpertLoad():
+                self._load = event if len(event.mean) <= MAX_EXPERTS else None
+            case Warning() | Error():
+                self._write_warning(time, event)
 
     def close(self) -> None:
         """There is nothing to close."""
 
     def _write_round(self, time: float, event: Round) -> None:
         losses, self._losses = self._losses, []
+        load, self._load = self._load, None
         sent = event.bytes_sent + event.data_bytes_sent
         received = event.bytes_received + event.data_bytes_received
         self._vitals = replace(
@@ -58,7 +79,28 @@ class VitalsKeeper:
             round_loss=math.fsum(losses) / len(losses) if losses else 0.0,
             bytes_sent=min(MAX_BYTES, self._vitals.bytes_sent + sent),
             bytes_received=min(MAX_BYTES, self._vitals.bytes_received + received),
+            load_percent=_percents(load.mean) if load else (),
+            highest_load_percent=_percents(load.highest) if load else (),
+            lowest_load_percent=_percents(load.lowest) if load else (),
         )
+
+    def _write_warning(self, time: float, event: Warning | Error) -> None:
+        if message := shareable(event.message):
+            before = tuple(warning for warning in self._vitals.warnings if warning.message != message)
+            new = PeerWarning(time, event.event, message)
+            self._vitals = replace(self._vitals, warnings=(*before, new)[-MAX_WARNINGS:])
+
+
+def shareable(message: str) -> str:
+    """What of `message` strangers may read, on one short line: of a path on this machine only the last part."""
+    without = _FOLDERS.sub("…/", message.replace(str(Path.home()), "~"))
+    plain = "".join(sign if sign.isprintable() else " " for sign in without)
+    short = " ".join(plain.split())
+    return short if len(short) <= MAX_WARNING_CHARACTERS else f"{short[: MAX_WARNING_CHARACTERS - 1]}…"
+
+
+def _percents(loads: tuple[float, ...]) -> tuple[int, ...]:
+    return tuple(round(100 * _bounded(load, MAX_LOAD_PERCENT / 100)) for load in loads)
 
 
 def _bounded(value: float, most: float) -> float:

@@ -14,8 +14,34 @@ MAX_LOSS = 1e6
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**60
 MAX_ROUND = 2**40
+MAX_EXPERTS = 4096
+MAX_LOAD_PERCENT = 100 * MAX_EXPERTS
+"""Of an even share: all tokens to one of the most experts."""
+MAX_WARNINGS = 3
+MAX_WARNING_CHARACTERS = 160
+WARNING_KINDS = ("warning", "error")
 _PHASE = re.compile(r"[a-z ]{0,24}")
 _DEVICE = re.compile(r"[ -~]{0,64}")
+
+
+@dataclass(frozen=True)
+class PeerWarning:
+    """A warning or an error of a peer, in short."""
+
+    at_seconds: float
+    """By its wall clock, seconds since 1970."""
+    kind: str
+    """One of WARNING_KINDS."""
+    message: str
+    """Printable: neither line ends nor signs that turn the direction of text."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_seconds <= 2**40:
+            raise ValueError(f"at_seconds is {self.at_seconds}, not between 0 and {2**40}")
+        if self.kind not in WARNING_KINDS:
+            raise ValueError(f"kind is {self.kind[:40]!r}, not one of {WARNING_KINDS}")
+        if not 0 < len(self.message) <= MAX_WARNING_CHARACTERS or not self.message.isprintable():
+            raise ValueError(f"message is {self.message[:80]!r}, which it may not be")
 
 
 @dataclass(frozen=True)
@@ -29,7 +55,7 @@ class Vitals:
     loss: float = 0.0
     """Training loss, a moving mean over the newest steps."""
     timed_round: int = 0
-    """The newest round that it applied; the next three are of that round."""
+    """The newest round that it applied; the times, `round_loss` and the load of experts are of that round."""
     applied_at_seconds: float = 0.0
     """By its wall clock, seconds since 1970."""
     phase_seconds: tuple[float, ...] = ()
@@ -41,6 +67,13 @@ class Vitals:
     held_out_round: int = 0
     """The newest round whose model it evaluated."""
     held_out_loss: float = 0.0
+    load_percent: tuple[int, ...] = ()
+    """Of each expert: the tokens that went to it in percent of an even share, mean over the layers; or nothing."""
+    highest_load_percent: tuple[int, ...] = ()
+    lowest_load_percent: tuple[int, ...] = ()
+    """In the layer where it is most, and least."""
+    warnings: tuple[PeerWarning, ...] = ()
+    """The newest, the oldest of them first."""
 
     def __post_init__(self) -> None:
         if not _PHASE.fullmatch(self.phase):
@@ -49,6 +82,11 @@ class Vitals:
             raise ValueError(f"device is {self.device[:80]!r}, which it may not be")
         if len(self.phase_seconds) not in (0, len(PHASES)):
             raise ValueError(f"phase_seconds has {len(self.phase_seconds)} numbers, not {len(PHASES)}")
+        if len(self.warnings) > MAX_WARNINGS:
+            raise ValueError(f"{len(self.warnings)} warnings, more than {MAX_WARNINGS}")
+        loads = (self.load_percent, self.highest_load_percent, self.lowest_load_percent)
+        if len({len(load) for load in loads}) > 1 or len(self.load_percent) > MAX_EXPERTS:
+            raise ValueError(f"loads of {[len(load) for load in loads]} experts")
         for name, value, most in (
             ("loss", self.loss, MAX_LOSS),
             ("round_loss", self.round_loss, MAX_LOSS),
@@ -59,6 +97,7 @@ class Vitals:
             ("bytes_sent", self.bytes_sent, MAX_BYTES),
             ("bytes_received", self.bytes_received, MAX_BYTES),
             *(("phase_seconds", seconds, MAX_SECONDS) for seconds in self.phase_seconds),
+            *(("a load", percent, MAX_LOAD_PERCENT) for load in loads for percent in load),
         ):
             if not 0 <= value <= most:
                 raise ValueError(f"{name} is {value}, not between 0 and {most}")

@@ -131,12 +131,12 @@ class RankTrainer:
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
         lr = learning_rate(self.config, self.step + own_steps)
         factor = owned_balance_factor(self.config, self.step + own_steps)
-        sums = accumulate_gradient(
+        sums, count_LE = accumulate_gradient(
             self._forward, batch, self.ranks, self.config.optimizer.micro_batch_sequences, factor
         )
         if self._has_bf16_gradients and self.ranks.world_size > 1:
             average_gradients(self.model, self.ranks)
-        losses, norm = self._totals(sums, batch)
+        losses, norm, counts = self._totals(sums, count_LE, batch)
         finite = all(map(math.isfinite, (*losses, norm)))
         if finite:
             self._update(norm, lr)
@@ -144,7 +144,7 @@ class RankTrainer:
         # DDP keeps gradients in its buckets; without it their memory is free for the next forward pass
         self.model.zero_grad(set_to_none=self._forward is self.model)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
-        return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite)
+        return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite, counts)
 
     def _rehearse(self, forward: nn.Module, batch: Batch) -> None:
         """Steps down until a gradient fits at every rank, before they wait for each other in a step.
@@ -228,17 +228,22 @@ class RankTrainer:
     def _has_bf16_gradients(self) -> bool:
         return self.config.optimizer.gradient_dtype == "bf16"
 
-    def _totals(self, sums: Tensor, batch: Batch) -> tuple[tuple[float, float, float, float], float]:
-        """(cross entropy, load balancing, router z, output z) of the whole peer, and the gradient norm of rank 0.
+    def _totals(
+        self, sums: Tensor, count_LE: Tensor, batch: Batch
+    ) -> tuple[tuple[float, float, float, float], float, tuple[tuple[int, ...], ...]]:
+        """(cross entropy, load balancing, router z, output z) of the whole peer, gradient norm of rank 0, assignments.
 
-        The ranks' gradients are equal to the bit, but a norm is a sum whose order may depend on the thread count.
+        All in one tensor, so that the host waits for the device once. The ranks' gradients are equal to the bit, but a
+        norm is a sum whose order may depend on the thread count.
         """
         norm = gradient_norm(self.model).double() * (self.ranks.rank == 0)
-        totals = sum_over_ranks(self.ranks, torch.cat((sums, norm.view(1))))
-        cross_entropy, output_z, load_balancing, router_z, norm_value = totals.tolist()
+        totals = sum_over_ranks(self.ranks, torch.cat((sums, norm.view(1), count_LE.flatten())))
+        cross_entropy, output_z, load_balancing, router_z, norm_value, *flat = totals.tolist()
         sequences, counted = len(batch.tokens), max(1, int(batch.loss_mask.sum()))
         losses = cross_entropy / counted, load_balancing / sequences, router_z / sequences, output_z / counted
-        return losses, norm_value
+        width = count_LE.shape[1]
+        counts = tuple(tuple(map(int, flat[at : at + width])) for at in range(0, len(flat), width or 1))
+        return losses, norm_value, counts
 
     def _update(self, norm: float, lr: float) -> None:
         self.is_updating = True

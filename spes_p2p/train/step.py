@@ -45,6 +45,8 @@ class StepResult:
     seconds: float
     skipped: bool
     """Loss or gradient was not finite: no parameter was changed."""
+    expert_counts: tuple[tuple[int, ...], ...] = ()
+    """(token, slot) pairs that went to each expert, of each layer; empty where the model does not say."""
 
 
 class MicroBatch(NamedTuple):
@@ -85,14 +87,15 @@ def accumulate_gradient(
     sequences: int,
     owned_balance_factor: float,
     exchange: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Adds up the gradient over all micro-batches; `forward` is the model, or DDP around it.
 
     Without `exchange` each rank keeps its own, whatever happens to the others.
-    Returns this rank's sums [4], fp64 on the device: cross entropy and output z-loss times counted sequences,
-    load balancing and router z-loss times sequences.
+    Returns this rank's sums, fp64 on the device: [4], cross entropy and output z-loss times counted sequences,
+    load balancing and router z-loss times sequences; and [L, E], the assignments of each expert in each layer.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
+    count_LE = torch.zeros((), dtype=torch.float64, device=ranks.device)
     parts = list(micro_batches(batch, ranks, sequences))
     for index, micro in enumerate(parts):
         with _sync_gradients(forward, exchange and index == len(parts) - 1):
@@ -101,7 +104,8 @@ def accumulate_gradient(
             (losses.total * micro.weight).backward()
         sums[:2] += torch.stack((losses.cross_entropy, losses.output_z)) * micro.counted
         sums[2:] += torch.stack((losses.load_balancing, losses.router_z)) * len(micro.token_BS)
-    return sums
+        count_LE = count_LE + losses.count_LE
+    return sums, count_LE
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:

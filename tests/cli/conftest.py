@@ -57,7 +57,7 @@ def serve(folder: Path, data: Path, *overrides: str) -> Iterator[Organiser]:
     from spes_p2p.swarm.hivemind_backend import NetworkThread
 
     network = NetworkOptions((), (LOOPBACK,), use_relay=False)
-    options = BootstrapOptions(network, folder, Path("tiny"), str(data), (*SMALL, *overrides))
+    options = BootstrapOptions(network, folder, Path("tiny"), str(data), (*SMALL, *overrides), metrics_port=0)
     ready, said, command = threading.Event(), list[str](), list[str]()
 
     def on_ready(text: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from spes_p2p import __version__
 from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, build
+from tests.cli.conftest import Organiser
 
 SAMPLE = build({name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "bug", "interrupted")})
 HEAVY_TO_IMPORT = ("torch", "transformers", "hivemind", "numpy")
@@ -95,3 +98,11 @@ def test_help_loads_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.endswith("loaded: []\n"), result.stdout + result.stderr
+
+
+def test_a_bootstrap_node_answers_prometheus(organiser: Organiser) -> None:
+    (told,) = (line for line in organiser.said if line.startswith("metrics: "))
+    with urllib.request.urlopen(told.removeprefix("metrics: ")) as answer:
+        text = answer.read().decode()
+    assert re.search(r'^spes_p2p_bootstrap_data_pieces\{peer="Qm\w+",run_id="tiny"\} [1-9]', text, re.MULTILINE)
+    assert "spes_p2p_bootstrap_round{" not in text  # it has not begun

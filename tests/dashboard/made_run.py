@@ -8,7 +8,7 @@ from spes_p2p.dashboard.source import Known, Look
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.membership import Member
-from spes_p2p.swarm.vitals import Vitals
+from spes_p2p.swarm.vitals import PeerWarning, Vitals
 from spes_p2p.sync.core.messages import Commit, Merge
 from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 from tests.sync.chains import MadeRun
@@ -17,6 +17,7 @@ NOW = 1_700_000_000.0
 ROUND_SECONDS = 30.0
 PEERS = tuple(PeerId(f"QmcUafVmoHSS8E9zV7UwhPHaR5gmUCrGRLMvXBYqN{name}1") for name in ("anna", "bent", "carl", "dora"))
 BOOTSTRAP = PeerId("QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xboot3")
+WARNED_ROUND, WARNING = 22, "3 expert columns begin with <b>fresh</b> optimizer moments: their owner was lost"
 FINGERPRINT = "d53c9f38a4046582" * 4
 
 
@@ -58,6 +59,13 @@ def loss_at(round: int) -> float:
     return 6.0 * 0.96**round + 2.0
 
 
+def load_at(expert: int, round: int, peer: int) -> int:
+    """In percent: even at first, then expert 5 takes more and more, and 11 less and less until nothing is left."""
+    drift = {5: 9, 11: -4}.get(expert, -(expert % 3) / 2)
+    wave = (expert * 37 + round * 11) % 17 - 8 if expert != 11 else 0
+    return max(0, int(100 + drift * round + wave + 2 * peer))
+
+
 def _chain(rounds: int) -> list[Commit]:
     """Commits whose manifests follow one another by their hashes; a merge in every fifth."""
     made = MadeRun()
@@ -86,6 +94,13 @@ def _line(at: int, peer: PeerId, round: int, now: float) -> PeerLine:
         round, now - 1.0, (train, 0.4, 5.0 - at, 0.3, 1.0) if round else (), loss,
         10**8 * round * (at + 1), 2 * 10**8 * round, round if at == 0 else 0, loss_at(round) + 0.1 if at == 0 else 0.0,
     )  # fmt: skip
+    if round:
+        load = tuple(load_at(expert, round, at) for expert in range(16))
+        highest = tuple(2 * percent for percent in load)
+        vitals = replace(vitals, load_percent=load, highest_load_percent=highest, lowest_load_percent=(0,) * 16)
+    if at == 1 and round >= WARNED_ROUND:
+        since = float(int(now - (round - WARNED_ROUND) * ROUND_SECONDS + 0.5))
+        vitals = replace(vitals, warnings=(PeerWarning(since, "warning", WARNING),))
     addresses = () if at == 1 else ("/ip4/203.0.113.9/tcp/4000",)
     return PeerLine(
         peer, "silent" if at == 2 and round > 30 else "member", round, 100 * round, 40_000 * round, 1500.0 + 400 * at,

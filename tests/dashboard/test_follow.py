@@ -7,16 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, Follower, follow
+from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, MOST_WARNINGS, Follower, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import NOTHING, Look, Source
 from spes_p2p.dashboard.state import page_state
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.vitals import PeerWarning, Vitals
 from spes_p2p.sync.core.messages import DEGRADED, manifest_hash
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.dashboard.made_run import NOW, PEERS, MadeSource
 from tests.dashboard.test_history import filled
+
+LOADS = ("load_percent", "highest_load_percent", "lowest_load_percent")
 
 
 def messages(history: History) -> list[str]:
@@ -133,3 +136,49 @@ def test_what_is_not_a_matter_of_the_network_ends_it() -> None:
 
     with pytest.raises(ConfigError, match="holds the history of run other"):
         run_virtual(follow(open_source, history))
+
+
+def told(round: int, *loads: tuple[int, ...], tokens: tuple[int, ...] = ()) -> History:
+    """What is kept of a round where the made-up peers say these loads, counted with `tokens`."""
+    history = History()
+    look = MadeSource().look_at(round, NOW, NOTHING)
+    lines = [
+        replace(line, vitals=replace(line.vitals, **dict.fromkeys(LOADS, load)))
+        for line, load in zip(look.report.peers[1:], loads)
+    ]
+    manifest = look.commits[-1].manifest
+    roster = tuple(replace(one, tokens=count) for one, count in zip(manifest.roster, tokens))
+    last = replace(look.commits[-1], manifest=replace(manifest, roster=roster))
+    report = replace(look.report, peers=tuple(lines), columns=look.report.columns[:2])
+    for at in range(2):  # what is told twice counts once
+        again = tuple(replace(line, seen_at=NOW + at) for line in lines)
+        Follower(history).apply(Look(replace(report, peers=again), (*look.commits[:-1], last) if not at else ()), NOW)
+    return history
+
+
+def test_the_load_of_experts_is_the_mean_by_the_tokens_that_the_round_counts() -> None:
+    (row,) = page_state(told(3, (100, 200), (200, 0), tokens=(3000, 1000)), NOW)["loads"]
+    assert row == {"round": 3, "at": NOW, "peers": 2, "mean": [1.25, 1.5], "highest": [2.0, 2.0], "lowest": [1.0, 0.0]}
+
+
+def test_a_load_of_work_that_was_not_counted_or_of_other_experts_is_passed_over() -> None:
+    (row,) = page_state(told(3, (1, 1, 1), (400, 400), (100, 200), tokens=(9000, 0, 3000)), NOW)["loads"]
+    assert (row["peers"], row["mean"]) == (1, [1.0, 2.0])
+
+
+def test_warnings_of_peers_are_events_once_and_nobody_can_fill_the_list() -> None:
+    history, source = History(), MadeSource()
+    follower = Follower(history)
+    look = source.look_at(2, NOW, NOTHING)
+    follower.apply(look, NOW)
+    member, stranger = look.report.peers[1], replace(look.report.peers[2], state="joining")
+    for at in range(1, 2 * MOST_WARNINGS):
+        warnings = (PeerWarning(NOW - 60, "warning", "a disk is full"), PeerWarning(NOW + at, "error", f"error {at}"))
+        lines = (replace(one, seen_at=NOW + at, vitals=Vitals(warnings=warnings)) for one in (member, stranger))
+        follower.apply(Look(replace(look.report, peers=tuple(lines)), ()), NOW + at)
+    events = [event for event in page_state(history, NOW)["events"] if event["kind"] in ("warning", "error")]
+    assert len(events) == MOST_WARNINGS
+    assert {event["who"] for event in events} == {member.peer}
+    assert [event["message"] for event in events if event["kind"] == "warning"] == ["Nanna1: a disk is full"]
+    assert events[-1]["at"] == NOW - 60
+    assert events[0]["at"] == NOW + MOST_WARNINGS - 1

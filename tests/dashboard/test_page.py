@@ -17,7 +17,7 @@ from spes_p2p.dashboard.follow import Follower
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.replay import replay
 from tests.dashboard.conftest import served
-from tests.dashboard.made_run import NOW, ROUND_SECONDS, MadeSource
+from tests.dashboard.made_run import NOW, ROUND_SECONDS, WARNING, MadeSource
 from tests.dashboard.test_history import filled
 from tests.dashboard.test_replay import write_run
 
@@ -80,6 +80,15 @@ def test_it_draws_and_follows_and_filters_and_survives(browser: Browser) -> None
         expect(page.locator("#experts .expert")).to_have_count(16)
         expect(page.locator("#experts .orphan")).to_have_count(1)
         expect(page.locator("#peers tbody tr")).to_have_count(5)
+        expect(page.locator("#load .heatmaplayer .hm")).to_have_count(1)
+        expect(page.locator("#load-words")).to_contain_text("round 24, told by 4 peers: most to expert 5 (3.")
+        expect(page.locator("#load-hint")).to_contain_text("over the peers weighted with their tokens")
+        expect(page.locator("#experts .load.hot")).to_have_count(1)
+        expect(page.locator("#experts .load.dead")).to_have_count(0)
+        page.locator("#load-part button[data-part=highest]").click()
+        expect(page.locator("#load-hint")).to_contain_text("where it is most")
+        expect(page.locator("#events")).to_contain_text(WARNING)  # with its angle brackets
+        assert page.locator("#events b").count() == 0
         assert curves(page, "timeline") >= 5
 
         now = NOW + 25 * ROUND_SECONDS
@@ -88,6 +97,7 @@ def test_it_draws_and_follows_and_filters_and_survives(browser: Browser) -> None
 
         page.fill("#peer-filter", "dora")
         expect(page.locator("#peers tbody tr")).to_have_count(1)
+        expect(page.locator("#load .heatmaplayer .hm")).to_have_count(1)
         expect(page.locator("#speed .scatterlayer .trace")).to_have_count(2)
         page.fill("#peer-filter", "")
         page.locator("#loss-axis button[data-axis=at]").click()
@@ -143,9 +153,20 @@ def test_a_past_run_can_be_played(browser: Browser, tmp_path: Path) -> None:
         page = watched.page
         expect(page.locator("#run")).to_have_text("past run: anna, ben")
         expect(page.locator("#tiles .tile").first).to_contain_text("round12")
+        expect(page.locator("#load-words")).to_contain_text("round 12, told by 2 peers")
         page.locator("#until").fill("300")
+        expect(page.locator("#load-words")).not_to_contain_text("round 12")
         expect(page.locator("#tiles .tile").first).not_to_contain_text("round12")
-        before = page.locator("#moment").text_content()
         page.click("#play")
-        expect(page.locator("#moment")).not_to_have_text(before or "")
+        expect(page.locator("#until")).not_to_have_value("300")  # the words beside it change by the minute
+        watched.close()
+
+
+def test_a_dead_expert_is_named(browser: Browser) -> None:
+    history = History()
+    filled(history, 0, 29)
+    with served(history) as address:
+        watched = Watched(browser, address)
+        expect(watched.page.locator("#load-words.bad")).to_contain_text("nothing in any layer to 11")
+        expect(watched.page.locator("#experts .load.dead")).to_have_text("0.0×")
         watched.close()

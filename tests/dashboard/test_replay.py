@@ -11,9 +11,9 @@ from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.replay import replay
 from spes_p2p.dashboard.state import page_state
 from spes_p2p.errors import ConfigError
-from spes_p2p.observe.events import Columns, Eval, Event, Peer, Round, Warning
+from spes_p2p.observe.events import Columns, Eval, Event, ExpertLoad, Peer, Round, Warning
 from spes_p2p.observe.sinks import JsonLines
-from tests.dashboard.made_run import NOW, loss_at
+from tests.dashboard.made_run import NOW, load_at, loss_at
 from tests.observe.test_events import ROUND, STEP
 
 ROUNDS, STEPS = 12, 4
@@ -32,6 +32,9 @@ def write_run(folder: Path, late_seconds: float = 0.0) -> Path:
             tell(start + 5.0 * step, replace(STEP, step=STEPS * round + step, loss=loss_at(round), tokens=1000))
         seconds = {"train": 20.0 + late_seconds, "close": 0.2, "reduce": 3.0, "vote": 0.1, "apply": 0.5}
         committed: Round = replace(ROUND, round=round, step=STEPS * round, seconds=seconds, tokens=8000)
+        mean = tuple(load_at(expert, round, 0) / 100 for expert in range(16))
+        highest, lowest = tuple(2 * load for load in mean), tuple(load / 2 for load in mean)
+        tell(start + 24.0, ExpertLoad(round, STEPS * round, 1000 * (1 + (late_seconds > 0)), mean, highest, lowest))
         tell(start + 25.0, committed)
         tell(start + 26.0, Eval(round, STEPS * round, loss_at(round) + 0.1, 4096))
     tell(400.0, Peer("lost", "QmBen", ROUNDS))
@@ -53,6 +56,8 @@ def test_a_run_is_drawn_from_its_files(tmp_path: Path) -> None:
     assert state["peers"]["anna"]["tokens"] == ROUNDS * STEPS * 1000
     assert state["peers"]["ben"]["sent"] == ROUNDS * 10
     assert len(state["timeline"]) == 2 * ROUNDS
+    assert [(row["round"], row["peers"]) for row in state["loads"]] == [(at, 2) for at in range(1, ROUNDS + 1)]
+    assert state["loads"][-1]["mean"] == pytest.approx([load_at(at, ROUNDS, 0) / 100 for at in range(16)])
     assert (state["head"]["round"], state["head"]["step"]) == (ROUNDS, ROUNDS * STEPS)
     assert [event["kind"] for event in state["events"]][:3] == ["warning", "experts", "lost"]
     assert all(series["at"] for series in state["samples"].values())

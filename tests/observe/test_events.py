@@ -8,7 +8,19 @@ import threading
 import pytest
 
 from spes_p2p.errors import ConfigError, StorageFull
-from spes_p2p.observe.events import Error, Eval, Event, EventBus, Peer, Round, Step, Warning, from_json, to_json
+from spes_p2p.observe.events import (
+    Error,
+    Eval,
+    Event,
+    EventBus,
+    ExpertLoad,
+    Peer,
+    Round,
+    Step,
+    Warning,
+    from_json,
+    to_json,
+)
 
 STEP = Step(step=3, loss=2.5, tokens=1024, tokens_per_second=99.5, lr=1e-3, grad_norm=0.7)
 ROUND = Round(
@@ -24,8 +36,10 @@ ROUND = Round(
     merge_alpha=0.04,
     stale_columns=(1, 5),
 )
+LOAD = ExpertLoad(2, 40, 4096, (1.5, 0.5, 1.0, 1.0), (2.5, 0.8, 1.0, 1.0), (0.5, 0.2, 1.0, 1.0))
 EVENTS: list[Event] = [
     STEP,
+    LOAD,
     ROUND,
     Peer("joined", "12D3KooWx", 4),
     Eval(2, 40, 1.25, 4096),

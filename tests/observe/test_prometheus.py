@@ -6,6 +6,7 @@ import json
 import re
 import urllib.request
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.observe.events import Columns, Error, Eval, EventBus, Pause, Peer, Tasks, Warning
+from spes_p2p.observe.node_metrics import COUNTERS, WORDS, NodeMetrics, NodeState
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
-from tests.observe.test_events import ROUND, STEP
+from tests.observe.test_events import LOAD, ROUND, STEP
 
 ROOT = Path(__file__).parents[2]
 GRAFANA = ROOT / "bootstrap" / "grafana.json"
@@ -42,7 +44,7 @@ def test_events_become_metrics() -> None:
     bus = EventBus(metrics)
     with closing(MetricsServer(metrics, 0)) as server:
         for event in (
-            STEP, STEP, ROUND, Eval(2, 40, 1.25, 4096), Tasks(2, 40, {"arc/acc": 0.5}), Peer("lost", "ben", 2),
+            STEP, STEP, ROUND, LOAD, Eval(2, 40, 1.25, 4096), Tasks(2, 40, {"arc/acc": 0.5}), Peer("lost", "ben", 2),
             Columns(2, (1, 2), (2,)), Pause(True, "key"), Warning("x"), Error("y"),
         ):  # fmt: skip
             bus.emit(event)
@@ -54,6 +56,8 @@ def test_events_become_metrics() -> None:
     assert found[key("bytes_total", direction="sent", what="state")] == 10
     assert found[key("phase_seconds_sum", phase="reduce")] == 0.5
     assert found[key("stale_columns")] == 2
+    assert (found[key("expert_load", expert="0")], found[key("expert_load", expert="1")]) == (1.5, 0.5)
+    assert (found[key("expert_load_highest")], found[key("expert_load_lowest")]) == (2.5, 0.2)
     assert found[key("held_out_loss")] == 1.25
     assert found[key("task_score", task="arc/acc")] == 0.5
     assert found[key("peer_changes_total", change="lost")] == 1
@@ -89,4 +93,21 @@ def test_every_metric_is_explained() -> None:
     explained = set(re.findall(r"^\| `(spes_p2p_\w+)`", page, re.MULTILINE))
     metrics = Metrics("tiny", "anna")
     made = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
-    assert explained == made
+    node = {f"spes_p2p_bootstrap_{name}" + ("_total" if name in COUNTERS else "") for name in WORDS}
+    assert explained == made | node
+
+
+def test_what_a_bootstrap_node_knows_is_served_and_nothing_else() -> None:
+    metrics = NodeMetrics("tiny", "anna")
+    with closing(MetricsServer(metrics, 0)) as server:
+        assert scraped(server.port) == {}
+        metrics.show(NodeState(10, 20))
+        assert scraped(server.port) == {
+            key("bootstrap_bytes_sent_total"): 10.0, key("bootstrap_bytes_received_total"): 20.0,
+        }  # fmt: skip
+        names = {field.name for field in fields(NodeState)}
+        assert names == set(WORDS)
+        metrics.show(NodeState(**dict.fromkeys(names, 7)))
+        assert len(scraped(server.port)) == len(names)
+        metrics.show(None)
+        assert scraped(server.port) == {}

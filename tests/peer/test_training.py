@@ -16,7 +16,7 @@ from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import LeasedLoader, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.observe.events import Event, Step, Warning
+from spes_p2p.observe.events import Event, ExpertLoad, Step, Warning
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, TrainingLoop, Uncounted
@@ -65,6 +65,8 @@ class Story:
         self.lost_round: int | None = None
         self.limits: list[int] = []
         self.said: list[str] = []
+        self.loads: list[tuple[int, int, int]] = []
+        """Round and tokens of each, and how often READY was said before it."""
         self.left = False
         self.steps = 0
         self.round = 0
@@ -113,6 +115,8 @@ class Story:
     def _emit(self, event: Event) -> None:
         if isinstance(event, Warning):
             self.said.append(event.message)
+        if isinstance(event, ExpertLoad):
+            self.loads.append((event.round, event.tokens, len(self.ready)))
         if isinstance(event, Step):
             self.steps += 1
             self.at_step.get(self.steps, lambda: None)()
@@ -185,6 +189,7 @@ def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Sto
     assert [(work.ready, work.steps, work.tokens) for work in story.ready] == [(True, STEPS, STEPS * 4 * 16)] * 2
     assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]
     assert all(uncounted == Uncounted() for _, _, uncounted, _, _ in story.saved)
+    assert story.loads == [(1, STEPS * 4 * 16, 0), (2, STEPS * 4 * 16, 1)]  # before the round can be over
 
 
 def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(

@@ -38,6 +38,7 @@ def rounds(trainer: Trainer) -> list[float]:
         trainer.adopt(owned, initial(trainer.config), start)
         results = [trainer.train_step(batch_of(start + index, masked=(0, 1, 2))) for index in range(3)]
         numbers += [number for result in results for number in (result.loss, result.grad_norm, result.router_z)]
+        numbers += [sum(count**2 for layer in result.expert_counts for count in layer) for result in results[:1]]
     return numbers
 
 

@@ -3,7 +3,7 @@
 "use strict";
 
 const REFRESH_MILLISECONDS = 1500;
-const view = { state: null, axis: "tokens", way: "sent", count: 15, sort: "peer", down: false, until: 1 };
+const view = { state: null, axis: "tokens", way: "sent", count: 15, part: "mean", sort: "peer", down: false, until: 1 };
 const by = id => document.getElementById(id);
 const UNITS = ["", "k", "M", "G", "T", "P"];
 
@@ -80,16 +80,42 @@ function showTiles(state) {
   );
 }
 
+const HOT = 2, COLD = 0.5;
+const loadText = load => load >= 9.95 ? load.toFixed(0) : load >= 0.095 || !load ? load.toFixed(1) : load.toFixed(2);
+const newestLoad = state => state.loads[state.loads.length - 1];
+
+function loadKind(loads, expert) {
+  return !loads.highest[expert] ? "dead" : loads.mean[expert] >= HOT ? "hot" : loads.mean[expert] < COLD ? "cold" : "";
+}
+
+function showLoad(state) {
+  const loads = newestLoad(state), words = by("load-words");
+  by("load-hint").textContent = "what went to each expert, over an even share of the tokens: "
+    + ({ mean: "mean over the layers, and over the peers weighted with their tokens", highest: "in the layer and at the peer where it is most", lowest: "in the layer and at the peer where it is least" })[view.part];
+  words.hidden = !loads;
+  if (!loads) return;
+  const order = loads.mean.map((_, expert) => expert).sort((a, b) => loads.mean[b] - loads.mean[a]);
+  const dead = order.filter(expert => !loads.highest[expert]).sort((a, b) => a - b), told = `${loads.peers} peer${loads.peers === 1 ? "" : "s"}`;
+  words.textContent = `round ${loads.round}, told by ${told}: most to expert ${order[0]} (${loadText(loads.mean[order[0]])}×), least to ${order[order.length - 1]} (${loadText(loads.mean[order[order.length - 1]])}×)`
+    + (dead.length ? `; nothing in any layer to ${spans(dead)}` : "");
+  words.classList.toggle("bad", dead.length > 0);
+}
+
 function showExperts(state) {
-  const columns = (state.head && state.head.columns) || [], stale = new Set((state.head && state.head.stale) || []);
+  const loads = newestLoad(state), columns = (state.head && state.head.columns) || [], stale = new Set((state.head && state.head.stale) || []);
   by("experts-card").hidden = !columns.length;
-  by("experts-hint").textContent = "one box a column: the colours of its owners, their number, and how many rounds ago it got its last new version";
+  by("experts-hint").textContent = "one box a column: the colours of its owners, their number, and how many rounds ago it got its last new version"
+    + (loads ? "; at the right its router load (below)" : "");
   by("experts").replaceChildren(...columns.map(([owners, age], index) => {
     const element = make("div", null, `expert ${owners.length ? "" : "orphan"} ${stale.has(index) ? "stale" : ""}`), bar = make("div", null, "bar");
     for (const owner of owners) { const part = make("i"); part.style.background = colourOf(owner, state); bar.append(part); }
     const words = owners.length ? `${owners.length} owner${owners.length > 1 ? "s" : ""}` : "no owner";
     element.append(bar, make("b", index), make("small", words), make("small", age ? `${age} rd. old` : "new"));
     element.title = `column ${index}: ${owners.map(short).join(", ") || "nobody"}${age ? `, ${age} rounds old` : ""}`;
+    if (loads && index < loads.mean.length) {
+      element.append(make("span", `${loadText(loads.mean[index])}×`, `load ${loadKind(loads, index)}`));
+      element.title += `; router load ${loads.mean[index]} (${loads.lowest[index]} to ${loads.highest[index]} over layers and peers)`;
+    }
     return element;
   }));
   const known = [...new Set(columns.flatMap(([owners]) => owners))].sort();
@@ -183,7 +209,7 @@ function cutAt(state, until) {
     return [peer, !mine || !mine.at.length ? one : { ...one, tokens_per_second: last(mine.tokens_per_second), loss: last(mine.loss), sent: last(mine.sent), received: last(mine.received), seen_at: last(mine.at), round: timed.length ? timed[timed.length - 1].round : one.round }];
   }));
   const head = state.head && at >= 0 ? { ...state.head, round: rounds.round[at], step: rounds.step[at], tokens: rounds.tokens[at], at: rounds.at[at] } : state.head;
-  return { ...state, now: until, rounds, samples, peers, head, held_out: cutSeries(state.held_out, until), timeline: state.timeline.filter(row => row.at <= until), events: state.events.filter(event => event.at <= until) };
+  return { ...state, now: until, rounds, samples, peers, head, held_out: cutSeries(state.held_out, until), timeline: state.timeline.filter(row => row.at <= until), loads: state.loads.filter(row => row.at <= until), events: state.events.filter(event => event.at <= until) };
 }
 
 function showPlayer(state) {
@@ -226,8 +252,8 @@ function render() {
   if (!view.state) return;
   const state = heard(showPlayer(view.state)), wanted = by("peer-filter").value.trim().toLowerCase();
   const isShown = peer => !wanted || peer.toLowerCase().includes(wanted);
-  showHeader(state); showTiles(state); showExperts(state); showPeers(state, isShown); showEvents(state, isShown);
-  drawLoss(state, view.axis); drawSpeed(state, isShown); drawBytes(state, view.way, isShown); drawTimeline(state, view.count, isShown); drawMerge(state);
+  showHeader(state); showTiles(state); showExperts(state); showLoad(state); showPeers(state, isShown); showEvents(state, isShown);
+  drawLoss(state, view.axis); drawSpeed(state, isShown); drawBytes(state, view.way, isShown); drawTimeline(state, view.count, isShown); drawMerge(state); drawLoad(state, view.part);
   document.documentElement.dataset.version = state.version;
 }
 
@@ -252,7 +278,7 @@ function choose(id, name) {
     const button = event.target.closest("button");
     if (!button) return;
     for (const one of by(id).children) one.setAttribute("aria-pressed", String(one === button));
-    view[name] = name === "count" ? Number(button.dataset.count) : button.dataset.axis || button.dataset.way;
+    view[name] = name === "count" ? Number(button.dataset.count) : button.dataset.axis || button.dataset.way || button.dataset.part;
     render();
   });
 }
@@ -264,7 +290,7 @@ function listen() {
 }
 
 if (innerWidth < 600) { view.count = 5; for (const one of by("rounds-shown").children) one.setAttribute("aria-pressed", String(one.dataset.count === "5")); }
-choose("loss-axis", "axis"); choose("bytes-way", "way"); choose("rounds-shown", "count");
+choose("loss-axis", "axis"); choose("bytes-way", "way"); choose("rounds-shown", "count"); choose("load-part", "part");
 by("hours").onchange = () => { view.again = false; view.loading = false; refresh(); };
 by("peer-filter").oninput = render;
 by("event-filter").onchange = render;

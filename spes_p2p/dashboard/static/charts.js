@@ -133,3 +133,24 @@ function drawMerge(state) {
   draw("merge", rounds.round.length ? traces : [], { margin: { l: 40, r: 48, t: 8, b: 34 }, xaxis: { tickformat: "d" }, yaxis: { rangemode: "tozero" },
     yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, tickformat: ".3~f" } });
 }
+
+// Twice as much and half as much are as far from even; what nothing went to has a colour of its own, below the scale.
+const LOAD_DEAD = -3.5, LOAD_LEAST = -3, LOAD_MOST = 3;
+
+function drawLoad(state, part) {
+  const rows = state.loads, element = document.getElementById("load");
+  const drawn = [part, css("--text"), ...rows.map(row => `${row.round}/${row.peers}/${row.at}`)].join(" ");
+  if (element.dataset.drawn === drawn) return; // as most of the time while a past run is played
+  element.dataset.drawn = drawn;
+  const experts = Math.max(0, ...rows.map(row => row.mean.length));
+  const of = expert => rows.map(row => row[part][expert]), height = load => load == null ? null : load ? Math.min(LOAD_MOST, Math.max(LOAD_LEAST, Math.log2(load))) : LOAD_DEAD;
+  const numbers = [...Array(experts).keys()], at = value => (value - LOAD_DEAD) / (LOAD_MOST - LOAD_DEAD), edge = at((LOAD_DEAD + LOAD_LEAST) / 2);
+  const scale = [[0, css("--text")], [edge, css("--text")], [edge, "#1f5fb0"], [at(LOAD_LEAST), "#1f5fb0"], [at(0), css("--grid")], [1, "#d9480f"]];
+  const trace = {
+    type: "heatmap", x: rows.map(row => row.round), y: numbers, z: numbers.map(expert => of(expert).map(height)), text: numbers.map(expert => of(expert).map(load => load == null ? "" : `${load}×`)),
+    hovertemplate: "round %{x}, expert %{y}: %{text}<extra></extra>", colorscale: scale, zmin: LOAD_DEAD, zmax: LOAD_MOST, xgap: rows.length < 100 ? 1 : 0, ygap: 1,
+    colorbar: { thickness: 10, outlinewidth: 0, tickvals: [LOAD_DEAD, -3, -2, -1, 0, 1, 2, 3], ticktext: ["none", "⅛×", "¼×", "½×", "even", "2×", "4×", "8×"] },
+  };
+  element.style.height = `${Math.min(620, Math.max(200, 80 + 11 * experts))}px`;
+  draw("load", experts ? [trace] : [], { margin: { l: 44, r: 8, t: 8, b: 34 }, xaxis: { tickformat: "d", showgrid: false, title: { text: "round" } }, yaxis: { tickformat: "d", showgrid: false, autorange: "reversed", title: { text: "expert" } } });
+}
