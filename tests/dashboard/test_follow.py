@@ -19,8 +19,6 @@ from spes_p2p.testing.virtual_time import run_virtual
 from tests.dashboard.made_run import NOW, PEERS, MadeSource
 from tests.dashboard.test_history import filled
 
-LOADS = ("load_percent", "highest_load_percent", "lowest_load_percent")
-
 
 def messages(history: History) -> list[str]:
     return [event["message"] for event in reversed(page_state(history, NOW)["events"])]
@@ -138,14 +136,15 @@ def test_what_is_not_a_matter_of_the_network_ends_it() -> None:
         run_virtual(follow(open_source, history))
 
 
+def loaded(vitals: Vitals, load: tuple[int, ...]) -> Vitals:
+    return replace(vitals, load_percent=load, highest_load_percent=load, lowest_load_percent=load)
+
+
 def told(round: int, *loads: tuple[int, ...], tokens: tuple[int, ...] = ()) -> History:
     """What is kept of a round where the made-up peers say these loads, counted with `tokens`."""
     history = History()
     look = MadeSource().look_at(round, NOW, NOTHING)
-    lines = [
-        replace(line, vitals=replace(line.vitals, **dict.fromkeys(LOADS, load)))
-        for line, load in zip(look.report.peers[1:], loads)
-    ]
+    lines = [replace(line, vitals=loaded(line.vitals, load)) for line, load in zip(look.report.peers[1:], loads)]
     manifest = look.commits[-1].manifest
     roster = tuple(replace(one, tokens=count) for one, count in zip(manifest.roster, tokens))
     last = replace(look.commits[-1], manifest=replace(manifest, roster=roster))

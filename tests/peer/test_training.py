@@ -18,6 +18,7 @@ from spes_p2p.data.trees import FolderPieces
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, ExpertLoad, Step, Warning
 from spes_p2p.ownership.assign import Wish
+from spes_p2p.peer import training
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, TrainingLoop, Uncounted
 from spes_p2p.state.layout import Values
@@ -39,6 +40,12 @@ torch.set_num_threads(1)
 STEPS = 3
 MERGED = 0.25
 """What a commit of these tests adds to every value, so that it can be told from what this peer trained."""
+
+
+@pytest.fixture(autouse=True)
+def nobody_answers_a_leaver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of these peers leave a swarm that the test does not play on: they need not wait long for a last commit."""
+    monkeypatch.setattr(training, "LEAVE_SECONDS", 1.0)
 
 
 class Story:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.observe.events import Error, Eval, Warning
+from spes_p2p.observe.events import Error, Eval, Event, Warning
 from spes_p2p.peer.vitals import VitalsKeeper
 from spes_p2p.swarm.vitals import MAX_EXPERTS, MAX_LOAD_PERCENT, MAX_LOSS, PeerWarning, Vitals
 from spes_p2p.wire import pack, unpack
@@ -70,7 +70,8 @@ def test_the_newest_warnings_are_told_in_short_and_without_what_is_private() -> 
     said = [Warning(f"number {at}") for at in range(9)]
     home = Warning(f"no space left for {Path.home()}/secret plan/runs/metrics.jsonl, see http://a.org/b/c")
     long = Error("line\none \u202eright to left" + "x" * 999, "a fix")
-    for at, event in enumerate((*said, said[-1], home, long)):
+    events: tuple[Event, ...] = (*said, said[-1], home, long)
+    for at, event in enumerate(events):
         keeper.write(float(at), event)
     found = keeper.now("")
     assert [(one.at_seconds, one.kind) for one in found.warnings] == [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spes_p2p.model.router import Routing
+from spes_p2p.model.router import Router, Routing
 from spes_p2p.train.routing import LoadMeter
 from spes_p2p.train.step import StepResult
 from tests.train.small import batch_of, small_config, trainer_of
@@ -26,8 +26,9 @@ def test_a_step_counts_where_its_tokens_went(micro: int) -> None:
     def note(router: nn.Module, inputs: object, routing: Routing) -> None:
         seen.setdefault(router, []).append(routing.expert_TK.flatten())
 
-    for layer in trainer._rank.transformer.layers:
-        layer.moe.router.register_forward_hook(note)
+    for module in trainer._rank.transformer.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(note)
     batch = batch_of(0, masked=(0, 1))
     counts = trainer.train_step(batch).expert_counts
     by_hand = [torch.bincount(torch.cat(chosen), minlength=6).tolist() for chosen in seen.values()]
