@@ -308,6 +308,11 @@ class Connection:
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
         _check_organiser(options.organiser, self._info)
         await self._check_not_over(group.round)
+        if options.rounds is not None and group.round > options.rounds:
+            raise ConfigError(
+                f"the run is at round {group.round}, and this peer was to stop with round {options.rounds}",
+                fix="give a later round with --rounds, or leave it out",
+            )
         if expected is not None:
             _check_same(expected, agreed, self._info)
         overrides = list(options.overrides)

@@ -154,10 +154,11 @@ class TrainingLoop:
                 self._take(news.applied)
             elif self._turn is None:
                 self._explain_waiting()
-        if self._is_over():
-            self._save_end()
-            self._linger()
-        else:
+        if not self._is_over():
+            self._leave()
+            return
+        self._save_end()
+        if self._do_others_go_on():
             self._leave()
 
     def _explain_waiting(self) -> None:
@@ -188,15 +189,22 @@ class TrainingLoop:
         if self._turn is not None and self._connection.last_round is not None:
             self._save(self._turn.manifest, self._turn.base, self.uncounted, final=True)
 
-    def _linger(self) -> None:
-        """Serves the others until they have the last round too; the bootstrap node hears of it with a heartbeat."""
-        now = time.monotonic()
+    def _do_others_go_on(self) -> bool:
+        """Serves the others until they have the last round too; the bootstrap node hears of it with a heartbeat.
+
+        True as soon as one trains on: then it was the last round by our own choice alone, and we leave as always.
+        """
+        now, end = time.monotonic(), self._taken
         told, until = now + 2 * self._config.swarm.heartbeat_seconds, now + LINGER_SECONDS
         while time.monotonic() < until and not self._gate.stopping:
             others = self._connection.others()
-            if time.monotonic() > told and all(status.round >= (self._end or 0) for status in others):
+            ended = self._connection.last_round == end
+            if not ended and any(o.round > end or (o.round == end and o.work.expected_tokens) for o in others):
+                return True
+            if time.monotonic() > told and all(other.round >= end for other in others):
                 break
             self._gate.wait(time.monotonic() + 0.2)
+        return False
 
     def _leave(self) -> None:
         """Hands in what was trained, and goes when a manifest without us is committed, or after a while.
@@ -293,6 +301,7 @@ class TrainingLoop:
         assert turn is not None
         before = turn.seconds_before
         self._started = time.monotonic() - before
+        self._gate.report(self._work(ready=False, seconds=before), turn.head)
         wanted = turn.manifest.steps_per_round - self._trainer.round_steps
         work = run_inner_steps(self._trainer, self._loader, wanted, self._should_stop, self._on_step, self._emit)
         self.uncounted.tokens += work.tokens

@@ -621,6 +621,24 @@ def test_the_last_round_is_not_run_beyond(tmp_path: Path) -> None:
     story.loop._last_round = 1
     story.play()
     assert story.steps == STEPS
+    assert not story.left
+
+
+@pytest.mark.parametrize(("round", "expected_tokens"), [(2, 0), (1, 99)])
+def test_who_stops_while_others_go_on_leaves_as_always(story: Story, round: int, expected_tokens: int) -> None:
+    work = Work(expected_tokens=expected_tokens)
+    story.others = [SimpleNamespace(round=round, peer=PeerId("b"), work=work, intent=SimpleNamespace(leaving=False))]
+    story.loop._last_round = 1
+    story.play()
+    assert story.steps == STEPS
+    assert story.left
+
+
+def test_where_the_organiser_ends_the_run_nobody_is_told_of_leaving(story: Story) -> None:
+    story.others = [SimpleNamespace(round=1, work=Work(expected_tokens=99), intent=SimpleNamespace(leaving=False))]
+    story.loop._connection.last_round = 1
+    story.play()
+    assert not story.left
 
 
 # ---- data of other peers ----
