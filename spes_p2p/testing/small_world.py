@@ -146,7 +146,7 @@ class SmallWorld:
         return bool(cores) and all(core.tip.round > 0 or core.round.decided is not None for core in cores)
 
     def is_lost(self, state: State) -> bool:
-        """Somebody who is up knows of a commit whose state went down with those who had it: nothing can go on."""
+        """Somebody who is up knows of a commit whose state went down with those who had it."""
         up = [local for local in self.locals_of(state) if local.core is not None]
         decided = [local.core.round.decided for local in up if local.core is not None]
         return any(d is not None and not any(local.disk.holds(d.manifest) for local in up) for d in decided)

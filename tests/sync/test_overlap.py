@@ -98,7 +98,10 @@ def test_a_sync_longer_than_the_round_is_waited_for(folder: Path) -> None:
         chain = commits(swarm)
         recorder.check(chain)
         check_starts(swarm, recorder)
-        assert {entry.steps for commit in chain[1:] for entry in commit.manifest.roster} == {10}
+        for name in "abc":  # who gets a state late may be left out of a round: its work counts in the next
+            steps = [entry.steps for commit in chain for entry in commit.manifest.roster if entry.peer == name]
+            assert 30 <= sum(steps) <= 40
+            assert max(steps) <= 20
 
     in_swarm(folder, play, config)
 
@@ -184,6 +187,6 @@ def test_work_that_a_round_left_out_goes_on_with_what_came_after_it(folder: Path
         recorder.check(chain)
         check_agreement(swarm)
         check_leases(swarm)
-        assert any(entry.peer == "d" for entry in chain[-1].manifest.roster)
+        assert any(entry.peer == "d" for commit in chain[6:] for entry in commit.manifest.roster)
 
     in_swarm(folder, play, config)

@@ -7,9 +7,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync.core.forks import has_majority
@@ -181,3 +183,37 @@ def test_a_slow_download_makes_no_fork(folder: Path) -> None:
         assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
 
     in_swarm(folder, play, small_config("model.vocab_size=8192", "model.embedding_rows=8192", "sync.tile_values=8192"))
+
+
+def test_who_alone_knows_of_a_commit_whose_state_is_gone_goes_on_until_it_is_back(folder: Path) -> None:
+    """The last that is left has the certificate and none of the tiles: it waits as for a majority, no longer."""
+
+    async def never(*given: object, **named: object) -> NoReturn:
+        raise PeerSilent("no tile comes")
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abc")
+        await swarm.until_round(2)
+        last = peer(swarm, "c")
+        transfers = last.driver._transfers
+        fetch, transfers.tiles = transfers.tiles, never  # type: ignore[method-assign]
+        async with asyncio.timeout(60.0):
+            while last.driver.core.round.decided is None or min(life.round for life in swarm.up if life != last) < 3:
+                await asyncio.sleep(0.01)
+        known, tip = last.driver.core.round.decided, last.round
+        assert known is not None
+        for name in "ab":
+            await peer(swarm, name).kill()
+        transfers.tiles = fetch  # type: ignore[method-assign]
+        await swarm.until_round(tip + 3)
+        own = last.chain.commit(tip + 1)
+        assert own.certificate.kind == DEGRADED
+        assert own.certificate.manifest != known.certificate.manifest
+        assert [notice.kind for notice in last.notices].count("lost") == 1
+        for name in "ab":
+            await swarm.add(name, WORK)
+        await together(swarm)
+        assert last.chain.commit(tip + 1).certificate.manifest == known.certificate.manifest
+        check_one_history(swarm)
+
+    in_swarm(folder, play)

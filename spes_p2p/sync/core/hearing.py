@@ -263,6 +263,8 @@ class Hearing(CoreState):
             return False
         if manifest.parent != current.head:
             return False  # rule `follow` asks for the headers
+        if self._is_out_of_reach(commit.certificate.manifest, now):
+            return False
         try:
             check_certificate(current.tip, manifest, commit.certificate, self._check, self.rules.organiser)
             check_child(self.rules, current.tip, manifest)

@@ -390,6 +390,13 @@ class Core(Hearing, Reducing, Voting, Speaking):
         if heard != self.degraded_set:
             self.degraded_set = heard
             self.round.missing = None
+        if heard and (lost := self.round.decided) is not None:
+            self.round.decided = None
+            self._note(
+                "lost",
+                f"round {lost.manifest.round} was committed, and nobody who is heard has its state: those who are left "
+                "go on without it, until a former peer brings it back",
+            )
 
     def _rule_adopt(self, now: float) -> bool:
         """A certified child whose state is here becomes the committed state."""

@@ -302,13 +302,27 @@ class CoreState:
 
     def _degraded_electors(self, now: float) -> Heard:
         """The electors that are heard, when a majority was unheard for long enough; empty otherwise (design 4)."""
-        if self._hears_majority(now) or not self.is_elector() or self.round.decided:
+        if self._hears_majority(now) or not self.is_elector():
+            return ()
+        decided = self.round.decided
+        if decided is not None and self._can_be_had(decided.certificate.manifest, now):
             return ()
         silent = [peer for peer in self._elector if peer != self.me and self._is_silent(peer, now)]
         wait = self.pace.degraded_wait_seconds(all(self._is_gone(peer) for peer in silent))
         self._given_up.update(peer for peer in silent if now - self._voting_at[peer] >= wait)
         kept = tuple(sorted(peer for peer in self._elector if peer not in self._given_up))
         return () if self._is_majority(len(kept)) else kept
+
+    def _is_out_of_reach(self, name: Hash, now: float) -> bool:
+        """Whether this child is committed by those who are given up, and none of those who are left has its state."""
+        return bool(self.degraded_set) and not self._can_be_had(name, now)
+
+    def _can_be_had(self, name: Hash, now: float) -> bool:
+        """Whether the state of a certified child is here, or somebody who is heard has it."""
+        living = (contact.status for peer, contact in self.contacts.items() if self.alive(peer, now))
+        return name in self.round.verified or any(
+            status.round > self.tip.round or status.ballots.accepted_manifest == name for status in living
+        )
 
     def _is_silent(self, peer: PeerId, now: float) -> bool:
         """Whether this elector did not say of late, in the incarnation that may vote, that it can."""

@@ -134,7 +134,7 @@ class Voting(CoreState):
         """A strict majority of acceptances with one ballot is the commit."""
         current = self.round
         for (ballot, name), seals in current.votes.items():
-            if self._is_majority(len(seals)):
+            if self._is_majority(len(seals)) and not self._is_out_of_reach(name, now):
                 proposal = self._proposal_of(name)
                 if proposal is not None:
                     self._decide(MAJORITY, ballot, (), proposal.value.manifest, list(seals.values()), now)
