@@ -12,10 +12,10 @@ step $bin/ruff check .
 step $bin/ruff format --check .
 step $bin/mypy
 step $bin/lint-imports --no-logo
-# Two files of tests at a time: those with real processes mostly wait. -n 0 among the arguments takes them one by one.
+# Three files of tests at a time: those with real processes mostly wait. -n 0 among the arguments takes them one by one.
 # Tests for a GPU are left out where there is none; an own -m comes later and wins.
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-    step $bin/python -m pytest -n 2 --dist loadfile "$@"
+    step $bin/python -m pytest -n 3 --dist loadfile "$@"
 else
-    step $bin/python -m pytest -n 2 --dist loadfile -m "not gpu" "$@"
+    step $bin/python -m pytest -n 3 --dist loadfile -m "not gpu" "$@"
 fi

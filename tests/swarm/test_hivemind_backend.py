@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -106,7 +106,9 @@ def child(*initial_peers: str) -> Iterator[Child]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
-        ready, _, _ = select.select([process.stdout], [], [], WAIT_SECONDS)
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            ready = selector.select(WAIT_SECONDS)
         facts = json.loads(process.stdout.readline() if ready else "{}")
         yield Child(process, facts["address"], facts["daemon"], Path(facts["folder"]))
     finally:
