@@ -304,8 +304,8 @@ class CoreState:
         """The electors that are heard, when a majority was unheard for long enough; empty otherwise (design 4)."""
         if self._hears_majority(now) or not self.is_elector():
             return ()
-        decided = self.round.decided
-        if decided is not None and self._can_be_had(decided.certificate.manifest, now):
+        decided = self.round.decided  # a leaver need not go on: who has the state brings it when they meet again
+        if decided is not None and (self.intent.leaving or self._can_be_had(decided.certificate.manifest, now)):
             return ()
         silent = [peer for peer in self._elector if peer != self.me and self._is_silent(peer, now)]
         wait = self.pace.degraded_wait_seconds(all(self._is_gone(peer) for peer in silent))
