@@ -205,6 +205,8 @@ def _messages(state: LiveState) -> list[RenderableType]:
 
 
 def _foot(state: LiveState) -> RenderableType:
+    if state.facts.leaving:
+        return Text("Ctrl-C: leave at once", style="dim")
     if not state.keys:
         return Text("Ctrl-C: leave", style="dim")
     pause = "resume training" if state.paused else "pause training, and go on serving others"

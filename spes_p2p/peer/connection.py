@@ -217,10 +217,10 @@ class Connection:
         known = max([core.tip.round, *(status.round for status in self.others())])
         return core.told_round if core.told_round > known else None
 
-    def is_archive_behind(self, round: int) -> bool:
-        """Whether the bootstrap node keeps states, has not that of `round` yet, and nobody else stays to give it."""
+    def are_others_behind(self, round: int) -> bool:
+        """Whether others stay, an archive among them, and none of them has the state of `round` yet."""
         others = [status for status in self.others() if not status.intent.leaving]
-        return bool(others) and all(s.peer == self._info.organiser and s.round < round for s in others)
+        return bool(others) and all(status.round < round for status in others)
 
     def fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
         """Optimizer moments as `holder` had them on top of `head`, unchecked; NO_MOMENTS where it has none to give.

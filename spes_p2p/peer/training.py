@@ -242,7 +242,7 @@ class TrainingLoop:
                 if self._nobody_counts_on_us(newest):
                     self._save_last(turn, newest, uncounted, used)
                     self._moments.wait_until_taken(newest, until)
-                    self._wait_for_archive(newest, until)
+                    self._wait_for_a_holder(newest, until)
                     return
 
     def _take_next(self, until: float) -> None:
@@ -270,9 +270,9 @@ class TrainingLoop:
         leaving = {status.peer for status in self._connection.others() if status.intent.leaving}
         return self._me not in members or members <= leaving | {self._me}
 
-    def _wait_for_archive(self, newest: Manifest, until: float) -> None:
-        """Whoever comes next goes on from there, where nobody else stays."""
-        while time.monotonic() < until and self._connection.is_archive_behind(newest.round):
+    def _wait_for_a_holder(self, newest: Manifest, until: float) -> None:
+        """One of those who stay must have the newest state: the others get it from there."""
+        while time.monotonic() < until and self._connection.are_others_behind(newest.round):
             self._gate.wait(time.monotonic() + 0.2, heed_stop=False)
 
     def _save_last(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int], used: int) -> None:

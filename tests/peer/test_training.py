@@ -104,7 +104,7 @@ class Story:
                 store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain
             ),
             others=lambda: self.others,
-            lost_round=lambda: self.lost_round, last_round=None, is_archive_behind=lambda round: False,
+            lost_round=lambda: self.lost_round, last_round=None, are_others_behind=lambda round: False,
             progress=SimpleNamespace(tokens=0, tokens_per_second=0.0), leave=self._leave, limit_columns=self._limit,
         )  # fmt: skip
 
@@ -308,6 +308,20 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert [work.steps for work in story.ready] == [2]
     manifest, version, uncounted, final, round_steps = story.saved[-1]
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
+
+
+def test_a_leaver_stays_until_one_of_the_others_has_the_newest_state(story: Story) -> None:
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    story.at_step[2] = story.gate.stop
+    rounds, answers = list[int](), [True, True, False]
+
+    def are_behind(round: int) -> bool:
+        rounds.append(round)
+        return answers[len(rounds) - 1]
+
+    story.loop._connection.are_others_behind = are_behind
+    story.play()
+    assert rounds == [1, 1, 1]
 
 
 def test_work_that_no_round_counted_stays_in_the_values_of_the_last_to_leave(tmp_path: Path) -> None:
