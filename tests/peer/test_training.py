@@ -319,7 +319,8 @@ def test_a_leaver_stays_until_one_of_the_others_has_the_newest_state(story: Stor
         rounds.append(round)
         return answers[len(rounds) - 1]
 
-    story.loop._connection.are_others_behind = are_behind
+    connection: Any = story.loop._connection
+    connection.are_others_behind = are_behind
     story.play()
     assert rounds == [1, 1, 1]
 
