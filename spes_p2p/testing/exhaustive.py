@@ -49,7 +49,7 @@ class Report:
             [
                 f"{self.states} states{'' if self.whole else ' (not all)'} in {self.seconds:.0f} s of CPU time: "
                 f"{self.ends} ends, {self.splits} of them with two commits as the rules allow",
-                f"{self.lost} ends in which all who train went down",
+                f"{self.lost} ends in which the newest state, or all who train, went down",
                 f"longest wait for a commit: {self.longest_beats} heartbeats after the last fault",
                 f"one peer: {self.peer_states} states, {self.peer_steps} steps",
                 f"steps taken: {dict(self.kinds)}",
@@ -128,8 +128,13 @@ class Search:
             self._path.append(event)
 
     def _is_hopeless(self, state: State) -> bool:
-        """Whether nobody is up for whose training a round would be made, and none of them comes in a long time."""
-        return state.beats > LONG_BEATS and not self._world.is_training(state)
+        """Whether nobody is up for whose training a round would be made, and none of them comes in a long time.
+
+        Or whether only those who are down have the committed state: the others wait for them for longer than we do.
+        """
+        if state.beats > LONG_BEATS and not self._world.is_training(state):
+            return True
+        return (state.faults == 0 or state.beats > LONG_BEATS) and self._world.is_lost(state)
 
     def _check_progress(self, state: State) -> None:
         self.report.longest_beats = max(self.report.longest_beats, state.beats)

@@ -286,7 +286,7 @@ class World:
         running = [p for p in self.up() if p.core is not None]
         able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.disk.full]
         able = [peer for peer in able if peer.asleep_until <= self.now]
-        if not able:
+        if not able or self._state_is_lost():
             return float("inf")
         if self.has_servers and not any(self._would_train(peer) for peer in running):
             return float("inf")
@@ -302,6 +302,16 @@ class World:
     def _would_train(self, peer: SimPeer) -> bool:
         """Whether rounds are made for this peer's sake; those who only serve keep the state as it is."""
         return not peer.intent.serving and not peer.is_gone_for_good and peer.asleep_until <= self.now
+
+    def _state_is_lost(self) -> bool:
+        """Whether somebody knows of a commit whose state left with those who had it, and waits for very long."""
+        if Pace.LOST_WAITS <= 1:
+            return False
+        for peer in self.up():
+            decided = peer.core.round.decided if peer.core is not None else None
+            if decided is not None and not any(other.disk.holds(decided.manifest) for other in self.up()):
+                return True
+        return False
 
     def check_stall(self) -> None:
         """Raises Violation when the next commit is late. Notes when there can be none any more."""

@@ -35,7 +35,7 @@ LOWEST_SEQUENCE = FIRST_SEQUENCE - 8 * SEQUENCES_A_BEAT
 
 _TIMES = {
     *("at", "direct_at", "started_at", "progress_at", "ready_at", "closed_at", "plan_at", "verify_after"),
-    *("_next_heartbeat", "_last_event", "_ahead_since"),
+    *("reachable_at", "_next_heartbeat", "_last_event", "_ahead_since"),
 }
 _TIMES_BY_KEY = {"seen", "_voting_at", "_probed", "_asked"}
 _SHARED = {"rules", "pace", "_sealer", "_check", "_on_chain"}

@@ -115,10 +115,7 @@ class DoesNotWait(Core):
     """A minority goes on as soon as it suspects the others."""
 
     def _degraded_electors(self, now: float) -> tuple[PeerId, ...]:
-        decided = self.round.decided
-        if self._hears_majority(now) or not self.is_elector():
-            return ()
-        if decided is not None and self._can_be_had(decided.certificate.manifest, now):
+        if self._hears_majority(now) or not self.is_elector() or self.round.decided:
             return ()
         return tuple(sorted(p for p in self._elector if p == self.me or not self._is_silent(p, now)))
 

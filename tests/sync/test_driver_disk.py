@@ -13,7 +13,7 @@ import pytest
 
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.core.messages import MAJORITY
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import (
     Recorder,
@@ -83,6 +83,24 @@ def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str)
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_the_last_that_is_left_has_no_room_for_what_it_has_just_certified(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        for name in "ab":
+            await peer(swarm, name).kill()
+        last = peer(swarm, "c")
+        stood_on = last.round
+        with raising(last.chain, "append", StorageFull):
+            await until(lambda: any(notice.kind == "disk" for notice in last.notices), 300.0)
+        await swarm.until_round(stood_on + 3)
+        assert last.chain.commit(stood_on + 1).certificate.kind == DEGRADED
+        assert not [notice for notice in last.notices if notice.kind == "lost"]
+        check_agreement(swarm)
 
     in_swarm(folder, play)
 

@@ -139,3 +139,16 @@ def test_strangers_are_remembered_up_to_a_bound() -> None:
     assert len(story.vigil.waiting(0.5)) == MOST_HEARD
     story.vigil.hear(status(A), 0.5)
     assert story.vigil.is_led(0.5)
+
+
+def test_nothing_is_renewed_while_somebody_has_gone_on_without_the_newest_manifest() -> None:
+    story = Story()
+    story.passes(2, status(C))
+    assert not story.vigil.is_outrun(story.now)
+    other = replace(TIP, state_root=sha256(b"another"))
+    story.passes(1, status(D, tip=other))
+    assert story.vigil.is_outrun(story.now)
+    story.passes(LONG, status(C))
+    assert not story.vigil.is_outrun(story.now)
+    story.passes(1, status(D, tip=replace(TIP, round=TIP.round + 1)))
+    assert story.vigil.is_outrun(story.now)

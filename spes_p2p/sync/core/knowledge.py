@@ -69,7 +69,8 @@ class RoundState:
 
     `reports` are those that brought values; `voids` the words of reducers that had none. `seen` is when a reducer of
     the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
-    `empty_words` those to fetch what a reducer reported of a slice.
+    `empty_words` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided` could
+    be had last.
     """
 
     tip: Manifest
@@ -111,6 +112,7 @@ class RoundState:
     votes: dict[tuple[int, Hash], dict[PeerId, Signed[Acceptance]]] = field(default_factory=dict)
     degraded_votes: dict[tuple[Heard, Hash], dict[PeerId, Signed[DegradedVote]]] = field(default_factory=dict)
     decided: Commit | None = None
+    reachable_at: float = 0.0
     adopting: bool = False
     sent: dict[PeerId, set[object]] = field(default_factory=dict)
     plans_of: dict[PeerId, int] = field(default_factory=dict)

@@ -392,6 +392,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
             self.round.missing = None
         if heard and (lost := self.round.decided) is not None:
             self.round.decided = None
+            self.round.failed.clear()
             self._note(
                 "lost",
                 f"round {lost.manifest.round} was committed, and nobody who is heard has its state: those who are left "
@@ -473,7 +474,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         self._given_up.clear()
         current.started_at += asleep
         current.plan_at += asleep
-        current.progress_at = now
+        current.progress_at = current.reachable_at = now
         current.seen = dict.fromkeys(current.seen, now)
 
     def _stage(self, key: Key, hashes: bytes) -> None:

@@ -302,10 +302,9 @@ class CoreState:
 
     def _degraded_electors(self, now: float) -> Heard:
         """The electors that are heard, when a majority was unheard for long enough; empty otherwise (design 4)."""
-        if self._hears_majority(now) or not self.is_elector():
-            return ()
-        decided = self.round.decided  # a leaver need not go on: who has the state brings it when they meet again
-        if decided is not None and (self.intent.leaving or self._can_be_had(decided.certificate.manifest, now)):
+        decided = self.round.decided
+        is_bound = decided is not None and not self._is_lost(decided, now)
+        if is_bound or self._hears_majority(now) or not self.is_elector():
             return ()
         silent = [peer for peer in self._elector if peer != self.me and self._is_silent(peer, now)]
         wait = self.pace.degraded_wait_seconds(all(self._is_gone(peer) for peer in silent))
@@ -313,16 +312,28 @@ class CoreState:
         kept = tuple(sorted(peer for peer in self._elector if peer not in self._given_up))
         return () if self._is_majority(len(kept)) else kept
 
+    def _is_lost(self, commit: Commit, now: float) -> bool:
+        """Whether nobody who was heard for very long has the state of our certified child.
+
+        A leaver need not go on: who has the state brings it when they meet again.
+        """
+        current = self.round
+        moves = current.adopting or now - current.progress_at <= self.pace.deadline_seconds(0)
+        if moves or self.intent.leaving or self._can_be_had(commit.certificate.manifest, now):
+            current.reachable_at = now
+        return now - current.reachable_at > self.pace.lost_state_wait_seconds()
+
     def _is_out_of_reach(self, name: Hash, now: float) -> bool:
         """Whether this child is committed by those who are given up, and none of those who are left has its state."""
         return bool(self.degraded_set) and not self._can_be_had(name, now)
 
     def _can_be_had(self, name: Hash, now: float) -> bool:
         """Whether the state of a certified child is here, or somebody who is heard has it."""
+        bound = (signed for signed in (self.record.accepted, self.record.degraded) if signed is not None)
+        if name in self.round.verified or any(manifest_hash(signed.value.manifest) == name for signed in bound):
+            return True  # what we signed for is on our disk
         living = (contact.status for peer, contact in self.contacts.items() if self.alive(peer, now))
-        return name in self.round.verified or any(
-            status.round > self.tip.round or status.ballots.accepted_manifest == name for status in living
-        )
+        return any(status.round > self.tip.round or status.ballots.accepted_manifest == name for status in living)
 
     def _is_silent(self, peer: PeerId, now: float) -> bool:
         """Whether this elector did not say of late, in the incarnation that may vote, that it can."""
@@ -439,7 +450,7 @@ class CoreState:
         return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     def _take_decision(self, commit: Commit, now: float) -> None:
-        self.round.decided = commit
+        self.round.decided, self.round.reachable_at = commit, now
         self.round.missing = None
         self.round.failed.clear()
         self._progress(now)

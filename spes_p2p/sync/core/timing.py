@@ -41,6 +41,7 @@ class Pace:
     """The round closes when those who are ready have this share of the tokens that all have trained by now."""
     HALF = 0.5
     WAIT_SHARE = 0.1
+    LOST_WAITS = 12
     """It also closes when they have half, and the next to be ready would take longer than this share of the round."""
 
     def __init__(self, heartbeat_seconds: float) -> None:
@@ -90,6 +91,13 @@ class Pace:
         """How long a majority must be unheard before a minority goes on without it (design section 4)."""
         deadline = self.deadline_seconds(0)
         return deadline if all_refused else max(10 * deadline, self.round_seconds)
+
+    def lost_state_wait_seconds(self) -> float:
+        """How long a committed state must be out of reach before those who are left go on without it.
+
+        Longer than the organiser waits before it goes on from an archived state: that makes no second history.
+        """
+        return self.LOST_WAITS * self.degraded_wait_seconds(False)
 
     def arrival_seconds(self) -> float:
         """For so long after a commit members that have not got it yet are counted as training on it."""

@@ -247,7 +247,7 @@ class Caretaker:
         if vigil.is_led(now) or not waiting:
             self._said = ""
             return
-        if self._following.under_way or self._archiving:
+        if self._following.under_way or self._archiving or vigil.is_outrun(now):
             return
         if self._driver is not None and self._driver.core.round.adopting:
             return

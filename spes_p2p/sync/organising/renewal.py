@@ -102,6 +102,12 @@ class Vigil:
         """Whether an elector that can vote was heard of late."""
         return self.silent_seconds(now) <= self._pace.suspect_seconds
 
+    def is_outrun(self, now: float) -> bool:
+        """Whether somebody who is heard has gone on without our tip: a renewal of it would undo what they made."""
+        head = manifest_hash(self.tip)
+        fresh = (heard.status for heard in self._heard.values() if self._is_fresh(heard, now))
+        return any(s.round > self.tip.round or (s.round == self.tip.round and s.head != head) for s in fresh)
+
     def silent_seconds(self, now: float) -> float:
         """How long no elector was heard that can vote."""
         return now - max(self._voting_at.values())
