@@ -45,8 +45,9 @@ def save_checkpoint(
     """Saves `step-%08d` under `root` and removes all but the newest `keep_checkpoints`; the new folder.
 
     `private` is any tree that `write_private` takes; `run` (JSON-able) says which run this is. An earlier checkpoint of
-    the same step is replaced. Those of later steps, left by a line that the run abandoned, are renamed to superseded-*.
-    Raises StorageFull: nothing of the new checkpoint is left then, and the older ones are untouched.
+    the same step is replaced. Those of later steps, left by a line that the run abandoned, are renamed to superseded-*,
+    of which the newest stays. Raises StorageFull: nothing of the new checkpoint is left then, and the older ones are
+    untouched.
     """
     target = root / f"step-{step:08d}"
     with new_folder(target) as folder:
@@ -106,6 +107,11 @@ def _state_records(version: Version) -> dict[str, FileRecord]:
     return records | {f"{STATE_FOLDER}/{HASHES_FILE}": FileRecord(len(joined), sha256(joined).hex())}
 
 
+def _saved_at(folder: Path) -> tuple[int, int]:
+    """When, as far as the disk tells; a line that was abandoned earlier may have come further."""
+    return folder.stat().st_mtime_ns, step_of(folder)
+
+
 def _prune(root: Path, step: int, keep_checkpoints: int) -> None:
     folders = {step_of(folder): folder for folder in checkpoint_folders(root)}
     for later in [at for at in folders if at > step]:
@@ -113,5 +119,7 @@ def _prune(root: Path, step: int, keep_checkpoints: int) -> None:
         if aside.exists():
             shutil.rmtree(aside)
         os.rename(folders.pop(later), aside)
+    for aside in sorted(superseded_folders(root), key=_saved_at)[:-1]:
+        remove_folder(aside)
     for old in sorted(folders)[: -max(1, keep_checkpoints)]:
         remove_folder(folders[old])

@@ -17,6 +17,7 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from spes_p2p.errors import first_line
 from spes_p2p.experts.offload import Courier
 from spes_p2p.experts.quantise import Quantised, dequantise, empty, quantise
 
@@ -130,7 +131,7 @@ class Thrifty(nn.Module):
         self._dtype = dtype
         for part, (experts, *shape) in shapes.items():
             self.register_buffer(part, torch.empty(0, *shape, device=device, dtype=dtype), persistent=False)
-            self._foreign[part] = self._allocate((experts, *shape))
+            self._foreign[part] = self._make_room((experts, *shape))
         if courier:
             courier.register(self, self._foreign)
 
@@ -143,6 +144,16 @@ class Thrifty(nn.Module):
         if self._kind != "compute":
             return tuple(empty(self._kind, shape, self._where, self._pin))
         return (torch.full(shape, torch.nan, dtype=self._dtype, device=self._where, pin_memory=self._pin),)
+
+    def _make_room(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Raises RuntimeError in words where the host has too little memory to pin: CUDA's own do not say whose."""
+        try:
+            return self._allocate(shape)
+        except RuntimeError as error:
+            if not self._pin:
+                raise
+            what = f"out of memory on the host: {shape[0]} offloaded experts of a layer could not be pinned"
+            raise RuntimeError(f"{what} ({first_line(error)})") from error
 
     def _owned(self, part: Part) -> Tensor:
         return cast(Tensor, getattr(self, part))
@@ -196,7 +207,7 @@ class Thrifty(nn.Module):
             owned = before.new_empty(num_owned, *before.shape[1:])
             for slot, old in enumerate(old_slots[:num_owned]):
                 owned[slot].copy_(self.read(part, old))
-            foreign = self._allocate((len(old_slots) - num_owned, *before.shape[1:]))
+            foreign = self._make_room((len(old_slots) - num_owned, *before.shape[1:]))
             for at, old in enumerate(old_slots[num_owned:]):
                 new = self._foreign_of(part, old)
                 for whole, one in zip(foreign, new, strict=True):

@@ -189,6 +189,11 @@ class Staging:
         return self._resumed or self.has_wire(tile_id) or tile_id in self._state.hashes
 
     @property
+    def is_gone(self) -> bool:
+        """Whether it was published or discarded, by a full disk too: nothing can be staged here any more."""
+        return self._full is not None or not self._open
+
+    @property
     def begun(self) -> bool:
         """Whether any tile was staged."""
         return bool(self._state.hashes or self._wire.hashes)

@@ -103,7 +103,7 @@ class StateStore:
         target.mkdir()
         try:
             source.link_into(target)
-        except StorageFull:
+        except (StorageFull, StateError):
             remove_folder(target)
             raise
         sync(target)
@@ -129,8 +129,9 @@ class StateStore:
         return staging
 
     def staged(self, round: int, label: str = "") -> Staging | None:
-        """The staging of a round that is under way, or was finished before a restart."""
-        return self._stagings.get((round, label))
+        """The staging of a round that is under way, or was finished before a restart; None where it is gone."""
+        staging = self._stagings.get((round, label))
+        return None if staging is None or staging.is_gone else staging
 
     def unstage(self, round: int, label: str = "") -> None:
         """Removes a staging, where there is one."""

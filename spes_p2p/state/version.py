@@ -26,10 +26,11 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.errors import LocalProtocolError, StateError, TileDamaged
-from spes_p2p.ids import NO_HASH, Hash
+from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.files import link_or_copy, storing, write_into
 from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
+from spes_p2p.state.maps import map_file
 
 HASHES_FILE = "hashes.bin"
 WIRE_FOLDER = "wire"
@@ -44,16 +45,12 @@ def block_file(block: int) -> str:
 
 def map_block(path: Path, size: int) -> Values:
     """The `size` values of a block file as a read-only map, shape [size]."""
-    if size == 0:  # an empty file cannot be mapped
-        return np.empty(0, DTYPE)
-    return np.memmap(path, DTYPE, mode="r", shape=(size,))
+    return map_file(path, size * VALUE_BYTES).view(DTYPE)
 
 
 def map_bytes(path: Path, size: int) -> memoryview:
     """The first `size` bytes of a file as a read-only map."""
-    if size == 0:
-        return memoryview(b"")
-    return np.memmap(path, np.uint8, mode="r", shape=(size,)).data
+    return map_file(path, size).data
 
 
 def bytes_of(values: Values) -> memoryview:
@@ -120,6 +117,7 @@ class Version:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)
             self._files[block.index] = _identity(os.stat(folder / block_file(block.index)))
             self._map(block.index)  # at once: another history's version may take the folder's place
+        self._hashes_file = _identity(os.stat(folder / HASHES_FILE)) if (folder / HASHES_FILE).is_file() else None
         self.tile_hashes = _read_hashes(folder / HASHES_FILE, layout)
         self.root = layout.root_of(self.tile_hashes)
         self.damaged: set[int] = set()
@@ -230,9 +228,19 @@ class Version:
         return tuple(self.folder / name for name in names)
 
     def link_into(self, directory: Path) -> tuple[str, ...]:
-        """Hard-links (copies across devices) this version's files into a folder that exists; their names."""
-        for path in self.files():
-            link_or_copy(path, directory / path.name)
+        """Hard-links (copies across devices) this version's files into a folder that exists; their names.
+
+        Raises StateError where the version of another history has taken the folder's place, or it was dropped: the
+        files there may be of either then.
+        """
+        try:
+            for path in self.files():
+                link_or_copy(path, directory / path.name)
+            is_ours = _identity(os.stat(self.folder / HASHES_FILE)) == self._hashes_file
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:  # nothing brings it back: what was linked before this look was ours where it still is
+            raise StateError(f"{self.folder} is not that of state {short(self.root)} any more", fix="take a newer one")
         return tuple(path.name for path in self.files())
 
     @cached_property

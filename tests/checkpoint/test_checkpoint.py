@@ -85,6 +85,13 @@ def test_checkpoints_of_an_abandoned_line_are_set_aside(tmp_path: Path, store: S
     assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["step-00000200", "superseded-step-00000300"]
 
 
+def test_of_those_set_aside_the_newest_stays(tmp_path: Path, store: StateStore) -> None:
+    for step in (100, 400, 200, 300, 250):  # 400 was abandoned before 300
+        save(tmp_path, store, step, keep=2)
+    names = sorted(path.name for path in tmp_path.glob("*step-*"))
+    assert names == ["step-00000200", "step-00000250", "superseded-step-00000300"]
+
+
 def test_a_checkpoint_cut_short_anywhere_is_refused_by_the_files_name(tmp_path: Path, store: StateStore) -> None:
     folder = save(tmp_path, store, 100)
     for name, whole in all_files(folder).items():

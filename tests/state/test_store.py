@@ -263,3 +263,23 @@ def test_empty_blocks_are_files_of_no_bytes(tmp_path: Path) -> None:
     version = small_store(tmp_path, columns_only).version(0)
     assert version.block(0).shape == (0,)
     assert Version(version.folder, 0, columns_only).root == version.root
+
+
+@pytest.mark.parametrize("end", ["another history", "dropped"])
+def test_files_of_another_version_in_its_place_are_not_taken_for_its_own(tmp_path: Path, end: str) -> None:
+    store = small_store(tmp_path / "store")
+    commit_round(store, 1, range(2))
+    ours = store.version(1)
+    values = bytes(ours.tile(0))
+    if end == "dropped":
+        store.drop(1)
+    else:
+        stage_round(store, 1, [1, 2], "theirs").finish()
+        theirs = store.staged(1, "theirs")
+        assert theirs is not None
+        assert theirs.publish().root != ours.root
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    with pytest.raises(StateError, match="is not that of state"):
+        ours.link_into(folder)
+    assert bytes(ours.tile(0)) == values
