@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgpack
@@ -85,8 +86,15 @@ def _names_of(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def _fields_of(value: Any) -> list[Any]:
-    return [getattr(value, name) for name in _names_of(typing.cast(Any, type(value)))]
+def _fields_of(value: Any) -> Any:
+    return _getter_of(typing.cast(Any, type(value)))(value)
+
+
+@cache
+def _getter_of(kind: type) -> Callable[[Any], Any]:
+    """What gives all fields of an instance at once."""
+    names = _names_of(kind)
+    return attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, name) for name in names]
 
 
 @cache

@@ -20,6 +20,7 @@ MAX_TTL_SECONDS = 3600.0
 CLOCK_SLACK_SECONDS = 10.0
 """Two clocks in one DHT are at most 3 s apart; more than this beyond the longest life is nonsense."""
 MAX_ENVELOPE_BYTES = MAX_VALUE_BYTES + 4096
+_STEP_SECONDS = 0.001
 _PURPOSE = "spes-p2p record 1"
 
 
@@ -74,13 +75,40 @@ def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId
         raise RemoteProtocolError("not a record of the directory")
     if len(statement.value) > MAX_VALUE_BYTES:
         raise RemoteProtocolError(f"a record of {len(statement.value)} bytes, at most {MAX_VALUE_BYTES} are allowed")
-    if not now < statement.expiration <= now + MAX_TTL_SECONDS + CLOCK_SLACK_SECONDS:
+    if not now < statement.expiration <= _latest_end(now):
         raise RemoteProtocolError(f"a record that ends {statement.expiration - now:.0f} s from now")
     if statement.peer != peer or key not in (None, statement.key):
         raise RemoteProtocolError(f"a record of {statement.peer!r} for {statement.key!r} in the place of another")
     if not verifier.verify(peer, envelope.public_key, wire.pack(statement), envelope.signature):
         raise RemoteProtocolError(f"a record in the name of {statement.peer!r} that it did not sign")
     return Record(statement.key, peer, statement.expiration, statement.value)
+
+
+class Ends:
+    """When the records of one publisher end, by key: of two the one that ends later wins, so each ends a bit later.
+
+    What was to end later than anybody takes is forgotten: it was made by a clock that was ahead and went back, and
+    whatever followed it would be refused, too, until that time has come.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[str, float] = {}
+
+    def next(self, key: str, ttl_seconds: float, now: float) -> float:
+        """The end of a new record for `ttl_seconds`."""
+        end = max(now + ttl_seconds, self._ends.get(key, 0.0) + _STEP_SECONDS)
+        self._ends[key] = end = end if end <= _latest_end(now) else now + ttl_seconds
+        return end
+
+    def found(self, key: str, end: float, now: float) -> None:
+        """There is a record of an earlier life of this publisher."""
+        if end <= _latest_end(now):
+            self._ends[key] = max(self._ends.get(key, 0.0), end)
+
+
+def _latest_end(now: float) -> float:
+    """Of a record that a node believes."""
+    return now + MAX_TTL_SECONDS + CLOCK_SLACK_SECONDS
 
 
 def check_ttl(ttl_seconds: float) -> None:

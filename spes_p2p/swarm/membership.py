@@ -16,6 +16,7 @@ LINK_PUBLIC = 0
 """Can be dialled from outside."""
 LINK_PRIVATE = 1
 """Behind NAT: leads only when nobody better is there."""
+LINK_CLASSES = (LINK_PUBLIC, LINK_PRIVATE)
 
 
 @dataclass(frozen=True, order=True)
@@ -64,13 +65,22 @@ def is_weighty_half(parent: Hash, heard: Collection[PeerId], all_electors: Colle
 
 
 def next_members(
-    current: Iterable[Member], heard: Iterable[Member], newcomers: Iterable[Member], leavers: Collection[PeerId]
+    current: Iterable[Member],
+    heard: Iterable[Member],
+    newcomers: Iterable[Member],
+    leavers: Collection[PeerId],
+    most: int | None = None,
 ) -> tuple[Member, ...]:
     """Members of the child manifest: everyone heard, with newcomers, without leavers, sorted by peer id.
 
+    Where they would be more than `most`, the last of the newcomers by peer id wait for another round.
     `heard` and `newcomers` carry what the peers announced of themselves; `with_votes` gives the votes.
     """
-    taking_part = {member.peer: member for member in (*newcomers, *heard) if member.peer not in leavers}
+    staying = {member.peer: member for member in heard if member.peer not in leavers}
+    new = sorted(member for member in newcomers if member.peer not in leavers and member.peer not in staying)
+    if most is not None:
+        new = new[: max(0, most - len(staying))]
+    taking_part = staying | {member.peer: member for member in new}
     return with_votes(current, tuple(member for _, member in sorted(taking_part.items())))
 
 

@@ -335,6 +335,28 @@ async def plant(
     return all(answer)
 
 
+def test_a_clock_that_was_ahead_and_went_back_hides_no_record(
+    thread: NetworkThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with peers() as start:
+            first = await start()
+            second = await start(first)
+            third = await start(first)
+            ours = second.directory
+            await ours.publish("key", b"old", 60.0)
+            with monkeypatch.context() as patch:
+                patch.setattr(ours, "_wall_clock", lambda: time.time() + 3 * 3600)
+                with pytest.raises(NetworkError, match="nobody took"):
+                    await ours.publish("key", b"ahead", 60.0)
+            for value in (b"back", b"later"):
+                await ours.publish("key", value, 60.0)
+                for reader in (first, second, third):
+                    assert await reader.directory.read("key") == {second.transport.peer_id: value}
+
+    thread.run(scenario())
+
+
 def test_newcomers_join_through_any_peer_once_the_first_is_gone(thread: NetworkThread) -> None:
     async def scenario() -> None:
         async with peers() as start:

@@ -85,3 +85,11 @@ def test_leavers_are_out_and_if_no_elector_is_left_all_vote() -> None:
 def test_votes_follow_from_the_members_alone() -> None:
     claimed = (member("anna"), member("bea"))
     assert with_votes((member("anna"),), claimed) == (member("anna"), member("bea", elector=False))
+
+
+def test_where_there_is_no_room_for_all_the_newcomers_wait() -> None:
+    here, new = [member("carl"), member("dora")], [member("anna", 3), member("bea"), member("dora", 9)]
+    names = [m.peer for m in next_members(here, here, new, (), most=3)]
+    assert names == ["anna", "carl", "dora"]
+    assert [m.peer for m in next_members(here, here, new, (), most=1)] == ["carl", "dora"]
+    assert [m.peer for m in next_members(here, here, new, (PeerId("carl"),), most=3)] == ["anna", "bea", "dora"]

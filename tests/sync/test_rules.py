@@ -15,9 +15,10 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member
 from spes_p2p.sync.core.fragments import due_tiles
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest, Merge, Slice
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, MAX_MEMBERS, Commit, Contribution, Manifest, Merge, Slice
 from spes_p2p.sync.core.plan import plan_slices
 from spes_p2p.sync.core.rules import (
+    MOST_ROUNDS,
     NOBODY,
     Outcome,
     capped_tokens,
@@ -44,7 +45,7 @@ entries = st.builds(Contribution, st.just(A), st.integers(1, 10**12), st.integer
 
 def child() -> Manifest:
     """One round of both, by the rules."""
-    roster = (Contribution(A, 8 * LENGTH, 2, 8), Contribution(B, 16 * LENGTH, 4, 16))
+    roster = (Contribution(A, 8 * LENGTH, 1, 8), Contribution(B, 16 * LENGTH, 2, 16))
     slices = plan_slices([A, B], PARENT.ownership, {}, RUN.rules.block_tiles, RUN.rules.slice_tiles)
     outcome = Outcome(roster, slices, sha256(b"wire"), sha256(b"state 1"), None)
     return child_manifest(RUN.rules, PARENT, outcome, MEMBERS, WISHES)
@@ -76,9 +77,41 @@ def test_claims_are_capped_by_the_lease() -> None:
     assert own_data.tokens == 5 * RUN.rules.batch_sequences * LENGTH
 
 
+@pytest.mark.parametrize("leased", [True, False])
+@pytest.mark.parametrize("sequences", [0, 8, 2**62])
+def test_steps_are_capped_by_the_lease_and_by_the_length_of_a_round(leased: bool, sequences: int) -> None:
+    rules, huge = replace(RUN.rules, leased=leased), 2**62
+    claim = capped_tokens(rules, PARENT, Contribution(A, huge, huge, sequences))
+    batches = -(-claim.sequences // rules.batch_sequences)
+    most = MOST_ROUNDS * PARENT.steps_per_round
+    assert claim.steps == (min(batches, most) if leased and sequences else most)
+    assert claim.tokens <= max(claim.sequences, most * rules.batch_sequences) * LENGTH
+    assert capped_tokens(rules, PARENT, claim) == claim
+
+
+def test_a_manifest_that_counts_more_steps_than_a_peer_can_have_made_is_refused() -> None:
+    for entry in (Contribution(A, 8 * LENGTH, 2, 8), Contribution(A, 2**62, 2**62, 0), Contribution(A, 1, 2**62, 0)):
+        roster = (entry, CHILD.roster[1])
+        outcome = Outcome(roster, CHILD.slices, CHILD.wire_root, CHILD.state_root, None)
+        with pytest.raises(RemoteProtocolError, match="a claims more than its lease"):
+            check_child(RUN.rules, PARENT, child_manifest(RUN.rules, PARENT, outcome, MEMBERS, WISHES))
+
+
+def test_the_largest_claims_of_a_thousand_rounds_fit_into_the_numbers_of_a_manifest() -> None:
+    """Leases, and with them what may be claimed, do not double with each round that used them all."""
+    manifest = PARENT
+    for _ in range(1000):
+        claims = (capped_tokens(RUN.rules, manifest, Contribution(peer, 2**62, 2**62, 2**62)) for peer in (A, B))
+        outcome = Outcome(tuple(claims), CHILD.slices, CHILD.wire_root, CHILD.state_root, None)
+        made = child_manifest(RUN.rules, manifest, outcome, MEMBERS, WISHES)
+        assert made.step - manifest.step <= MOST_ROUNDS * manifest.steps_per_round
+        manifest = made
+    assert max(manifest.step, manifest.tokens, manifest.leases.cursor) < 2**40
+
+
 def test_what_the_rules_make_passes() -> None:
     check_child(RUN.rules, PARENT, CHILD)
-    assert (CHILD.step, CHILD.tokens) == (3, 24 * LENGTH)  # (8 * 2 + 16 * 4) / 24 = 3.33
+    assert (CHILD.step, CHILD.tokens) == (2, 24 * LENGTH)  # (8 * 1 + 16 * 2) / 24 = 1.67
 
 
 TAMPERED: dict[str, Callable[[Manifest], Manifest]] = {
@@ -92,6 +125,7 @@ TAMPERED: dict[str, Callable[[Manifest], Manifest]] = {
     "column_rounds": lambda m: replace(m, column_rounds=(0,) * len(m.column_rounds)),
     "members": lambda m: replace(m, members=m.members[::-1]),
     "votes": lambda m: replace(m, members=(*m.members, Member(PeerId("carl"), 1, True, 0))),
+    "link class": lambda m: replace(m, members=(replace(m.members[0], link_class=-1), *m.members[1:])),
     "nobody": lambda m: replace(m, members=(), ownership=((),) * len(m.ownership)),
     "owner": lambda m: replace(m, ownership=((PeerId("carl"),), *m.ownership[1:])),
     "columns": lambda m: replace(m, ownership=m.ownership[:-1]),
@@ -174,6 +208,17 @@ def test_the_organiser_names_new_members_and_counts_no_work() -> None:
     assert (commit.manifest.step, commit.manifest.tokens) == (parent.step, parent.tokens)
     assert {owner for owners in commit.manifest.ownership for owner in owners} == {B}
     assert [peer for peer, _ in commit.manifest.leases.held] == [B]
+
+
+def test_members_are_only_so_many_whoever_names_them() -> None:
+    many = [Member(PeerId(f"peer {at:04}"), 1, True, 0) for at in range(MAX_MEMBERS + 1)]
+    wishes = {member.peer: Wish(1) for member in many}
+    made = renewed_manifest(RUN.rules, PARENT, PARENT.state_root, many, wishes)
+    assert len(made.members) == MAX_MEMBERS
+    check_child(RUN.rules, PARENT, made)
+    outcome = Outcome((), (), made.wire_root, made.state_root, None)
+    with pytest.raises(RemoteProtocolError, match="1025 members, at most 1024"):
+        check_child(RUN.rules, PARENT, child_manifest(RUN.rules, PARENT, outcome, tuple(many), {}))
 
 
 def test_only_the_organiser_renews() -> None:

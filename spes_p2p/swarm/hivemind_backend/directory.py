@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 
@@ -30,7 +31,6 @@ MAX_RECORDS = 10_000
 """A key with more publishers than this is read in part."""
 _PUBLISH_SECONDS = 10.0
 _TRIES = 3
-_STEP_SECONDS = 0.001
 _FEW_NODES = 20
 """A routing table with fewer may have lost its swarm."""
 _MOST_GREETED = 8
@@ -80,6 +80,15 @@ def _plain(packed: bytes, kind: type[T]) -> T:
     return value
 
 
+def _forget_later(storage: DHTLocalStorage, key_id: DHTID, subkey: str, expiration: float) -> None:
+    """Our own copy of a record with an end that nobody takes must not stand in the way of the next."""
+    found = storage.get(key_id)
+    if found is not None and isinstance(found.value, DictionaryDHTValue):
+        own = found.value.get(subkey)
+        if own is not None and own.expiration_time >= expiration:
+            del found.value[subkey]
+
+
 class HivemindDirectory:
     """The Directory of one DHT node."""
 
@@ -96,7 +105,8 @@ class HivemindDirectory:
         self._connect = connect
         self._node, self._signer, self._verifier, self.validator = node, signer, verifier, validator
         self._daemon_ended = daemon_ended
-        self._ends: dict[str, float] = {}
+        self._ends = envelope.Ends()
+        self._wall_clock = time.time
         self._dropped = 0
 
     def move_to(self, node: DHTNode) -> None:
@@ -127,13 +137,12 @@ class HivemindDirectory:
 
     async def _publish(self, key: str, value: bytes, ttl_seconds: float) -> list[list[bool] | None]:
         """What the nodes said that should keep the record; None: no answer. `DHTNode.store` tells of one only."""
-        # of two records of one publisher the one that ends later wins
-        expiration = max(time.time() + ttl_seconds, self._ends.get(key, 0.0) + _STEP_SECONDS)
-        self._ends[key] = expiration
+        expiration = self._ends.next(key, ttl_seconds, self._wall_clock())
         data = envelope.seal(self._signer, key, value, expiration)
         protocol, key_id, subkey = self._node.protocol, DHTID.generate(source=key), self._signer.peer_id
         packed = protocol.serializer.dumps(data)
         if not protocol.client_mode:
+            _forget_later(protocol.storage, key_id, subkey, expiration)
             protocol.storage.store(key_id, packed, expiration, subkey=subkey)
         nearest = await self._node.find_nearest_nodes([key_id], k_nearest=self._node.num_replicas, exclude_self=True)
         nodes = nearest[key_id].values()
@@ -149,7 +158,7 @@ class HivemindDirectory:
         found = await self._node.get(key, latest=True)
         own = found.value.get(self._signer.peer_id) if found is not None and isinstance(found.value, dict) else None
         if own is not None:
-            self._ends[key] = max(self._ends[key], own.expiration_time)
+            self._ends.found(key, own.expiration_time, self._wall_clock())
 
     async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
         self._require_daemon()

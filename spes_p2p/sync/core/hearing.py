@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.swarm.membership import LINK_CLASSES
+from spes_p2p.sync.core.bounds import MAX_UPLINK, is_sane_work
 from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
 from spes_p2p.sync.core.messages import (
     MAX_MEMBERS,
@@ -63,7 +65,7 @@ class Hearing(CoreState):
             known.direct_at = now
         known.signed, known.at = signed, now
         self._heard_from(status, now)
-        if status.moved > last.moved and status.head == last.head == self.round.head:
+        if status.moved > last.moved and status.head == last.head == self.round.head and self._takes_part(status):
             self._moved_at(peer, now)
         if status.plan != last.plan or status.head != last.head or status.ballots.prepare != last.ballots.prepare:
             self._poked.add(peer)
@@ -84,11 +86,17 @@ class Hearing(CoreState):
         peer = status.peer
         self._gone.discard(peer)
         self._probed.pop(peer, None)
+        if status.work.ready:
+            self._kept_waiting.discard(peer)
         if status.ballots.prepare >= 0:
             self.round.asked = True
         if self._elector.get(peer) == status.incarnation and status.intent.can_vote:
             self._voting_at[peer] = now
             self._given_up.discard(peer)
+
+    def _takes_part(self, status: Status) -> bool:
+        """Whether a round may wait for bytes that move at this peer: newcomers and archives take their own time."""
+        return any(m.peer == status.peer and m.incarnation == status.incarnation for m in self.tip.members)
 
     def _moved_at(self, peer: PeerId, now: float) -> None:
         """Bytes move at a peer: neither it nor the leader is to be blamed."""
@@ -98,7 +106,7 @@ class Hearing(CoreState):
             self.round.progress_at = now
 
     def _is_sane(self, status: Status) -> bool:
-        """Nothing in it is longer than it can be."""
+        """Nothing in it is longer or larger than it can be."""
         slices, intent = sum(self.rules.block_tiles), status.intent
         hashes = (status.head, status.plan, status.ballots.accepted_manifest)
         return (
@@ -107,6 +115,9 @@ class Hearing(CoreState):
             and max(len(intent.claims), len(intent.releases)) <= self.rules.num_columns
             and len(status.unheard) <= MAX_MEMBERS
             and status.round >= -1  # before genesis
+            and is_sane_work(status.work)
+            and intent.link_class in LINK_CLASSES
+            and 0 <= intent.uplink_bytes_per_second <= MAX_UPLINK
         )
 
     def _has_room_for(self, peer: PeerId, now: float) -> bool:
@@ -128,7 +139,9 @@ class Hearing(CoreState):
         plan, current = signed.value, self.round
         if plan.parent != current.head or signed.author != plan.leader or plan.fingerprint != self.rules.fingerprint:
             return False
-        if plan.leader not in self._elector or current.plans_of.get(plan.leader, 0) >= MOST_PLANS:
+        if plan.leader not in self._elector or not self._is_near(plan.ballot):
+            return False
+        if current.plans_of.get(plan.leader, 0) >= MOST_PLANS:
             return False
         if current.plan is not None:  # a total order, so that all end with one plan even if two leaders share a ballot
             mine = current.plan.value
@@ -157,7 +170,10 @@ class Hearing(CoreState):
             return False
         if any(len(tile_hash) != len(NO_HASH) for tile_hash in report.wire_hashes):
             return False
-        if len(report.left_out) > len(piece.contributors) or any(len(why) > MAX_REASON for _, why in report.left_out):
+        out = [peer for peer, _ in report.left_out]
+        if len(set(out)) != len(out) or not set(out) <= set(piece.contributors):
+            return False
+        if any(len(why) > MAX_REASON or not why.isprintable() for _, why in report.left_out):
             return False
         if report.index in current.reports or report.reducer in current.voids.get(report.index, {}):
             return False
@@ -185,6 +201,8 @@ class Hearing(CoreState):
         if proposal.parent != current.head or signed.author != proposal.leader or key in current.proposals:
             return False
         if proposal.leader != self._leader_of(proposal.heard, proposal.ballot) or proposal.ballot < 0:
+            return False
+        if not proposal.heard and not self._is_near(proposal.ballot):
             return False
         if len(proposal.wire_hashes) != len(proposal.manifest.slices):
             return False

@@ -28,6 +28,8 @@ MOST_VOTES = 8
 """Votes of a kind, and proposals, that are kept of one elector in a round; beside those that somebody is bound to."""
 MOST_PLANS = 16
 """Plans of one elector that are taken up in a round; a leader makes one in each of its lives."""
+MOST_TURNS = 64
+"""A ballot may be so many turns of all electors ahead: deadlines double up to a cap, so it takes days to get there."""
 MAX_SEEDS = 16
 HOPELESS = 8
 """A proposal that could not be staged in so many tries gives way to another."""

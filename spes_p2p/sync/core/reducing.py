@@ -65,6 +65,7 @@ class Reducing(CoreState):
         current = self.round
         if current.closing < 0 or not self._all_stopped(now):
             return False
+        self._note_late(now)
         self._take_plan(self._sealer.seal(self._make_plan(self._roster(now), now)), now)
         self._news = True
         return True
@@ -207,9 +208,18 @@ class Reducing(CoreState):
         training = [s for s in self._members_here(now) if not s.work.ready]
         if not training:
             return True
-        waited = now - (current.closed_at if current.closed_at is not None else now)
-        longest = max(status.work.ready_in_seconds for status in training)
-        return waited > 2 * self.pace.heartbeat_seconds + 2 * longest
+        closed_at = current.closed_at if current.closed_at is not None else now
+        longest = max((s.work.ready_in_seconds for s in training if s.peer not in self._kept_waiting), default=0.0)
+        most = self.pace.last_step_seconds(closed_at - current.started_at)
+        return now - closed_at > 2 * self.pace.heartbeat_seconds + min(2 * longest, most)
+
+    def _note_late(self, now: float) -> None:
+        """Who was waited for in vain is believed again when it has been READY: else it could delay every round."""
+        here = (status for status in self._members_here(now) if status.peer != self.me)
+        late = {status.peer for status in here if not status.work.ready and status.work.ready_in_seconds > 0}
+        for peer in sorted(late - self._kept_waiting):
+            self._note("late", "the round closed and waited for its running step, which did not end", peer)
+        self._kept_waiting |= late
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
         entries = []
@@ -218,7 +228,7 @@ class Reducing(CoreState):
             if work.ready and work.tokens > 0 and work.steps > 0:
                 entry = Contribution(status.peer, work.tokens, work.steps, work.sequences)
                 entries.append(capped_tokens(self.rules, self.tip, entry))
-        return tuple(sorted((e for e in entries if e.tokens > 0), key=lambda entry: entry.peer))
+        return tuple(sorted((e for e in entries if min(e.tokens, e.steps) > 0), key=lambda entry: entry.peer))
 
     def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         intents = {peer: contact.status.intent for peer, contact in self.contacts.items()}

@@ -23,6 +23,7 @@ from spes_p2p.sync.core.actions import (
     Build,
     CatchUp,
 )
+from spes_p2p.sync.core.bounds import told
 from spes_p2p.sync.core.hearing import Hearing
 from spes_p2p.sync.core.knowledge import EMPTY_WORDS, MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
 from spes_p2p.sync.core.messages import (
@@ -136,7 +137,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         if work.ready and current.ready_at is None:
             current.ready_at = now
             current.progress_at = now
-        current.work = work
+        current.work = told(work)
         return self._advance(now)
 
     def wants_reduced(self, plan: Hash, index: int) -> bool:

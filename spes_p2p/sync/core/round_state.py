@@ -10,8 +10,9 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members, trainers
 from spes_p2p.sync.core.actions import Action, Notice, Persist
-from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, Contact, Heard, Key, RoundState, Wanted
+from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, MOST_TURNS, Contact, Heard, Key, RoundState, Wanted
 from spes_p2p.sync.core.messages import (
+    MAX_MEMBERS,
     Ballots,
     Commit,
     Intent,
@@ -30,6 +31,9 @@ from spes_p2p.sync.core.plan import reducer_order
 from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.core.votes import VoteRecord
+
+MAX_NOTICE = 300
+"""Characters of what is told to a person."""
 
 
 class CoreState:
@@ -74,6 +78,8 @@ class CoreState:
         self._last_event = now
         self._gone: set[PeerId] = set()
         self._given_up: set[PeerId] = set()
+        self._kept_waiting: set[PeerId] = set()
+        """Whose running step a round waited for in vain, until they are READY."""
         self._probed: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self._asked_last: PeerId | None = None
@@ -383,7 +389,9 @@ class CoreState:
         return now
 
     def _note(self, kind: str, text: str, peer: PeerId | None = None) -> None:
-        self._out.append(Notice(kind, text, peer))
+        """Cleaned and cut: words of others may be part of it, and it goes to a terminal."""
+        plain = "".join(sign if sign.isprintable() else "?" for sign in text[:MAX_NOTICE])
+        self._out.append(Notice(kind, plain, peer))
 
     def _bind(self, record: VoteRecord) -> None:
         self.record = record
@@ -394,7 +402,30 @@ class CoreState:
         current = self.round
         if current.closing >= 0 or current.plan is not None or current.proposals:
             return True
-        return any(status.ballots.closing >= 0 for status in self._electors_here())
+        return any(self._may_close(status) for status in self._electors_here())
+
+    def _may_close(self, status: Status) -> bool:
+        """Whether an elector says that it closes the round, and may: it leads the ballot of which it says so."""
+        ballot = status.ballots.closing
+        if ballot < 0:
+            return False
+        if self.degraded_set:
+            return status.peer == self._leader_of(self.degraded_set, 0)
+        return status.peer == self._leader_of((), ballot) and (ballot == 0 or self._is_reached(ballot))
+
+    def _is_reached(self, ballot: int) -> bool:
+        """Whether a majority of the electors has promised `ballot` or a later one, as far as we heard."""
+        return self._is_majority(sum(promised >= ballot for promised in self._promised()))
+
+    def _promised(self) -> list[int]:
+        """The highest ballot that each elector on our head has promised, ours among them."""
+        mine = [self.record.promised] if self.is_elector() else []
+        return mine + [status.ballots.promised for status in self._electors_here()]
+
+    def _is_near(self, ballot: int) -> bool:
+        """Whether a ballot can come about by turns: from our view, or the one that a majority has reached."""
+        most = MOST_TURNS * len(self._elector)
+        return 0 <= ballot <= self.round.view + most or (ballot > most and self._is_reached(ballot - most))
 
     def _take_plan(self, signed: Signed[Plan], now: float) -> None:
         """Staged tiles stay: they are known by their hashes, whatever plan they came from."""
@@ -483,6 +514,6 @@ class CoreState:
         if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
             heard = [m for m in self.tip.members if m.peer in leavers]
             leavers = set()
-        members = next_members(self.tip.members, heard, newcomers, leavers)
+        members = next_members(self.tip.members, heard, newcomers, leavers, MAX_MEMBERS)
         named = {member.peer for member in members}
         return members, {peer: wish for peer, wish in wishes.items() if peer in named}

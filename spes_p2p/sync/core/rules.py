@@ -15,11 +15,12 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish, assign
 from spes_p2p.ownership.expert_map import Ownership, nobody
-from spes_p2p.swarm.membership import Member, electors, is_majority, trainers, with_votes
+from spes_p2p.swarm.membership import LINK_CLASSES, Member, electors, is_majority, trainers, with_votes
 from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import (
     DEGRADED,
     MAJORITY,
+    MAX_MEMBERS,
     ORGANISER,
     WIRE_VERSION,
     Acceptance,
@@ -36,6 +37,9 @@ from spes_p2p.sync.core.messages import (
 )
 
 NOBODY = PeerId("")
+MOST_ROUNDS = 8
+"""Rounds of work that one claim may be worth. An honest peer brings two at most (its own, and what it trained ahead
+while the last one was synced), and more only after rounds that did not count it."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,12 @@ def merge_alpha_for(rules: RunRules, step_before: int, step_after: int) -> float
 
 
 def demand(rules: RunRules, step: int, members: Sequence[Member], roster: Sequence[Contribution]) -> dict[PeerId, int]:
-    """Sequences that each member that trains will use in the next round: those of this one, or a full round."""
+    """Sequences that each member that trains will use in the next round: those of this one, or a full round.
+
+    Bounded: a lease is twice the demand, so that who says each time that it used it all would have it double for ever.
+    """
     full_round = rules.steps_per_round(step) * rules.batch_sequences
-    used = {entry.peer: entry.sequences for entry in roster}
+    used = {entry.peer: min(entry.sequences, MOST_ROUNDS * full_round) for entry in roster}
     return {member.peer: max(used.get(member.peer, 0), full_round) for member in trainers(members)}
 
 
@@ -106,18 +113,19 @@ def leases_after(
 
 
 def capped_tokens(rules: RunRules, parent: Manifest, entry: Contribution) -> Contribution:
-    """The same entry with its claim capped by what its lease could have given; without one, by its own steps.
+    """The same entry with its claim capped by what its lease could have given; without one, by MOST_ROUNDS rounds.
 
-    A peer with data of its own takes no sequences from its lease.
+    A peer with data of its own takes no sequences from its lease. Steps are capped too: they move the global step, and
+    a change is judged by how many of them made it.
     """
-    if not rules.leased:
-        return entry
-    if entry.sequences == 0:
-        trained = entry.steps * rules.batch_sequences * rules.sequence_tokens
-        return replace(entry, tokens=min(entry.tokens, trained))
+    steps = min(entry.steps, MOST_ROUNDS * parent.steps_per_round)
+    if not rules.leased or entry.sequences == 0:
+        trained = steps * rules.batch_sequences * rules.sequence_tokens
+        return replace(entry, steps=steps, sequences=0, tokens=min(entry.tokens, trained))
     held = dict(parent.leases.held).get(entry.peer, ())
     sequences = min(entry.sequences, sum(stop - start for start, stop in held))
-    return replace(entry, sequences=sequences, tokens=min(entry.tokens, sequences * rules.sequence_tokens))
+    steps = min(steps, -(-sequences // rules.batch_sequences))
+    return replace(entry, steps=steps, sequences=sequences, tokens=min(entry.tokens, sequences * rules.sequence_tokens))
 
 
 @dataclass(frozen=True)
@@ -201,19 +209,20 @@ def renewed_manifest(
 
     `state_root` is that of the parent, or of one before it where nobody has the parent's state any more.
     """
-    named = with_votes(parent.members, sorted(members))
-    return child_manifest(rules, parent, Outcome((), (), sha256(), state_root, None), named, wishes)
+    named = with_votes(parent.members, sorted(members)[:MAX_MEMBERS])
+    theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
+    return child_manifest(rules, parent, Outcome((), (), sha256(), state_root, None), named, theirs)
 
 
 def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
+    _check_roster(rules, parent, child.roster)  # first: the rest is derived from them
+    _check_members(parent, child)
     outcome = Outcome(child.roster, child.slices, child.wire_root, child.state_root, child.merge)
     expected = _derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(expected, name):
             raise RemoteProtocolError(f"manifest of round {child.round}: {name} does not follow from its parent")
-    _check_members(parent, child)
-    _check_roster(rules, parent, child.roster)
     _check_slices(rules, parent, child.roster, child.slices)
     if rules.exchange and {p for s in child.slices for p in s.contributors} != {entry.peer for entry in child.roster}:
         raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
@@ -228,8 +237,14 @@ def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
 
 def _check_members(parent: Manifest, child: Manifest) -> None:
     names = [member.peer for member in child.members]
+    if len(names) > MAX_MEMBERS:
+        raise RemoteProtocolError(
+            f"manifest of round {child.round}: {len(names)} members, at most {MAX_MEMBERS} can be"
+        )
     if not names or names != sorted(set(names)):
         raise RemoteProtocolError(f"manifest of round {child.round}: no members, or not in order, or named twice")
+    if any(member.link_class not in LINK_CLASSES for member in child.members):  # leaders are chosen by it
+        raise RemoteProtocolError(f"manifest of round {child.round}: a member's link class is none that there is")
     if with_votes(parent.members, child.members) != child.members:
         raise RemoteProtocolError(f"manifest of round {child.round}: votes do not follow from the parent's members")
     owners = {owner for column in child.ownership for owner in column}
@@ -342,6 +357,8 @@ def check_certificate(
     it says were heard; a renewal that of the organiser, and it counts nobody's work.
     """
     where = f"certificate of round {child.round}"
+    if certificate.kind not in (MAJORITY, DEGRADED, ORGANISER):  # not quoted: it may be any text
+        raise RemoteProtocolError(f"{where} is of no known kind")
     if certificate.parent != manifest_hash(parent) or certificate.manifest != manifest_hash(child):
         raise RemoteProtocolError(f"{where} is of another manifest")
     if child.parent != certificate.parent:

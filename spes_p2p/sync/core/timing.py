@@ -103,6 +103,13 @@ class Pace:
         """For so long after a commit members that have not got it yet are counted as training on it."""
         return max(2 * self.heartbeat_seconds, self.WAIT_SHARE * self.round_seconds)
 
+    def last_step_seconds(self, trained_seconds: float) -> float:
+        """The longest that a round which was trained for so long waits, after its close, for steps that still run.
+
+        Four rounds: a step may well be longer than a round, but who says so need not be right.
+        """
+        return 4 * max(trained_seconds, self.round_seconds, self.deadline_seconds(0))
+
     def close_after_seconds(self, ready_seconds: list[float], most: bool = False) -> float:
         """Training time after which the round closes without those who are late.
 

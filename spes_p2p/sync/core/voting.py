@@ -272,7 +272,7 @@ class Voting(CoreState):
     def _asking(self) -> list[tuple[int, PeerId]]:
         """(ballot, candidate) of those who ask for promises, the highest first."""
         asked = [(s.ballots.prepare, s.peer) for s in self._electors_here() if s.ballots.prepare >= 0]
-        return sorted(asked, reverse=True)
+        return sorted((pair for pair in asked if self._is_near(pair[0])), reverse=True)
 
     def _leader_failed(self, now: float) -> bool:
         """The leader of our view is lost or has given up, or the round should move and does not."""

@@ -1,0 +1,32 @@
+"""Bounds of the numbers and words that others tell of themselves. What a round makes of them stands elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spes_p2p.sync.core.messages import Work
+
+MAX_COUNT = 2**53
+"""Of tokens, steps or sequences that a status tells of."""
+MAX_STEP_SECONDS = 86_400.0
+MAX_TRAINED_SECONDS = 366 * 86_400.0
+MAX_UPLINK = 2**40
+"""Bytes a second."""
+
+
+def is_sane_work(work: Work) -> bool:
+    """Whether every number is one that a peer can honestly tell."""
+    counts = (work.tokens, work.steps, work.sequences, work.expected_tokens)
+    return (
+        all(0 <= count < MAX_COUNT for count in counts)
+        and 0 <= work.seconds <= MAX_TRAINED_SECONDS  # false for NaN
+        and 0 <= work.ready_in_seconds <= MAX_STEP_SECONDS
+    )
+
+
+def told(work: Work) -> Work:
+    """What we tell of our own work: a machine that slept for days must not fall silent by it."""
+    if is_sane_work(work):
+        return work
+    seconds = min(max(work.seconds, 0.0), MAX_TRAINED_SECONDS)
+    return replace(work, seconds=seconds, ready_in_seconds=min(max(work.ready_in_seconds, 0.0), MAX_STEP_SECONDS))
