@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
@@ -26,7 +26,7 @@ from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
-from spes_p2p.sync.outer import Nesterov
+from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.transfer import Transfers
 
 T = TypeVar("T")
@@ -85,8 +85,9 @@ class CatchUp:
         self._transfers = transfers
         self._in_thread = in_thread
         self._under_way: tuple[Hash, int, Staging] | None = None
+        self._replaying: Staging | None = None
         self._replayed: Staging | None = None
-        self._outer = Nesterov(*rules.outer) if rules.outer is not None else None
+        self._outer = outer_optimizer(rules)
 
     async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
         """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
@@ -157,20 +158,20 @@ class CatchUp:
         if self._under_way is None or self._under_way[1] != base_round:
             return newest
         root, _, staging = self._under_way
-        if not base_round < staging.round < newest.manifest.round or not staging.begun:
+        if not base_round < staging.round < newest.manifest.round or not staging.begun or not self._is_here(staging):
             return newest
-        begun = self._chain.commit(staging.round)
+        begun = self._chain.find(staging.round)
         try:
             await self._transfers.hash_list(holders, root, staging.round)
         except NetworkError:
             return newest
-        return begun if begun.manifest.state_root == root else newest
+        return begun if begun is not None and begun.manifest.state_root == root else newest
 
     async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Staging:
         """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders.
 
         What is in another version or in a checkpoint on this disk is not fetched. Where what the rounds since
-        handed out is less than what differs, that is fetched instead.
+        handed out is less than what differs, that is fetched instead. Raises StorageFull, TileDamaged.
         """
         done = self._store.staged(manifest.round, FETCHED)
         if done is not None and done.finished is not None and done.finished.root == manifest.state_root:
@@ -193,15 +194,11 @@ class CatchUp:
         async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
             await self._in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
 
-        try:
-            await self._transfers.tiles(missing, holders, take, spread=True)
-        except StorageFull:
-            self._under_way = None
-            raise
+        await self._transfers.tiles(missing, holders, take, spread=True)
         self._under_way = None
         hashes = await self._in_thread(staging.finish)
         if layout.root_of(hashes) != manifest.state_root:
-            staging.discard()
+            self._store.unstage(manifest.round, FETCHED)
             raise RemoteProtocolError(f"the state of round {manifest.round} does not hash to its root")
         return staging
 
@@ -211,7 +208,10 @@ class CatchUp:
             return []
         if not base_round < manifest.round <= min(base_round + MOST_STEPS, self._chain.length - 1):
             return []
-        steps = [self._chain.commit(round).manifest for round in range(base_round + 1, manifest.round + 1)]
+        commits = [self._chain.find(round) for round in range(base_round + 1, manifest.round + 1)]
+        steps = [commit.manifest for commit in commits if commit is not None]
+        if len(steps) < len(commits):  # an archive's chain goes over to another history meanwhile
+            return []
         layout = self._store.layout
         handed = [{tile_id for piece in step.slices for tile_id in piece.tile_ids} for step in steps]
         wire_bytes = sum(layout.wire_bytes(layout.tiles[tile_id]) for some in handed for tile_id in some)
@@ -246,29 +246,31 @@ class CatchUp:
         for step, wanted in zip(steps[done:], lists[done:], strict=True):
             before, staging = staging, self._staged_step(step, parent)
             await self._follow(step, staging, wanted, holders)
-            if before is not None:
-                self._store.unstage(before.round, FETCHED)
             parent = _finished(staging)
             if parent.root != step.state_root:
                 self._store.unstage(step.round, FETCHED)
                 raise RemoteProtocolError(f"the state of round {step.round} came out differently here")
+            self._replayed = staging
+            if before is not None:
+                self._store.unstage(before.round, FETCHED)
         assert staging is not None
         return staging
 
     def _gone_through(self, steps: Sequence[Manifest]) -> int:
         """How many of the steps an attempt before has done."""
         found = self._replayed
-        if found is None or found.finished is None or self._store.staged(found.round, FETCHED) is not found:
+        if found is None or found.finished is None or not self._is_here(found):
             return 0
         roots = [step.state_root for step in steps]
         return 1 + roots.index(found.finished.root) if found.finished.root in roots else 0
 
     def _staged_step(self, step: Manifest, parent: Version) -> Staging:
         """That of an attempt before at the same round, else a fresh one."""
-        found = self._store.staged(step.round, FETCHED)
-        if found is None or found is not self._replayed or found.parent is not parent or found.finished is not None:
+        found = self._replaying
+        same = found is not None and found.round == step.round and found.parent is parent and self._is_here(found)
+        if found is None or not same or found.finished is not None:
             found = self._store.stage(step.round, None, FETCHED, parent)
-        self._replayed = found
+        self._replaying = found
         return found
 
     async def _follow(
@@ -290,10 +292,16 @@ class CatchUp:
 
     def _staging(self, manifest: Manifest, base_round: int) -> Staging:
         """That of an attempt before at the same state, else a fresh one."""
-        if self._under_way is None or self._under_way[:2] != (manifest.state_root, base_round):
-            staging = self._store.stage(manifest.round, base_round, FETCHED)
-            self._under_way = (manifest.state_root, base_round, staging)
-        return self._under_way[2]
+        before = self._under_way
+        if before is not None and before[:2] == (manifest.state_root, base_round) and self._is_here(before[2]):
+            return before[2]
+        staging = self._store.stage(manifest.round, base_round, FETCHED)
+        self._under_way = (manifest.state_root, base_round, staging)
+        return staging
+
+    def _is_here(self, staging: Staging) -> bool:
+        """Whether what an attempt before has staged can be gone on with: a full disk, or another try, ends it."""
+        return self._store.staged(staging.round, FETCHED) is staging
 
 
 def _merged(layout: Layout, staging: Staging, step: Manifest) -> None:

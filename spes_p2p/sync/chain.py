@@ -1,13 +1,15 @@
 """What a peer must remember of the protocol over a restart: the chain of commits, its votes, its incarnation.
 
 One file a commit, so that headers are served without parsing; the voting record in a file of its own, replaced at each
-vote. Tensors are the state store's business.
+vote. Another history can take the place of ours at any time: who reads by number, in another thread than the one that
+writes, asks for what may not be there any more. Tensors are the state store's business.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError,
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.files import sync, write_whole
 from spes_p2p.state.hashes import split_hashes
-from spes_p2p.sync.core.messages import Commit, manifest_hash
+from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import CheckSignature, RunRules, check_certificate, check_child
 from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.sync.genesis import RunInfo, check_genesis
@@ -28,24 +30,35 @@ _JOIN_AGAIN = "remove the run's folder and join again: everything but this peer'
 
 
 class Chain:
-    """The commits of a run from genesis on, in `directory`. What is appended was checked before."""
+    """The commits of a run from genesis on, in `directory`. What is appended was checked before.
+
+    One thread at a time may write; readers in others see the chain before or after, never between.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Raises StateError where a commit is damaged or missing in the middle."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self._switch = directory / "switch"
+        self._lock = threading.RLock()
         self._end_switch()
         rounds = sorted(int(m[1]) for path in directory.iterdir() if (m := _COMMIT.fullmatch(path.name)))
         if rounds and rounds != list(range(len(rounds))):
             missing = next(at for at, round in enumerate(rounds) if at != round)
             raise StateError(f"{directory} lacks the commit of round {missing}", fix=_JOIN_AGAIN)
         self._length = len(rounds)
-        self._newest: Commit | None = self.commit(self._length - 1) if rounds else None
+        self._newest: tuple[Commit, float] | None = None
+        self._end_with(self._length)
 
     @property
     def newest(self) -> Commit | None:
         """The last commit, None before genesis."""
+        newest = self._newest
+        return newest[0] if newest is not None else None
+
+    @property
+    def newest_received(self) -> tuple[Commit, float] | None:
+        """The last commit, and when it came here (see `received_at`)."""
         return self._newest
 
     @property
@@ -53,15 +66,43 @@ class Chain:
         return self._length
 
     def commit(self, round: int) -> Commit:
-        """The commit of a round. Raises StateError where its file is damaged."""
+        """The commit of a round that is here. Raises StateError where its file is damaged."""
+        with self._lock:
+            data = self._read(round)
         try:
-            return unpack(Commit, self._read(round))
+            return unpack(Commit, data)
         except RemoteProtocolError as error:
             raise StateError(f"{self._path(round)} is damaged: {error}", fix=_JOIN_AGAIN) from error
 
+    def find(self, round: int) -> Commit | None:
+        """The commit of a round, None where the chain has none (any more)."""
+        with self._lock:
+            return self.commit(round) if 0 <= round < self._length else None
+
+    def commit_of(self, manifest: Manifest) -> Commit | None:
+        """The commit of this very manifest, None where it is not of our history (any more)."""
+        found = self.find(manifest.round)
+        return found if found is not None and found.manifest == manifest else None
+
+    def parent_of(self, manifest: Manifest) -> Manifest | None:
+        """The manifest that this one follows, None where that is not of our history (any more)."""
+        found = self.find(manifest.round - 1)
+        return found.manifest if found is not None and manifest_hash(found.manifest) == manifest.parent else None
+
+    def child_of(self, manifest: Manifest) -> Manifest | None:
+        """The manifest that follows this one, None where our history has none (any more)."""
+        found = self.find(manifest.round + 1)
+        return found.manifest if found is not None and found.manifest.parent == manifest_hash(manifest) else None
+
     def received_at(self, round: int) -> float:
-        """When the commit of a round came here: Unix seconds by the wall clock of that time."""
-        return self._path(round).stat().st_mtime
+        """When the commit of a round that is here came: Unix seconds by the wall clock of that time."""
+        with self._lock:
+            return self._path(round).stat().st_mtime
+
+    def received_of(self, manifest: Manifest) -> float | None:
+        """The same of this very manifest, None where it is not of our history (any more)."""
+        with self._lock:
+            return self.received_at(manifest.round) if self.commit_of(manifest) is not None else None
 
     def append(self, commit: Commit) -> None:
         """Adds the next commit, durably; nothing is done for one that is here. Raises StorageFull.
@@ -76,8 +117,8 @@ class Chain:
                 return
             self._cut(round)
         write_whole(self._path(round), pack(commit))
-        self._length = round + 1
-        self._newest = commit
+        with self._lock:
+            self._end_with(round + 1, commit)
 
     def switch(self, line: Sequence[Commit]) -> None:
         """Puts `line` in the place of everything from its first round on: wholly, also where a crash comes between.
@@ -92,9 +133,14 @@ class Chain:
         except StorageFull:
             self._forget_next()
             raise
-        self._end_switch()
-        self._length = last + 1
-        self._newest = line[-1]
+        with self._lock:
+            self._end_switch()
+            self._end_with(last + 1, line[-1])
+
+    def _end_with(self, length: int, newest: Commit | None = None) -> None:
+        last = length - 1
+        self._newest = (newest or self.commit(last), self.received_at(last)) if length else None
+        self._length = length
 
     def _end_switch(self) -> None:
         """Carries out a switch that was decided, and forgets one that was not. Takes no room."""
@@ -120,17 +166,19 @@ class Chain:
         The first one is given whatever its size. Raises StateError where one cannot be read.
         """
         found: list[bytes] = []
-        for round in range(first, min(first + count, self._length)):
-            data = self._read(round)
-            max_bytes -= len(data)
-            if found and max_bytes < 0:
-                break
-            found.append(data)
+        with self._lock:  # commits of two histories must not follow each other
+            for round in range(first, min(first + count, self._length)):
+                data = self._read(round)
+                max_bytes -= len(data)
+                if found and max_bytes < 0:
+                    break
+                found.append(data)
         return tuple(found)
 
     def has(self, head: Hash, round: int) -> bool:
         """Whether `head` names the commit of that round, as far as it is here."""
-        return round < self._length and manifest_hash(self.commit(round).manifest) == head
+        found = self.find(round)
+        return found is not None and manifest_hash(found.manifest) == head
 
     def knows(self, head: Hash, round: int) -> bool:
         """Whether `head` names one of the commits up to `round`."""
@@ -140,10 +188,12 @@ class Chain:
 
     def _cut(self, round: int) -> None:
         """The last first, so that a crash leaves no gap."""
-        for at in range(self._length - 1, round - 1, -1):
-            self._path(at).unlink()
-        sync(self.directory)
-        self._length = round
+        with self._lock:
+            before = self._length
+            self._end_with(round)
+            for at in range(before - 1, round - 1, -1):
+                self._path(at).unlink()
+            sync(self.directory)
 
     def _read(self, round: int) -> bytes:
         path = self._path(round)

@@ -39,7 +39,7 @@ from spes_p2p.sync.keeping_up import KeepingUp
 from spes_p2p.sync.making import Making
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
-from spes_p2p.sync.outer import Nesterov
+from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.patience import Patience
 from spes_p2p.sync.requests import VALUES, Request, Serving
@@ -190,7 +190,7 @@ class Driver:
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
         )
-        outer = Nesterov(*core.rules.outer) if core.rules.outer is not None else None
+        outer = outer_optimizer(core.rules)
         self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound, outer)
         self._bench.enter(core.tip.round)
         self._making = Making(
@@ -461,7 +461,10 @@ class Driver:
 
     def _committed(self, head: Hash) -> Version | None:
         current = self.core.round  # one look: the loop goes on beside this thread
-        return self._disk.store.version(current.tip.round) if current.head == head else None
+        if current.head != head:
+            return None
+        version = self._disk.store.version(current.tip.round)
+        return version if version.root == current.tip.state_root else None  # else another history is taking our place
 
     def _keep_residuals(self, tip: int, newest: Commit, another_history: bool) -> None:
         """What lossy codecs left, brought to the round that we caught up with."""
@@ -530,6 +533,7 @@ class Driver:
         self._run(tell_core(self._clock.now()))
         self._hooks.applied(event)
         reached(steps.APPLIED, peer=self.core.me, round=round)
+        keep |= self._hooks.rounds_in_use()  # it may have taken what was pending just before this commit
         await self._drop_all_but(keep | {round, round - 1})
 
     async def _drop_all_but(self, keep: frozenset[int]) -> None:
@@ -586,10 +590,14 @@ class Driver:
             self._was_full = True
             self._hooks.notice(do.Notice("disk", f"{error}; training goes on, but this peer cannot vote until then"))
         self._retention.clear()
-        tip = self.core.tip.round
-        self._tasks.spawn(self._drop_all_but(self._hooks.rounds_in_use() | {tip, tip - 1}))
+        self._tasks.spawn(self._make_room())
         self._full_until = self._clock.now() + 10 * self.core.pace.heartbeat_seconds
         self._run(self.core.disk_full(self._disk.votes.record, self._clock.now()))
+
+    async def _make_room(self) -> None:
+        async with self._making.lock:  # a state that is being committed is no one to drop
+            tip = self.core.tip.round
+            await self._drop_all_but(self._hooks.rounds_in_use() | {tip, tip - 1})
 
     def _room_again(self) -> None:
         if self._was_full and self._full_until is None:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_p2p.config.schema import SyncConfig
 from spes_p2p.state.layout import Values
+from spes_p2p.sync.core.rules import RunRules
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,6 @@ class Nesterov:
         return new, kept
 
 
-def outer_optimizer(sync: SyncConfig) -> Nesterov | None:
+def outer_optimizer(rules: RunRules) -> Nesterov | None:
     """That of a run; None where the mean is the new state."""
-    return Nesterov(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None
+    return Nesterov(*rules.outer) if rules.outer is not None else None

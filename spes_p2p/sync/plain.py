@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +22,9 @@ from spes_p2p.sync.core import actions, knowledge, messages, rules, timing, vote
 NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "_rules_by_situation", "fired"})
 """Attributes of a `Core` that are given to it, or tell only what happened."""
 _SIGNATURES = frozenset({"signature", "public_key"})
-_SCALARS = (bool, int, float, str, bytes, type(None))
-_SEQUENCES: tuple[tuple[str, Any], ...] = (("t", tuple), ("l", list), ("s", set), ("f", frozenset))
+_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
+_SEQUENCES: dict[str, Any] = {"t": tuple, "l": list, "s": set, "f": frozenset}
+_MARKS = {kind: mark for mark, kind in _SEQUENCES.items()}
 
 
 def _classes(*modules: ModuleType) -> dict[str, type]:
@@ -53,37 +55,38 @@ def state_of(core: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, signed: bool) -> Any:
-    if type(value) in _SCALARS:
+    kind: Any = type(value)
+    if kind in _SCALARS:
         return value
-    for mark, kind in _SEQUENCES:
-        if type(value) is kind:
-            items: list[Any] = [_plain(item, signed) for item in value]
-            return [mark, *(sorted(items, key=repr) if kind in (set, frozenset) else items)]
+    if mark := _MARKS.get(kind):
+        items = [item if type(item) in _SCALARS else _plain(item, signed) for item in value]
+        return [mark, *(sorted(items, key=repr) if kind in (set, frozenset) else items)]
     if isinstance(value, dict):
         mark = "c" if isinstance(value, Counter) else "d"
         return [mark, *([_plain(key, signed), _plain(item, signed)] for key, item in value.items())]
     if isinstance(value, deque):
         return ["q", value.maxlen, *(_plain(item, signed) for item in value)]
-    name = type(value).__name__
-    if _CLASSES.get(name) is not type(value):
+    name = kind.__name__
+    if _CLASSES.get(name) is not kind:
         raise TypeError(f"{name} is not recorded")
-    fields = _fields(value)
-    return [name, *([at, _plain(item, signed)] for at, item in fields.items() if signed or at not in _SIGNATURES)]
+    pairs = [(at, getattr(value, at)) for at in _names_of(kind, signed) or vars(value)]
+    return [name, *[[at, item if type(item) in _SCALARS else _plain(item, signed)] for at, item in pairs]]
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return vars(value)
+@cache
+def _names_of(kind: type, signed: bool) -> tuple[str, ...]:
+    """The fields of a dataclass that count; none of another class."""
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    return tuple(field.name for field in dataclasses.fields(kind) if signed or field.name not in _SIGNATURES)
 
 
 def _value(plain: Any) -> Any:
     if type(plain) is not list:
         return plain
     mark, *items = plain
-    for known, kind in _SEQUENCES:
-        if mark == known:
-            return kind(_value(item) for item in items)
+    if mark in _SEQUENCES:
+        return _SEQUENCES[mark](_value(item) for item in items)
     if mark in ("d", "c"):
         pairs = {_value(key): _value(item) for key, item in items}
         return Counter(pairs) if mark == "c" else pairs

@@ -211,14 +211,12 @@ class Residuals:
         self._count(made, first, wire_hash)
         newest = first
         owned = self._follow(made, self._set.owned, first)
+        sole = self._hold_back_shared(made, first)
         for newest in later:
             for piece in newest.slices:
                 _forget(made, ("handed",), piece.tile_ids)
             owned = self._follow(made, owned, newest)
-        sole = frozenset(sole_columns(newest.ownership, self._me))
-        for tile_id in list(made.areas["handed"].hashes):
-            if self._set.is_sole(tile_id) and self._layout.tiles[tile_id].block - 1 not in sole:
-                self._hold_back(made, tile_id)
+            sole = self._hold_back_shared(made, newest)
         for area in made.areas.values():
             area.sync()
             if area.folder.exists():
@@ -275,6 +273,14 @@ class Residuals:
                 kinds: tuple[Kind, ...] = KINDS if block.index - 1 in before else ("sent",)
                 _forget(made, kinds, self._layout.tile_ids_of(block.index))
         return owned
+
+    def _hold_back_shared(self, made: _Set, manifest: Manifest) -> frozenset[int]:
+        """At once, since what others hand out of such a column later makes `handed` void. The sole columns by now."""
+        sole = frozenset(sole_columns(manifest.ownership, self._me))
+        for tile_id in list(made.areas["handed"].hashes):
+            if self._set.is_sole(tile_id) and self._layout.tiles[tile_id].block - 1 not in sole:
+                self._hold_back(made, tile_id)
+        return sole
 
     def _hold_back(self, made: _Set, tile_id: int) -> None:
         """The master of what was a sole owner's column is ahead no more: that is left to be sent."""

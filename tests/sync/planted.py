@@ -10,8 +10,7 @@ from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member, is_majority
 from spes_p2p.sync.core.actions import Action, Send
 from spes_p2p.sync.core.fragments import due_columns
-from spes_p2p.sync.core.knowledge import Key
-from spes_p2p.sync.core.messages import Ballots, Contribution, Manifest, Proposal, Signed, Status, manifest_hash
+from spes_p2p.sync.core.messages import Ballots, Commit, Contribution, Manifest, Proposal, Signed, Status, manifest_hash
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import Outcome, child_manifest
 from spes_p2p.sync.core.votes import VoteRecord
@@ -50,7 +49,7 @@ class AttemptInManifest(Core):
         if content is None:
             return None
         first, *others = content[0].members
-        return replace(content[0], members=(replace(first, link_class=self.round.view), *others)), content[1]
+        return replace(content[0], members=(replace(first, link_class=self.round.view % 2), *others)), content[1]
 
 
 class LeaversDoNotCount(Core):
@@ -158,15 +157,11 @@ class CountsWorkTwice(Core):
         return tuple(replace(entry, sequences=entry.sequences + 1) for entry in super()._roster(now))
 
 
-class TakesOldReportsForProgress(Core):
-    """Who cannot get the tiles of a proposal forgets the report of others, hears it again, and takes it for news."""
+class NeverGivesUpAState(Core):
+    """Who knows of a commit whose state is gone with all who had it asks for it for ever."""
 
-    def fetch_failed(self, key: Key, now: float) -> list[Action]:
-        index = self._index_of(key)
-        report = None if index is None else self.round.reports.get(index)
-        if index is not None and report is not None and not self._has_staged(key, report.value):
-            del self.round.reports[index]
-        return super().fetch_failed(key, now)
+    def _is_lost(self, commit: Commit, now: float) -> bool:
+        return False
 
 
 class TakesServersForTrainers(Core):

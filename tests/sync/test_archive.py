@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import StorageFull
+from spes_p2p.errors import PeerSilent, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.core.messages import MAJORITY, ORGANISER, Commit
+from spes_p2p.sync.core.messages import MAJORITY, ORGANISER, Commit, manifest_hash
+from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.organising.archive import Archive, FewStreams
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
-from spes_p2p.testing.memory_swarm import MemorySwarm
+from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config, until
 
 T = TypeVar("T")
@@ -60,6 +61,28 @@ async def behind(swarm: MemorySwarm) -> Commit:
 async def refused(archive: Archive, commit: Commit, holders: object) -> bool:
     """What comes of an attempt when nobody gives the state."""
     return False
+
+
+async def never(*given: object, **named: object) -> NoReturn:
+    raise PeerSilent("no tile comes")
+
+
+async def left_with_a_certificate(swarm: MemorySwarm) -> PretendPeer:
+    """Of three peers `c` alone is left: it and the node know a commit, and its state went down with the others."""
+    await swarm.start("abc", PretendWork(step_seconds=0.8))
+    await swarm.until_round(2)
+    await until(lambda: is_archived(swarm))
+    last = swarm.peers[PeerId("c")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Archive, "keep", refused)
+        patch.setattr(last.driver._transfers, "tiles", never)
+        async with asyncio.timeout(60.0):
+            while last.driver.core.round.decided is None or swarm.organiser.chain.length <= last.round + 1:
+                await asyncio.sleep(0.01)
+        for name in "ab":
+            await swarm.peers[PeerId(name)].kill()
+        await until(lambda: not swarm.organiser._caretaker._archiving)
+    return last
 
 
 def is_archived(swarm: MemorySwarm) -> bool:
@@ -265,6 +288,40 @@ def test_who_has_the_state_goes_on_without_an_archive(folder: Path) -> None:
     with_archive(folder, play, archive=False)
 
 
+def test_the_organiser_renews_before_a_survivor_makes_a_history_of_its_own(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        last = await left_with_a_certificate(swarm)
+        known = last.driver.core.round.decided
+        assert known is not None
+        await until(lambda: last.round > known.manifest.round + 1, 3000.0)
+        chain = commits(swarm)
+        assert chain[known.manifest.round].certificate.kind == MAJORITY
+        assert chain[known.manifest.round + 1].certificate.kind == ORGANISER
+        assert not [notice for notice in last.notices if notice.kind in ("lost", "fork")]
+
+    with_archive(folder, play)
+
+
+def test_what_was_made_without_a_lost_commit_is_not_undone_by_a_renewal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Survivors that went on before the organiser could act; then the one of them that it knew is lost."""
+    monkeypatch.setattr(Pace, "LOST_WAITS", 1)
+
+    async def play(swarm: MemorySwarm) -> None:
+        last = await left_with_a_certificate(swarm)
+        other = await swarm.add("d", PretendWork(step_seconds=0.8))
+        await swarm.until_round(last.round + 4)
+        await until(other.driver.core.is_elector, 300.0)
+        await last.kill()
+        reached = other.round
+        await asyncio.sleep(300.0)
+        assert other.round > reached + 3
+        assert not [notice for notice in other.notices if notice.kind == "fork"]
+
+    with_archive(folder, play)
+
+
 def test_the_organiser_renews_a_parent_once(folder: Path) -> None:
     """What it has signed it gives again, after a restart in the worst moment too."""
 
@@ -282,6 +339,54 @@ def test_the_organiser_renews_a_parent_once(folder: Path) -> None:
         await swarm.add("e")
         await swarm.until_round(newest.manifest.round + 3, ["e"])
         assert commits(swarm, "e")[newest.manifest.round + 1] == renewed
+
+    with_archive(folder, play)
+
+
+def test_a_tick_that_fails_is_told_once_and_the_next_one_goes_on(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        (folder / "organiser" / "renewals").touch()  # where a folder is to be made
+        await swarm.add("d")
+        await until(lambda: any("could not renew the run" in text for text in swarm.organiser_said))
+        await asyncio.sleep(20.0)
+        assert sum("could not renew the run" in text for text in swarm.organiser_said) == 1
+        assert swarm.organiser.archived == newest.manifest
+        (folder / "organiser" / "renewals").unlink()
+        await swarm.until_round(newest.manifest.round + 1, ["d"])
+
+    with_archive(folder, play)
+
+
+def test_a_damaged_renewal_is_named_and_nothing_else_is_signed(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        newest = await evening(swarm)
+        renewals = folder / "organiser" / "renewals"
+        renewals.mkdir()
+        (renewals / manifest_hash(newest.manifest).hex()).write_bytes(b"not a renewal")
+        await swarm.add("d")
+        await until(lambda: any("names the new members, is damaged" in text for text in swarm.organiser_said))
+        await asyncio.sleep(20.0)
+        assert sum("is damaged" in text for text in swarm.organiser_said) == 1
+        assert swarm.organiser.chain.newest == newest
+
+    with_archive(folder, play)
+
+
+def test_an_archive_that_fails_unexpectedly_tries_again_and_says_it_once(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+        await until(lambda: is_archived(swarm))
+
+        async def fail(*given: object) -> NoReturn:
+            raise OSError(5, "Input/output error")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Archive, "keep", fail)
+            await swarm.until_round(swarm.up[0].round + 5)
+        assert sum("Input/output error" in text for text in swarm.organiser_said) == 1
+        await until(lambda: is_archived(swarm))
 
     with_archive(folder, play)
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
+import numpy as np
 import pytest
 
+from spes_p2p.codecs.lossy import encode
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.state.staging import Staging
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.choosing import Turns
-from spes_p2p.sync.requests import TILES, Request, Serving
+from spes_p2p.sync.coding import stage_tile
+from spes_p2p.sync.core.messages import Manifest
+from spes_p2p.sync.requests import TILES, WIRES, Request, Serving
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import unpack
 from tests.state.small import file_size_limit
 from tests.sync.chains import MadeRun, with_tokens
+from tests.sync.swarm_cases import small_config
 
 MADE = MadeRun()
+MADE_INT4 = MadeRun(small_config("sync.codec=int4", "sync.expert_codec=int4", peers=1))
 LATE, HOLDER, SECOND = PeerId("late"), PeerId("holder"), PeerId("second")
 CHANGED = (0, 3, 4, 5, 9)
 
@@ -29,40 +37,49 @@ CHANGED = (0, 3, 4, 5, 9)
 class Ahead:
     """Peers that stand on round 2, and one that stands on genesis."""
 
+    made = MADE
+
     def __init__(self, folder: Path) -> None:
         self.network = MemoryNetwork(1)
         self.folder = folder
         self.given = 0
         self.give = 10**6
+        self.hides_wires = False
         self.holders = {name: self._make(name) for name in (HOLDER, SECOND)}
-        self.store = MADE.store(folder / "late")
+        self.store = self.made.store(folder / "late")
         self.chain = Chain(folder / "chain")
         self.chain.append(self.commits[0])
         self.tasks = Tasks(lambda error: None)
         self.catch_up = self.fresh()
 
     def fresh(self) -> CatchUp:
-        transfers = Transfers(self.network.peer(LATE).transport, MADE.layout, lambda: 5.0)
+        made = self.made
+        transfers = Transfers(self.network.peer(LATE).transport, self.made.layout, lambda: 5.0)
         transfers._turns = Turns(1)  # in order, so that it is known where it breaks off
-        return CatchUp(MADE.info, MADE.rules, MADE.keys.verify, self.chain, self.store, transfers, self.tasks.in_thread)
+        return CatchUp(made.info, made.rules, made.keys.verify, self.chain, self.store, transfers, self.tasks.in_thread)
 
     def _make(self, name: PeerId) -> Chain:
-        store, chain = MADE.store(self.folder / name), Chain(self.folder / f"{name}-chain")
-        commits = [MADE.genesis(store.version(0).root)]
+        store, chain = self.made.store(self.folder / name), Chain(self.folder / f"{name}-chain")
+        commits = [self.made.genesis(store.version(0).root)]
         for round in (1, 2):
             staging = store.stage(round, round - 1)
-            for tile_id in CHANGED:
-                staging.write_state(tile_id, bytes([round]) * (4 * MADE.layout.tiles[tile_id].size))
-            root = MADE.layout.root_of(staging.finish())
+            wire_root = self._train(staging, commits[-1].manifest)
+            root = self.made.layout.root_of(staging.finish())
             staging.publish()
-            commits.append(MADE.certified(MADE.child(commits[-1].manifest, root, sha256(b"wire"))))
+            commits.append(self.made.certified(self.made.child(commits[-1].manifest, root, wire_root)))
         for commit in commits:
             chain.append(commit)
         self.commits = commits
-        self.serving = Serving(MADE.info, chain, store, lambda parent, first, count: None)
+        self.serving = Serving(self.made.info, chain, store, lambda parent, first, count: None)
         return chain
 
-    async def open(self) -> Ahead:
+    def _train(self, staging: Staging, parent: Manifest) -> Hash:
+        """What a round changes; the root of what it hands out."""
+        for tile_id in CHANGED:
+            staging.write_state(tile_id, bytes([staging.round]) * (4 * self.made.layout.tiles[tile_id].size))
+        return sha256(b"wire")
+
+    async def open(self) -> Self:
         for name in self.holders:
             await self.network.peer(name).transport.serve(self)
         return self
@@ -72,11 +89,35 @@ class Ahead:
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         asked = unpack(Request, request)
+        if asked.kind == WIRES and self.hides_wires:
+            raise RemoteProtocolError("dropped")
         if asked.kind == TILES:
             self.given += len(asked.hashes) // 32
             if self.given > self.give:
                 raise RemoteProtocolError("no more")
         return self.serving.answer(asked)
+
+
+class HandedOut(Ahead):
+    """The same where each round changes all tiles and hands the changes out in four bits."""
+
+    made = MADE_INT4
+
+    def _train(self, staging: Staging, parent: Manifest) -> Hash:
+        hashes = []
+        for piece in self.made.slices(parent):
+            for tile_id in piece.tile_ids:
+                size = self.made.layout.tiles[tile_id].size
+                change = np.random.default_rng((staging.round, tile_id)).standard_normal(size).astype(np.float32)
+                hashes.append(stage_tile(staging, None, tile_id, encode("int4", change)))
+        return sha256(*hashes)
+
+    async def arrive(self) -> None:
+        """What the peer that is behind does."""
+        newest = self.commits[2].manifest
+        (await self.catch_up.state(newest, 0, [HOLDER, SECOND])).publish()
+        assert self.store.version(2).root == newest.state_root
+        assert self.store.staged_rounds() == ()
 
 
 def test_headers_then_the_tiles_that_differ(tmp_path: Path) -> None:
@@ -194,5 +235,80 @@ def test_a_full_disk_is_no_fault_of_the_others(tmp_path: Path) -> None:
             await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
         (await ahead.catch_up.state(newest.manifest, 0, [HOLDER])).publish()
         assert ahead.store.version(2).root == newest.manifest.state_root
+
+    run_virtual(main())
+
+
+def test_a_full_disk_while_the_own_disk_is_looked_through(tmp_path: Path) -> None:
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        ahead.store.spare_folders = lambda: [tmp_path / HOLDER / "round-00000002"]
+        with file_size_limit(10), pytest.raises(StorageFull):
+            await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
+        (await ahead.catch_up.state(newest.manifest, 0, [HOLDER])).publish()
+        assert ahead.store.version(2).root == newest.manifest.state_root
+        assert ahead.given == 0
+
+    run_virtual(main())
+
+
+def test_rounds_are_gone_through_by_what_they_handed_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        ahead = await HandedOut(tmp_path).open()
+        await ahead.catch_up.headers(0, HOLDER, 2)
+        await ahead.arrive()
+        assert ahead.given == 2 * MADE_INT4.layout.num_model_tiles
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("again", [1, 3])
+@pytest.mark.parametrize("limit_bytes", [10, 1000])
+def test_after_a_full_disk_rounds_are_gone_through_anew(tmp_path: Path, limit_bytes: int, again: int) -> None:
+    """With ten bytes no tile finds room; with 1,000 those of the columns do, and the shared ones do not."""
+
+    async def main() -> None:
+        ahead = await HandedOut(tmp_path).open()
+        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        for _ in range(again):
+            with file_size_limit(limit_bytes), pytest.raises(StorageFull):
+                await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
+        await ahead.arrive()
+
+    run_virtual(main())
+
+
+def test_after_a_full_disk_in_a_later_round_the_earlier_one_is_there(tmp_path: Path) -> None:
+    async def main() -> None:
+        ahead = await HandedOut(tmp_path).open()
+        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        tiles = MADE_INT4.layout.num_model_tiles
+        ahead.give = tiles
+        with pytest.raises(NetworkError):
+            await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
+        ahead.give, ahead.given = 10**6, 0
+        with file_size_limit(10), pytest.raises(StorageFull):
+            await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
+        ahead.given = 0
+        await ahead.arrive()
+        assert ahead.given == tiles, "of the second round alone"
+
+    run_virtual(main())
+
+
+def test_a_replay_that_breaks_off_ends_what_tiles_were_staged_before(tmp_path: Path) -> None:
+    """First nobody has what was handed out, then somebody has, then nobody again."""
+
+    async def main() -> None:
+        ahead = await HandedOut(tmp_path).open()
+        newest = await ahead.catch_up.headers(0, HOLDER, 2)
+        for hidden, give in ((True, 4), (False, MADE_INT4.layout.num_model_tiles + 4)):
+            ahead.hides_wires, ahead.give, ahead.given = hidden, give, 0
+            with pytest.raises(NetworkError, match="nobody gave"):
+                await ahead.catch_up.state(newest.manifest, 0, [HOLDER])
+        ahead.hides_wires, ahead.give = True, 10**6
+        assert await ahead.catch_up.aim(newest, 0, [HOLDER]) == newest
+        await ahead.arrive()
 
     run_virtual(main())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,56 @@ def test_a_full_disk_leaves_the_chain_as_it_was(tmp_path: Path) -> None:
         chain.append(COMMITS[2])
     for seen in (chain, Chain(tmp_path)):
         assert (seen.length, seen.newest) == (2, COMMITS[1])
+
+
+OTHERS = [COMMITS[0], RUN.certified(RUN.child(COMMITS[0].manifest, sha256(b"another state"), sha256(b"wire")))]
+
+
+def test_another_history_with_fewer_rounds_takes_the_place_of_ours(tmp_path: Path) -> None:
+    chain = filled(tmp_path)
+    os.utime(tmp_path / "00000003.commit", (1e9, 1e9))
+    assert chain.received_of(COMMITS[3].manifest) == Chain(tmp_path).received_at(3) == 1e9
+    assert Chain(tmp_path).newest_received == (COMMITS[3], 1e9)
+    assert chain.commit_of(COMMITS[3].manifest) == COMMITS[3]
+    assert chain.parent_of(COMMITS[3].manifest) == COMMITS[2].manifest
+    assert chain.child_of(COMMITS[1].manifest) == COMMITS[2].manifest
+    chain.switch(OTHERS[1:])
+    assert chain.newest_received == (OTHERS[1], chain.received_at(1))
+    for lost in COMMITS[1:]:
+        assert (chain.commit_of(lost.manifest), chain.child_of(lost.manifest)) == (None, None)
+        assert chain.received_of(lost.manifest) is None
+    assert chain.parent_of(COMMITS[2].manifest) is None
+    assert chain.parent_of(COMMITS[1].manifest) == chain.parent_of(OTHERS[1].manifest) == COMMITS[0].manifest
+    assert chain.child_of(COMMITS[0].manifest) == OTHERS[1].manifest
+    assert (chain.find(2), chain.find(-1), chain.parent_of(COMMITS[0].manifest)) == (None, None, None)
+
+
+def test_readers_in_other_threads_see_one_history_or_the_other(tmp_path: Path) -> None:
+    """Whoever announces or serves reads while the disk's thread goes over, in either direction."""
+    chain = filled(tmp_path)
+    wholes = [tuple(map(pack, line)) for line in (COMMITS[:4], OTHERS)]
+    seen: list[object] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            newest, part = chain.newest_received, chain.part(0, 9, 10**6)
+            assert newest is not None
+            assert newest[0] in (COMMITS[3], OTHERS[1])
+            assert part in wholes
+            assert chain.find(3) in (None, COMMITS[3])
+            chain.received_of(COMMITS[3].manifest)
+            chain.has(COMMITS[0].manifest.parent, 3)
+            seen.append(part)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        for _ in range(40):
+            chain.switch(OTHERS[1:])
+            chain.switch(COMMITS[1:4])
+        done.set()
+        reading.result()
+    assert seen
 
 
 def test_known_heads(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Manifest
+from spes_p2p.sync.core.timing import Pace
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import (
     Recorder,
@@ -87,7 +88,12 @@ def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str)
     in_swarm(folder, play)
 
 
-def test_the_last_that_is_left_has_no_room_for_what_it_has_just_certified(folder: Path) -> None:
+def test_the_last_that_is_left_has_no_room_for_what_it_has_just_certified(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the state, so it waits for room however long, and never for a state that others would bring."""
+    monkeypatch.setattr(Pace, "LOST_WAITS", 1)
+
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
@@ -97,6 +103,7 @@ def test_the_last_that_is_left_has_no_room_for_what_it_has_just_certified(folder
         stood_on = last.round
         with raising(last.chain, "append", StorageFull):
             await until(lambda: any(notice.kind == "disk" for notice in last.notices), 300.0)
+            await asyncio.sleep(300.0)
         await swarm.until_round(stood_on + 3)
         assert last.chain.commit(stood_on + 1).certificate.kind == DEGRADED
         assert not [notice for notice in last.notices if notice.kind == "lost"]
@@ -275,5 +282,75 @@ def test_what_an_elector_signed_for_outlives_later_writes(folder: Path) -> None:
         assert bench.finished(manifest.state_root) is not None
         await swarm.until_round(4)
         check_agreement(swarm)
+
+    in_swarm(folder, play)
+
+
+def test_a_state_that_training_takes_up_in_the_moment_of_a_commit_stays(folder: Path) -> None:
+    """Before the commit it was pending behind another one, and nobody's; after a catch-up nothing else keeps it."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        a = peer(swarm, "a")
+        held, taken = a.round, False
+        real = a.applied
+
+        def applied(event: Any) -> None:
+            nonlocal taken
+            taken = event.commit.manifest.round >= held + 3
+            real(event)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(a, "rounds_in_use", lambda: frozenset({held}) if taken or a.round < held + 2 else frozenset())
+            patch.setattr(a, "applied", applied)
+            await swarm.until_round(held + 3)
+            await until(lambda: held + 1 not in a.store.rounds())
+            assert held in a.store.rounds()
+
+    in_swarm(folder, play)
+
+
+def test_a_full_disk_costs_no_state_that_is_just_being_committed(folder: Path) -> None:
+    """What is dropped to make room is chosen by the tip; a commit may be under way in another thread."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        a = peer(swarm, "a")
+        real, seen = a.driver._applied, list[bool]()
+
+        async def applied(commit: Commit, first: Manifest) -> None:
+            """The state is published; the state machine stands on the one before."""
+            if not seen:
+                a.driver._disk_is_full(StorageFull("no room"))
+                await asyncio.sleep(0.1)
+                seen.append(commit.manifest.round in a.store.rounds())
+            await real(commit, first)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(a.driver, "_applied", applied)
+            await until(lambda: bool(seen))
+        assert seen == [True]
+        await swarm.until_round(a.round + 3)
+        assert not a.failures
+
+    in_swarm(folder, play)
+
+
+def test_nothing_is_encoded_against_the_state_of_another_history(folder: Path) -> None:
+    """The other history's state is in the place of ours a moment before the state machine stands on it."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        a = peer(swarm, "a")
+        head, ours = a.driver.core.head, a.store.version(a.round)
+        assert a.driver._committed(head) is ours
+        staging = a.store.stage(ours.round, None, "theirs", ours)
+        staging.write_state(0, bytes(4 * ours.layout.tiles[0].size))
+        staging.finish()
+        staging.publish()
+        assert a.driver._committed(head) is None
 
     in_swarm(folder, play)

@@ -14,7 +14,6 @@ import pytest
 
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.table import RULE_NAMES
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.testing import sim
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
 from spes_p2p.testing.judge import Violation
@@ -61,15 +60,14 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
         (planted.SpeaksBeforeWriting, None, {"durability"}),
         (planted.NeverBlamesTheLeader, None, {"stall"}),
         (planted.WaitsForEver, "many", {"stall"}),
-        (planted.TakesOldReportsForProgress, "mixed", {"stall"}),
+        (planted.NeverGivesUpAState, "mixed", {"stall"}),
         (planted.TakesServersForTrainers, "amnesia", {"serving"}),
         (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_a_planted_fault_is_found(core_class: type[Core], only: str | None, kinds: set[str]) -> None:
-    first = 900 if core_class is planted.TakesOldReportsForProgress else 0  # one in a thousand meets it
-    summary = explore(range(first, first + 600), core_class, only)
+    summary = explore(range(600), core_class, only)
     assert summary.findings, f"{core_class.__name__} was not found in {summary.runs} schedules"
     assert summary.findings[0].kind in kinds, str(summary.findings[0])
 
@@ -95,17 +93,8 @@ def test_no_schedule_breaks_a_rule_where_a_round_is_several_syncs(monkeypatch: p
 
 @pytest.mark.usefixtures("turns")
 def test_columns_that_move_without_their_turn_are_found() -> None:
-    summary = explore(range(400), planted.TakesWhatWasNotHandedOut)
-    assert [finding.kind for finding in summary.findings] == ["turns"], report(summary)
-
-
-def test_no_schedule_breaks_a_rule_where_a_lost_state_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for as for a lost majority, not twelve times as long: then schedules meet it."""
-    monkeypatch.setattr(Pace, "LOST_WAITS", 1)
-    found = explore(range(60), only="power")
-    found.merge(explore(range(60), only="amnesia"))
-    found.merge(explore(range(60), only="many"))
-    assert not found.findings, report(found)
+    summary = explore(range(400), planted.TakesWhatWasNotHandedOut, stop_at=3)
+    assert "turns" in [finding.kind for finding in summary.findings], report(summary)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from spes_p2p.config.schema import Config, SyncConfig
+from spes_p2p.config.schema import Config
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
@@ -20,6 +20,7 @@ from spes_p2p.sync.outer import Nesterov, outer_optimizer
 from spes_p2p.sync.outgoing import check_asker
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
+from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import (
     Recorder,
     check_agreement,
@@ -71,8 +72,8 @@ def test_it_leaves_its_operands_as_they_are() -> None:
 
 
 def test_only_a_config_that_asks_for_it_has_one() -> None:
-    assert outer_optimizer(SyncConfig(steps_per_round=5)) is None
-    assert outer_optimizer(SyncConfig(steps_per_round=5, outer="nesterov")) == Nesterov(0.7, 0.9)
+    assert outer_optimizer(MadeRun(small_config()).rules) is None
+    assert outer_optimizer(MadeRun(config_of()).rules) == Nesterov(0.7, 0.9)
 
 
 # ---- the grid ----

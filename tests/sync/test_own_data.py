@@ -37,9 +37,10 @@ def test_without_sequences_the_claim_is_capped_by_the_steps() -> None:
 
 def test_with_sequences_the_claim_is_capped_by_the_lease() -> None:
     claim = Contribution(PEER, tokens=10**9, steps=5, sequences=20)
-    assert capped_tokens(RULES, GENESIS, claim) == replace(claim, tokens=80, sequences=8)
+    assert capped_tokens(RULES, GENESIS, claim) == replace(claim, tokens=80, steps=2, sequences=8)
 
 
-def test_without_a_dataset_nothing_is_leased_and_nothing_capped() -> None:
-    claim = Contribution(PEER, tokens=12345, steps=5, sequences=0)
-    assert capped_tokens(replace(RULES, leased=False), GENESIS, claim) == claim
+def test_without_a_dataset_nothing_is_leased_and_the_steps_cap_the_claim() -> None:
+    rules, honest = replace(RULES, leased=False), Contribution(PEER, tokens=5 * 4 * 10, steps=5, sequences=0)
+    assert capped_tokens(rules, GENESIS, honest) == honest
+    assert capped_tokens(rules, GENESIS, replace(honest, tokens=12345)) == honest

@@ -209,6 +209,19 @@ def test_who_missed_rounds_keeps_what_nobody_handed_out_since(tmp_path: Path) ->
     assert story.kept(2) == NOTHING  # no longer its column
 
 
+def test_a_column_that_got_a_second_owner_and_was_handed_out_without_us_is_left_to_be_sent(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    story.stage("handed", 1, 1)
+    story.follow(story.slice(1, A))
+    assert story.kept(1) == (None, None, 1)
+    first = story.child(ownership=((A, B), (A,), (B,), (B,)))
+    story.append(first)
+    later = story.child(story.slice(1, B, B))
+    story.append(later)
+    story.residuals.settle(first, manifest_hash(later), lambda tile_id: MARK, [later])
+    assert story.kept(1) == (1, None, None)
+
+
 def test_a_restart_ends_a_catching_up_that_broke_off(tmp_path: Path) -> None:
     """The state may be ahead of the residuals: the newest set of the chain is brought forward."""
     story = Story(tmp_path)

@@ -120,13 +120,14 @@ def slow(swarm: MemorySwarm, name: str, rounds: float) -> None:
 
 
 def note_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Over how many rounds each catching up goes that does not fetch a state."""
+    """Over how many rounds each catching up went that did not fetch a state."""
     replayed: list[int] = []
     replay = CatchUp._replay
 
     async def noted(self: CatchUp, steps: list[Any], *rest: Any) -> Any:
+        staging = await replay(self, steps, *rest)
         replayed.append(len(steps))
-        return await replay(self, steps, *rest)
+        return staging
 
     monkeypatch.setattr(CatchUp, "_replay", noted)
     return replayed

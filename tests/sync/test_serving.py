@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.membership import LINK_PRIVATE, trainers
 from spes_p2p.sync.core.messages import ORGANISER as ORGANISER_KIND
 from spes_p2p.sync.core.messages import Intent, Manifest
+from spes_p2p.sync.inputs import Inputs
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.swarm_cases import (
     Recorder,
@@ -247,3 +251,31 @@ def test_it_leaves_when_it_is_told_to(folder: Path) -> None:
 
 def trainers_only(swarm: MemorySwarm) -> bool:
     return all(member.trains for member in commits(swarm)[-1].manifest.members)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_node_that_cannot_take_its_seat_tries_again_or_ends(folder: Path, number: int) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        trouble = [OSError(number, os.strerror(number))]
+
+        def make(directory: Path, layout: Layout) -> Inputs:
+            if trouble:
+                raise trouble[-1]
+            return Inputs(directory, layout)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("spes_p2p.sync.organising.serving.Inputs", make)
+            await start(swarm)
+            await until(lambda: swarm.organiser.chain.length > 0)
+            await asyncio.sleep(1.0)
+            failures = list(swarm.server_failures)
+            swarm.server_failures.clear()
+            if number == errno.EIO:
+                assert failures == trouble  # the node ends with it
+                return
+            assert not failures
+            assert sum("cannot serve yet" in text for text in swarm.organiser_said) == 1
+            trouble.clear()
+            await until(lambda: swarm.server is not None and swarm.server.driver is not None)
+
+    in_swarm(folder, play, SERVED, serve=True)

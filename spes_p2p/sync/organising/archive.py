@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
-from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.bench import FETCHED
@@ -66,8 +66,8 @@ class Archive:
     @property
     def newest(self) -> Manifest | None:
         """The newest manifest whose state is here; None before genesis."""
-        rounds = self._committed()
-        return self._chain.commit(rounds[-1]).manifest if rounds else None
+        commits = (self._commit_of(round) for round in reversed(self.store.rounds()))
+        return next((commit.manifest for commit in commits if commit is not None), None)
 
     def has(self, manifest: Manifest) -> bool:
         """Whether this very state is here, as that of its round."""
@@ -124,7 +124,9 @@ class Archive:
 
     def _committed(self) -> list[int]:
         """The rounds of states here that the chain knows, oldest first."""
-        return [round for round in self.store.rounds() if self._root_of(round) == self.store.version(round).root]
+        return [round for round in self.store.rounds() if self._commit_of(round) is not None]
 
-    def _root_of(self, round: int) -> bytes:
-        return self._chain.commit(round).manifest.state_root if round < self._chain.length else NO_HASH
+    def _commit_of(self, round: int) -> Commit | None:
+        """The commit of the state of a round that is here, None where it was never committed in our history."""
+        found = self._chain.find(round)
+        return found if found is not None and found.manifest.state_root == self.store.version(round).root else None

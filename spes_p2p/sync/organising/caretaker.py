@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.state.files import write_whole
+from spes_p2p.state.files import storing, write_whole
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.membership import Member
+from spes_p2p.swarm.membership import LINK_CLASSES, LINK_PRIVATE, Member
 from spes_p2p.swarm.ports import Clock, Transport
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
@@ -69,6 +72,7 @@ class Caretaker:
         tasks: Tasks,
         archive_store: StateStore | None,
         first_sequence: int,
+        fatal: Callable[[BaseException], None],
     ) -> None:
         """As `Organiser`; `tasks` are its own."""
         self._info = info
@@ -83,7 +87,9 @@ class Caretaker:
         self._clock = clock
         self._say = say
         self._tasks = tasks
-        self._said = ""
+        self._said: set[str] = set()
+        self._fatal = fatal
+        self._failing: dict[str, str] = {}
         self._driver: Driver | None = None
         self._follows = True
         self._listened_at = float("-inf")
@@ -106,8 +112,8 @@ class Caretaker:
         self.begin()
         if self.archive is not None:
             self._archiving = True
-            self._tasks.spawn(self._open_archive(self.archive))
-        self._tasks.spawn(self._tick_for_ever())
+            self._tasks.spawn(or_fatal(partial(self._open_archive, self.archive), self._fatal))
+        self._tasks.spawn(or_fatal(self._tick_for_ever, self._fatal))
 
     async def sit(self, server: Server) -> None:
         """From now on this node is a member: its driver follows the run and keeps its state."""
@@ -148,14 +154,28 @@ class Caretaker:
             await asyncio.sleep(self._heartbeat_seconds)
 
     def _tick(self, vigil: Vigil, now: float) -> None:
+        self._try("watch the members", self._watch, vigil, now)
+        self._try("renew the run", self._renew_if_due, vigil, now)
+        self._try("keep the newest state", self._keep_newest, vigil, now)
+        self._try("say what can be had here", self._speak, vigil, now)
+
+    def _try(self, what: str, part: Callable[[Vigil, float], None], vigil: Vigil, now: float) -> None:
+        """A part of a tick. What fails unexpectedly is told once, and is tried again with the next tick."""
+        try:
+            part(vigil, now)
+        except Exception as error:  # noqa: BLE001 (nobody else cares for the run: the other parts go on)
+            if self._failing.get(what) != type(error).__name__:
+                self._failing[what] = type(error).__name__
+                self._say(f"this node could not {what}, and tries again: {error!r}")
+        else:
+            self._failing.pop(what, None)
+
+    def _watch(self, vigil: Vigil, now: float) -> None:
         vigil.tick(now)
         if self._driver is not None:
             self._listen(self._driver, vigil, now)
         for peer in vigil.to_probe(now):
             self._tasks.spawn(self._probe(vigil, peer))
-        self._renew_if_due(vigil, now)
-        self._keep_newest(vigil, now)
-        self._speak(vigil, now)
 
     def _listen(self, driver: Driver, vigil: Vigil, now: float) -> None:
         """What the driver has heard since the last time, and what it says itself."""
@@ -231,11 +251,13 @@ class Caretaker:
             self._tasks.spawn(self._keep(archive, commit, [*holders[turn:], *holders[:turn]]))
 
     async def _keep(self, archive: Archive, commit: Commit, holders: list[PeerId]) -> None:
+        is_kept = False
         try:
-            if not await archive.keep(commit, holders):
+            is_kept = await archive.keep(commit, holders)
+        finally:
+            if not is_kept:
                 beats = FULL_BEATS if archive.is_full else RETRY_BEATS
                 self._archive_again_at = self._clock.now() + beats * self._heartbeat_seconds
-        finally:
             self._archiving = False
         self._moved()
 
@@ -245,7 +267,7 @@ class Caretaker:
         """Where nobody is left who can vote, and others wait: they become the members (design section 4)."""
         waiting = vigil.waiting(now)
         if vigil.is_led(now) or not waiting:
-            self._said = ""
+            self._said.clear()
             return
         if self._following.under_way or self._archiving or vigil.is_outrun(now):
             return
@@ -258,8 +280,8 @@ class Caretaker:
         if root is not None and chosen:
             try:
                 self._renew(vigil.tip, root, chosen)
-            except StorageFull as error:
-                self._say_once(f"the run cannot go on: {error}")
+            except (StorageFull, StateError) as error:
+                self._say_once(f"the run cannot go on: {error} ({error.fix})", type(error).__name__)
 
     def _state_to_go_on_from(self, vigil: Vigil, waiting: list[Status]) -> tuple[Hash | None, bool]:
         """The root of a state that can be had, None for none; and whether it is an older one than the newest."""
@@ -285,22 +307,24 @@ class Caretaker:
             text += f", and {tip.tokens - kept.tokens:,} tokens are lost"
         self._say_once(text)
 
-    def _say_once(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+    def _say_once(self, text: str, about: str = "") -> None:
+        """Once until the run is led again; `about`: what stands for a text with numbers that change."""
+        if (key := about or text) not in self._said:
+            self._said.add(key)
             self._say(text)
 
     def _renew(self, tip: Manifest, root: Hash, chosen: list[Status]) -> None:
         """On disk before anybody sees it: there is never another one on the same parent."""
         path = self._chain.directory.parent / "renewals" / manifest_hash(tip).hex()
         if path.exists():
-            commit = unpack(Commit, path.read_bytes())
+            commit = _kept_renewal(path)
         else:
             if self._driver is not None:
                 chosen = [*chosen, self._driver.core.status()]
             manifest = renewed_manifest(self._rules, tip, root, members_of(chosen), wishes_of(chosen))
             commit = sign_renewal(manifest, self._transport.peer_id, self._sealer)
-            path.parent.mkdir(exist_ok=True)
+            with storing(path.parent, 0):
+                path.parent.mkdir(exist_ok=True)
             write_whole(path, pack(commit))
         self._chain.append(commit)
         names = ", ".join(short(member.peer) for member in commit.manifest.members)
@@ -313,6 +337,25 @@ class Caretaker:
         return 4 * self._heartbeat_seconds
 
 
+async def or_fatal(work: Callable[[], Coroutine[Any, Any, None]], fatal: Callable[[BaseException], None]) -> None:
+    """For `work` that a node cannot do without: `fatal` is told what it fails with."""
+    try:
+        await work()
+    except Exception as error:  # noqa: BLE001 (nobody waits for it)
+        fatal(error)
+
+
+def _kept_renewal(path: Path) -> Commit:
+    """Raises StateError where it is damaged: another one must not be signed on the same parent."""
+    try:
+        return unpack(Commit, path.read_bytes())
+    except RemoteProtocolError as error:
+        raise StateError(
+            f"{path}, which names the new members, is damaged: {error}",
+            fix="bring it back from a backup; remove it only where no peer was ever told of it",
+        ) from error
+
+
 def said_by(peer: PeerId, envelope: Envelope, info: RunInfo) -> list[Status]:
     """What a peer says of itself, of this run; what it passes on is left out."""
     statuses = [signed.value for signed in envelope.statuses if signed.author == signed.value.peer == peer]
@@ -321,7 +364,12 @@ def said_by(peer: PeerId, envelope: Envelope, info: RunInfo) -> list[Status]:
 
 def members_of(statuses: Sequence[Status]) -> list[Member]:
     """The first members of a manifest, from what they say of themselves."""
-    return [Member(s.peer, s.incarnation, True, s.intent.link_class, not s.intent.serving) for s in statuses]
+    return [Member(s.peer, s.incarnation, True, _link_class(s), not s.intent.serving) for s in statuses]
+
+
+def _link_class(status: Status) -> int:
+    """As it says; whose word is none that there is leads last."""
+    return status.intent.link_class if status.intent.link_class in LINK_CLASSES else LINK_PRIVATE
 
 
 def wishes_of(statuses: Sequence[Status]) -> dict[PeerId, Wish]:

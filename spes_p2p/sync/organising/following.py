@@ -59,8 +59,8 @@ class Following:
     def _is_ours(self, status: Status) -> bool:
         newest = self._chain.newest
         if newest is None or newest.manifest.round != status.round:
-            newest = self._chain.commit(status.round)
-        return manifest_hash(newest.manifest) == status.head
+            newest = self._chain.find(status.round)
+        return newest is not None and manifest_hash(newest.manifest) == status.head
 
     async def _follow(self, status: Status) -> None:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId, short
@@ -20,7 +21,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit, Envelope, Manifest, Sealer, Status
 from spes_p2p.sync.core.rules import RunRules, genesis_manifest
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
-from spes_p2p.sync.organising.caretaker import Caretaker, members_of, said_by, wishes_of
+from spes_p2p.sync.organising.caretaker import Caretaker, members_of, or_fatal, said_by, wishes_of
 from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.requests import HASHES, TILES, Request, Serving
 from spes_p2p.sync.sealing import EnvelopeChecker
@@ -57,12 +58,14 @@ class Organiser:
         first_sequence: int = 0,
         server: Server | None = None,
         data: Callable[[Request], Blob] | None = None,
+        fatal: Callable[[BaseException], None] | None = None,
     ) -> None:
         """`store` holds the initial state as round 0; `say` is told what a person should read.
 
         With an `archive_store` the newest states are kept there. `first_sequence` is above all that this node ever
         sent. With a `server` this node is a member from genesis on, on the same store and chain. `data` answers what is
-        asked of the run's data, where it is here.
+        asked of the run's data, where it is here. `fatal` is told what the node cannot go on without (None: it is only
+        said).
         """
         self.info = info
         self.chain = chain
@@ -77,10 +80,12 @@ class Organiser:
         self._say = say
         self._waiting: dict[PeerId, _Waiting] = {}
         self._server = server
+        self._said = ""
+        self._fatal = fatal or self._failed
         self._tasks = Tasks(self._failed)
         self._caretaker = Caretaker(
             info, rules, min_peers, heartbeat_seconds, transport, sealer, checker, chain, store, clock, say,
-            self._tasks, archive_store, first_sequence,
+            self._tasks, archive_store, first_sequence, self._fatal,
         )  # fmt: skip
         stores = [store] if archive_store is None else [archive_store, store]
         self._serving = [Serving(info, chain, one, lambda parent, first, count: None, data=data) for one in stores]
@@ -100,7 +105,7 @@ class Organiser:
     def _take_seat(self) -> None:
         """From then on the server answers in our place: what we have, it has too."""
         if self._server is not None and self.chain.length:
-            self._tasks.spawn(self._caretaker.sit(self._server))
+            self._tasks.spawn(or_fatal(partial(self._caretaker.sit, self._server), self._fatal))
 
     @property
     def waiting(self) -> tuple[PeerId, ...]:
@@ -181,4 +186,7 @@ class Organiser:
         self._take_seat()
 
     def _failed(self, error: BaseException) -> None:
-        self._say(f"could not follow the run: {error!r}")
+        """What is tried again in any case; once, though it may fail each time."""
+        if (text := f"could not follow the run: {error!r}") != self._said:
+            self._said = text
+            self._say(text)

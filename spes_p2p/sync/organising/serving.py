@@ -16,6 +16,7 @@ from pathlib import Path
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.ids import PeerId
+from spes_p2p.state.files import storing
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.membership import Member
@@ -129,8 +130,9 @@ class Server:
             on_chain=place.chain.has,
         )
         core.seeds = tuple(await self._sources())
-        inputs = Inputs(self._folder / "inputs", self._layout)
-        residuals = Residuals(self._folder / "residuals", self._layout)
+        with storing(self._folder, 0):
+            inputs = Inputs(self._folder / "inputs", self._layout)
+            residuals = Residuals(self._folder / "residuals", self._layout)
         driver = Driver(
             core, self._info, self._transport, self._checker,
             Disk(place.store, place.chain, place.votes, inputs, residuals, data=self._data),
