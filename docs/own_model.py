@@ -1,9 +1,10 @@
-"""A model and a loss of one's own, trained by a swarm. On the first machine, then on each other one:
+"""A model and a loss of one's own, trained by a swarm of two processes, each with a folder of its own:
 
     python docs/own_model.py organise FOLDER
     python docs/own_model.py join FOLDER ADDRESS
 
-Two peers are enough for it to begin (both may run on one machine, with a folder each); it ends after two rounds.
+The organiser makes the data, the other one gets it from the swarm. It begins with two peers and ends after two rounds.
+As it stands both run on one machine: for two machines change HOST, and run the same Python and this same file on both.
 """
 
 import sys
@@ -58,32 +59,33 @@ SETTINGS = (
     "swarm.experts_per_peer=2",
     "swarm.min_peers=2",
 )
-LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)  # leave it out where the machines are several
+HOST = ("/ip4/127.0.0.1/tcp/0",)  # for several machines ("/ip4/0.0.0.0/tcp/0",)
 
 
 def make_tokens(folder: Path) -> Path:
-    """Every machine needs the same token shards."""
+    """Of the organiser alone: the standard library of another Python version would give other tokens."""
     files = build_stdlib_corpus(folder / "corpus", max_bytes=400_000)
     tokenize([str(file) for file in files], folder / "tokens", TokenizeOptions(tokenizer="byte", processes=1))
     return folder / "tokens"
 
 
-def train(folder: Path, tokens: Path, address: str) -> None:
-    peer = spes_p2p.Peer(address, folder / "peer", LOOPBACK, data=tokens, rounds=2, device="cpu", model=MODEL)
+def train(folder: Path, address: str, tokens: Path | None = None) -> None:
+    """Without `tokens` they come from the swarm."""
+    peer = spes_p2p.Peer(address, folder / "peer", HOST, data=tokens, rounds=2, device="cpu", model=MODEL)
     peer.train(lambda event: print(event, flush=True) if isinstance(event, (Round, Eval)) else None)
     module = peer.load()  # an ordinary torch module again
     print("trained:", sum(parameter.numel() for parameter in module.parameters()), "values", flush=True)
 
 
 def main(role: str, folder: Path, address: str = "") -> None:
-    tokens = make_tokens(folder)
     if role == "join":
-        train(folder, tokens, address)
+        train(folder, address)
         return
+    tokens = make_tokens(folder)
     run = spes_p2p.Run("tiny", *SETTINGS, model=MODEL)
-    with run.bootstrap(folder / "bootstrap", tokens, LOOPBACK) as address:
+    with run.bootstrap(folder / "bootstrap", tokens, HOST) as address:
         print("others join with the address", address, flush=True)
-        train(folder, tokens, address)
+        train(folder, address, tokens)
 
 
 if __name__ == "__main__":

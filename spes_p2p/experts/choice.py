@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from spes_p2p.errors import ConfigError, first_line
 from spes_p2p.experts import megablocks_backend
@@ -105,16 +104,13 @@ def _wait_for(device: torch.device) -> None:
 @cache
 def _why_grouped_mm_fails(device: torch.device, dtype: torch.dtype) -> str:
     """The first line of the error of a small trial, or nothing."""
-    x_NK = torch.ones(4, 16, device=device, dtype=dtype)
-    w_EMK = torch.ones(2, 8, 16, device=device, dtype=dtype)
-    ends_E = torch.tensor([1, 4], device=device, dtype=torch.int32)
     backend = GroupedMM()
-    trials: tuple[Callable[[], Tensor], ...] = (
-        lambda: backend.rows(x_NK, w_EMK.transpose(1, 2), ends_E),
-        lambda: backend.outer(x_NK, x_NK, ends_E[:1]),
-    )
     try:
-        sums = [float(trial().sum()) for trial in trials]
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        x_NK = torch.ones(4, 16, device=device, dtype=dtype)
+        w_EMK = torch.ones(2, 8, 16, device=device, dtype=dtype)
+        ends_E = torch.tensor([1, 4], device=device, dtype=torch.int32)
+        products = backend.rows(x_NK, w_EMK.transpose(1, 2), ends_E), backend.outer(x_NK, x_NK, ends_E[:1])
+        sums = [float(product.sum()) for product in products]
+    except (RuntimeError, AttributeError, NotImplementedError) as error:  # among them: no kernel image for this GPU
         return first_line(error)
     return "" if sums == [4 * 8 * 16, 16 * 16] else f"a trial gave {sums}"

@@ -6,6 +6,7 @@ Where that fails, plain torch does the same work, slower; it is said once, with 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -17,9 +18,13 @@ from spes_p2p.errors import first_line
 logger = logging.getLogger(__name__)
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether Triton computes where `x` lies. The first call for a device compiles a small kernel there."""
-    return x.is_cuda and _why_not(x.device) == ""
+Trial = Callable[[torch.device], None]
+"""Launches all of a module's kernels on a device, in the dtypes of training; raises anything where one fails."""
+
+
+def has_kernels(x: Tensor, trial: Trial) -> bool:
+    """Whether the kernels of `trial` compute where `x` lies. The first call for a device compiles them there."""
+    return x.is_cuda and _why_not(x.device, trial) == ""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -28,11 +33,10 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 @cache
-def _why_not(device: torch.device) -> str:
+def _why_not(device: torch.device, trial: Trial) -> str:
     try:
-        from spes_p2p.experts import swiglu_kernels
-
-        swiglu_kernels.forward(torch.zeros(1, 2, device=device), torch.zeros(1, device=device))
+        trial(device)
+        torch.cuda.synchronize(device)
     except Exception as error:  # noqa: BLE001 (a compiler's, a linker's, a driver's)
         reason = first_line(error)
         logger.warning(

@@ -29,7 +29,7 @@ class Gradients(NamedTuple):
 
 def forward(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
     """hidden_NF = weight * silu(gate) * up, computed in fp32, in the dtype of `gate_up_N2F`."""
-    if has_kernels(gate_up_N2F):
+    if has_kernels(gate_up_N2F, try_kernels):
         from spes_p2p.experts import swiglu_kernels
 
         return swiglu_kernels.forward(gate_up_N2F.contiguous(), weight_N)
@@ -39,7 +39,7 @@ def forward(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
 
 def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> Gradients:
     """Gradients for `forward`, in the dtypes of its inputs."""
-    if has_kernels(gate_up_N2F):
+    if has_kernels(gate_up_N2F, try_kernels):
         from spes_p2p.experts import swiglu_kernels
 
         return Gradients(*swiglu_kernels.backward(d_hidden_NF.contiguous(), gate_up_N2F.contiguous(), weight_N))
@@ -54,3 +54,12 @@ def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> Grad
     slope_NF = gate_sigmoid_NF * (1 + gate_NF - silu_NF)
     d_gate_up_N2F = torch.cat((d_NF * up_NF * slope_NF, d_NF * silu_NF), dim=1).to(dtype)
     return Gradients((product_NF * weight_N[:, None]).to(dtype), d_gate_up_N2F, d_weight_N)
+
+
+def try_kernels(device: torch.device) -> None:
+    """Both kernels on one row in bf16, as training launches them."""
+    from spes_p2p.experts import swiglu_kernels
+
+    row = torch.zeros(1, 2, device=device, dtype=torch.bfloat16)
+    weight_N = torch.zeros(1, device=device)
+    swiglu_kernels.backward(swiglu_kernels.forward(row, weight_N), row, weight_N)

@@ -30,7 +30,7 @@ def row_losses(
     The first `num_logits` of a row are logits. Uses `logits_nV` up. `with_gradient` leaves there the gradient of the
     first sum plus the weight times the second: counted * (softmax * (1 + 2 * weight * logsumexp) - one hot).
     """
-    if has_kernels(logits_nV):
+    if has_kernels(logits_nV, try_kernels):
         from spes_p2p.model import softmax_loss_kernels
 
         return softmax_loss_kernels.row_losses(
@@ -57,3 +57,13 @@ def _losses_of_part(
         torch.mul(exp_nV, factor_n1, out=logits_nV)
         logits_nV.scatter_(1, target_n1, at_target_n1.to(logits_nV.dtype))
     return (torch.cat((log_total_n1 - chosen_n1, log_total_n1.square()), 1) * counted_n1).sum(0)
+
+
+def try_kernels(device: torch.device) -> None:
+    """The kernel on one row in bf16, with and without a gradient, as training launches it."""
+    from spes_p2p.model import softmax_loss_kernels
+
+    for with_gradient in (False, True):
+        logits_nV = torch.zeros(1, 8, device=device, dtype=torch.bfloat16)
+        target_n, counted_n = torch.zeros(1, device=device, dtype=torch.int64), torch.ones(1, device=device)
+        softmax_loss_kernels.row_losses(logits_nV, 8, target_n, counted_n, 0.0, with_gradient)

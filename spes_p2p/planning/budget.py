@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from spes_p2p.config.schema import Config
-from spes_p2p.planning.memory import Workload, predict, trained_value_bytes
+from spes_p2p.planning.memory import CONTEXT_BYTES, Workload, predict, trained_value_bytes
 from spes_p2p.planning.options import KEYS, Options
 from spes_p2p.planning.search import Search, most_columns, search
 from spes_p2p.planning.units import gib_text
@@ -36,15 +36,21 @@ class Device:
     def workload(self, config: Config, owned: int) -> Workload:
         return replace(Workload.of(config, owned, ranks=self.ranks), compute_bytes=2 if self.is_gpu else 4)
 
-    def limit(self, work: Workload) -> int:
-        """To be compared with `Memory.total`: whoever measured free memory has paid for the context already."""
-        return self.usable_bytes + predict(work).context
+    @property
+    def paid_bytes(self) -> int:
+        """Of `Memory.total`, when free memory was measured: CUDA's context, not yet what ranks need to talk."""
+        return CONTEXT_BYTES if self.is_gpu else 0
+
+    @property
+    def limit(self) -> int:
+        """To be compared with `Memory.total`."""
+        return self.usable_bytes + self.paid_bytes
 
 
 def columns_that_fit(config: Config, device: Device) -> int:
     """Columns that a peer has memory for, besides training the shared parameters; 0 also where not even these fit."""
     work = device.workload(config, 0)
-    return most_columns(work, device.limit(work)) or 0
+    return most_columns(work, device.limit) or 0
 
 
 def fitted(config: Config, device: Device, wanted: int, chosen_by_hand: Collection[str]) -> tuple[Config, str]:
@@ -55,14 +61,24 @@ def fitted(config: Config, device: Device, wanted: int, chosen_by_hand: Collecti
     """
     work = device.workload(config, wanted)
     fixed = frozenset(name for name, key in KEYS.items() if key in chosen_by_hand)
-    found = search(work, device.limit(work), local_only=True, fixed=fixed)
+    found = search(work, device.limit, local_only=True, fixed=fixed)
     if found.chosen is None:
-        return config, not_enough(found, device.usable_bytes, predict(work).total - predict(work).context)
+        return config, not_enough(found, device.usable_bytes, predict(work).total - device.paid_bytes)
     changes = found.chosen.options.changes(Options.of(config))
     if not changes:
         return config, ""
     room = gib_text(device.usable_bytes)
-    return found.chosen.options.applied(config), f"{wanted} expert columns fit into {room} with {', '.join(changes)}"
+    words = f"{wanted} expert columns fit into {room} with {', '.join(changes)}"
+    return found.chosen.options.applied(config), "; ".join(filter(None, (words, found.left_out)))
+
+
+def most_with_options(config: Config, device: Device, wanted: int, chosen_by_hand: Collection[str]) -> int:
+    """At most `wanted` columns that some local options make fit; -1 where none make even a peer without columns fit."""
+    work = device.workload(config, wanted)
+    fixed = frozenset(name for name, key in KEYS.items() if key in chosen_by_hand)
+    found = search(work, device.limit, local_only=True, fixed=fixed)
+    fit = found.chosen or found.nearest
+    return -1 if fit is None else fit.owned
 
 
 def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
@@ -70,7 +86,8 @@ def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
     asked = f"{found.wanted} expert columns need {gib_text(needed_bytes)}, more than the {gib_text(usable_bytes)} here"
     if found.nearest is None:
         return f"{asked}, and no options of this machine's own make even a peer without columns fit"
-    return f"{asked}, with all options of this machine's own; {found.nearest.owned} would fit"
+    words = f"{asked}, with all options of this machine's own; {found.nearest.owned} would fit"
+    return "; ".join(filter(None, (words, found.left_out)))
 
 
 def columns_by_experience(

@@ -90,6 +90,11 @@ class Workload:
         return min(self.options.micro_batch_sequences, max(1, self.batch_sequences // self.ranks))
 
     @property
+    def micro_batches(self) -> int:
+        """Whose gradients a rank adds up in a step."""
+        return -(-max(1, self.batch_sequences // self.ranks) // self.sequences)
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients are there all the time: from micro-batch to micro-batch, or in the buckets of DDP.
 

@@ -17,6 +17,8 @@ KEYS = {
     "foreign_offload": "model.foreign_offload",
 }
 """Our name to the config's."""
+EIGHT_BIT_INSTALL = "scripts/venv.sh optim8bit"
+"""What a clone lacks for `optimizer.name=adamw8bit` until somebody asks for it."""
 
 
 @dataclass(frozen=True)

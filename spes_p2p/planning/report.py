@@ -9,7 +9,7 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.planning.budget import MARGIN_SHARE
 from spes_p2p.planning.data_traffic import DataCost, data_cost
 from spes_p2p.planning.memory import Memory, Workload, predict, state_bytes
-from spes_p2p.planning.options import KEYS, Options, is_agreed
+from spes_p2p.planning.options import EIGHT_BIT_INSTALL, KEYS, Options, is_agreed
 from spes_p2p.planning.search import Fit, Rung, Search, search
 from spes_p2p.planning.sizes import Sizes, flops_per_token
 from spes_p2p.planning.traffic import Link, SyncCost, stored_bytes, sync_costs
@@ -58,6 +58,13 @@ class Answer:
     def sentence(self) -> str:
         """Whether it fits, and if not, the nearest thing that does; nothing where no GPU was named."""
         return "" if self.search is None else _sentence(self, self.search)
+
+    def eight_bit_words(self) -> str:
+        """What a machine must install for what fits, where that counts on 8-bit moments; else nothing."""
+        fit = None if self.search is None else self.search.chosen or self.search.nearest
+        if fit is None or fit.options.optimizer != "adamw8bit":
+            return ""
+        return f"adamw8bit needs, in the clone of each peer that uses it: {EIGHT_BIT_INSTALL}"
 
     def to_json(self) -> dict[str, Any]:
         """Bytes, seconds and values throughout; shares between 0 and 1."""

@@ -1,10 +1,10 @@
 """What fits into a given memory, and which options make it fit.
 
 Options are tried in the order of what they cost in speed, each on top of those before (`LADDER`): gradients in bf16
-cost nothing; Adam in 8 bits nearly nothing; selective checkpointing a few percent; foreign experts in one byte are
-unpacked twice a micro-batch; full checkpointing computes every layer twice; offloaded experts cross the PCIe bus twice
-a micro-batch. On each rung the micro-batch is halved first, down to 4,096 tokens, where products are still large;
-smaller ones come last of all.
+cost nothing, but are added up in bf16, so only where a step has few micro-batches (`MOST_BF16_SUMS`); Adam in 8 bits
+nearly nothing; selective checkpointing a few percent; foreign experts in one byte are unpacked twice a micro-batch;
+full checkpointing computes every layer twice; offloaded experts cross the PCIe bus twice a micro-batch. On each rung
+the micro-batch is halved first, down to 4,096 tokens, where products are still large; smaller ones come last of all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ LADDER: tuple[tuple[str, Any], ...] = (
     ("activation_checkpointing", "full"),
     ("foreign_offload", True),
 )
+MOST_BF16_SUMS = 16
+"""Micro-batches whose gradients may be added up in bf16. A sum is off by up to 2^-8 of itself after each addition (8
+significant bits), so n terms of one sign and size by about n / 512: 3% for 16, 12% for 64, and from 256 terms on one
+more adds nothing at all (256 + 1 = 256)."""
 CHEAP_TOKENS = 4096
 """A micro-batch of so many tokens is as fast as a larger one, or nearly."""
 _CHECKPOINTING = ("none", "selective", "full")
@@ -65,6 +69,8 @@ class Search:
     nearest: Fit | None
     least_bytes: int
     """What a peer without columns needs at least, with all these options."""
+    left_out: str = ""
+    """Why gradients in bf16 were not tried."""
 
 
 def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: Collection[str] = frozenset()) -> Search:
@@ -72,27 +78,42 @@ def search(work: Workload, memory_bytes: int, local_only: bool = False, fixed: C
 
     `local_only`: without options that all peers of a run must have equal. `fixed`: names of options that stay.
     """
-    ladder = list(rungs(work.options, local_only, fixed))
-    found = tuple(_rung(replace(work, options=options), adds, memory_bytes) for options, adds in ladder)
+    ladder = list(rungs(work.options, local_only, fixed, work.micro_batches))
+    found = tuple(_rung(work, options, adds, memory_bytes) for options, adds in ladder)
     halves = "micro_batch_sequences" not in fixed
-    tried = [list(_halvings(options, work.batch_sequences, halves)) for options, _ in ladder]
+    tried = [[_exact(work, size) for size in _halvings(each, work.batch_sequences, halves)] for each, _ in ladder]
     chosen = _first_that_fits(work, tried, memory_bytes)
     alone = (replace(work, options=options, owned=0) for options in chain.from_iterable(tried))
     least = min(predict(workload).total for workload in alone)
-    return Search(work.owned, found, chosen, None if chosen else _nearest(work, tried, memory_bytes), least)
+    nearest = None if chosen else _nearest(work, tried, memory_bytes)
+    return Search(work.owned, found, chosen, nearest, least, _left_out(work, fixed))
 
 
-def rungs(options: Options, local_only: bool, fixed: Collection[str] = frozenset()) -> Iterator[tuple[Options, str]]:
-    """`options`, then cumulatively with each option of the ladder that this version has and that saves memory."""
+def rungs(
+    options: Options, local_only: bool, fixed: Collection[str] = frozenset(), micro_batches: int = 1
+) -> Iterator[tuple[Options, str]]:
+    """`options`, then cumulatively with each option of the ladder that this version has and that saves memory.
+
+    `micro_batches`: that a rank adds up in a step.
+    """
     yield options, ""
     for name, value in LADDER:
         if not is_known(name, value) or not _saves(name, getattr(options, name), value):
             continue
         if name in fixed or (local_only and is_agreed(KEYS[name])):
             continue
+        if name == "gradient_dtype" and micro_batches > MOST_BF16_SUMS:
+            continue
         changed = replace(options, **{name: value})
         yield changed, changed.changes(options)[0]
         options = changed
+
+
+def _left_out(work: Workload, fixed: Collection[str]) -> str:
+    too_many = work.micro_batches > MOST_BF16_SUMS
+    if not too_many or "gradient_dtype" in fixed or work.options.gradient_dtype in _FRUGAL["gradient_dtype"]:
+        return ""
+    return f"gradients stay in fp32: the {work.micro_batches} micro-batches of a step are too many to add up in bf16"
 
 
 def most_columns(work: Workload, memory_bytes: int) -> int | None:
@@ -121,9 +142,18 @@ def _saves(name: str, present: Any, value: Any) -> bool:
     return present != value and present not in _FRUGAL.get(name, ())
 
 
-def _rung(work: Workload, adds: str, memory_bytes: int) -> Rung:
+def _exact(work: Workload, options: Options) -> Options:
+    """`options`, with gradients as `work` has them where they would be too many to be added up in bf16."""
+    if replace(work, options=options).micro_batches <= MOST_BF16_SUMS:
+        return options
+    return replace(options, gradient_dtype=work.options.gradient_dtype)
+
+
+def _rung(before: Workload, options: Options, adds: str, memory_bytes: int) -> Rung:
+    work = replace(before, options=options)
     sizes = [size for size in range(1, work.batch_sequences + 1) if work.batch_sequences % size == 0]
-    fitting = [size for size in sizes if _fits(_with_micro_batch(work, size), memory_bytes)]
+    sized = {size: _exact(before, replace(options, micro_batch_sequences=size)) for size in sizes}
+    fitting = [size for size, changed in sized.items() if _fits(replace(work, options=changed), memory_bytes)]
     return Rung(work.options, adds, predict(work), most_columns(work, memory_bytes), max(fitting, default=0))
 
 
@@ -156,10 +186,6 @@ def _halvings(options: Options, batch_sequences: int, halves: bool) -> Iterator[
     while halves and (smaller := halved(options, batch_sequences)) != options:
         options = smaller
         yield options
-
-
-def _with_micro_batch(work: Workload, size: int) -> Workload:
-    return replace(work, options=replace(work.options, micro_batch_sequences=size))
 
 
 def _fits(work: Workload, memory_bytes: int) -> bool:

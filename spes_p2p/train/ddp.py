@@ -6,7 +6,7 @@ torch.distributed is not even imported. Who starts the processes is `worker`'s j
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,9 +22,10 @@ from spes_p2p.state.layout import Values
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-ANSWER_TIMEOUT = timedelta(minutes=10)
-"""How long one rank waits for another in the middle of work. One that ends is noticed at once, one that is frozen by
-rank 0's watchdog."""
+ANSWER_TIMEOUT = timedelta(minutes=30)
+"""How long one rank waits for another in the middle of work, NCCL's too: ranks meet after every micro-batch, so this is
+far longer than GPUs of different speed drift apart. One that ends is noticed at once, one that is frozen by rank 0's
+watchdog; under torchrun, which has none, by this."""
 _IDLE_TIMEOUT = timedelta(days=365)
 _CHUNK_VALUES = 2**26
 _CPU = torch.device("cpu")
@@ -55,6 +56,10 @@ class Ranks:
     """As `check`, when something broke: gives a rank a moment to be seen as ended."""
     watch: Callable[[str], AbstractContextManager[None]] = _nothing_to_watch
     """Put around each command that all ranks carry out: notices where it takes far too long."""
+    progress: Callable[[], None] = _nothing_to_check
+    """Tells it that all ranks are moving: what counts is the time between two such calls."""
+    cards: tuple[int, ...] = ()
+    """The numbers of all ranks' GPUs, where they were chosen here."""
 
 
 def connect(
@@ -65,6 +70,8 @@ def connect(
     check: Callable[[], None] = _nothing_to_check,
     explain: Callable[[], None] = _nothing_to_check,
     watch: Callable[[str], AbstractContextManager[None]] = _nothing_to_watch,
+    progress: Callable[[], None] = _nothing_to_check,
+    cards: tuple[int, ...] = (),
 ) -> Ranks:
     """Joins the process groups; every rank calls it. Without a `store`, MASTER_ADDR and MASTER_PORT tell where."""
     if world_size == 1:
@@ -77,7 +84,7 @@ def connect(
     dist.init_process_group(backend, timeout=ANSWER_TIMEOUT, store=store, rank=rank, world_size=world_size)
     # time-outs are each rank's own: rank 0 never waits long for one that takes a command
     control = dist.new_group(backend="gloo", timeout=ANSWER_TIMEOUT if rank == 0 else _IDLE_TIMEOUT)
-    return Ranks(rank, world_size, device, dist.group.WORLD, control, check, explain, watch)
+    return Ranks(rank, world_size, device, dist.group.WORLD, control, check, explain, watch, progress, cards)
 
 
 def disconnect(ranks: Ranks) -> None:
@@ -137,6 +144,29 @@ def sum_over_ranks(ranks: Ranks, values: Tensor) -> Tensor:
     return values
 
 
+def agreed(ranks: Ranks, wish: bool) -> bool:
+    """Whether any rank wishes it; all have come here then, which `watch` is told."""
+    if ranks.world_size == 1:
+        return wish
+    import torch.distributed as dist
+
+    wishes = torch.tensor([int(wish)])
+    dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=ranks.control)
+    ranks.progress()
+    return bool(wishes.item())
+
+
+def least_over_ranks(ranks: Ranks, values: Sequence[int]) -> list[int]:
+    """The least of each of `values` over the ranks."""
+    if ranks.world_size == 1:
+        return list(values)
+    import torch.distributed as dist
+
+    least = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=ranks.control)
+    return list(map(int, least.tolist()))
+
+
 def gather_texts(ranks: Ranks, text: str) -> list[str]:
     """Every rank's short ASCII `text` (of one length), by rank, at every rank."""
     if ranks.world_size == 1:
@@ -165,13 +195,19 @@ def wrap(model: nn.Module, ranks: Ranks, compiled: bool = False) -> nn.Module:
 
     The expert banks, all the buffers there are, are left out by `_ddp_params_and_buffers_to_ignore` of the model;
     masters of experts that saw no token get gradients of zeros, so that DDP need not search for unused parameters.
+    Gradients that are there when DDP is made become views of its buckets at once; else they would only after the first
+    exchange, and lie beside the buckets until then.
     """
     if ranks.world_size == 1:
         return model
     from torch.nn.parallel import DistributedDataParallel
 
     if compiled:  # it would cut compiled code by DDP's buckets, also between the two ends of an autocast region
-        import torch._dynamo
+        from torch import _dynamo
 
-        torch._dynamo.config.optimize_ddp = False
+        _dynamo.config.optimize_ddp = False
+    for parameter in model.parameters():
+        parameter.grad = None  # may be in the buckets of a DDP that was there before
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     return DistributedDataParallel(model, process_group=ranks.group, init_sync=False, gradient_as_bucket_view=True)

@@ -10,6 +10,7 @@ from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.steps import INNER_STEP, reached
+from spes_p2p.train.step import ShouldDrop
 from spes_p2p.train.trainer import StepResult, Trainer
 
 MOST_SKIPPED_IN_ROW = 10
@@ -36,8 +37,12 @@ def run_inner_steps(
     should_stop: Callable[[], bool],
     on_step: Callable[[StepResult, int], None],
     emit: Callable[[Event], None] | None = None,
+    should_drop: ShouldDrop | None = None,
 ) -> RoundWork:
     """Trains up to `steps` more inner steps; looks at `should_stop` between two.
+
+    Inside of a step it asks `should_drop` (without one, `should_stop`) between micro-batches. A step that is given up
+    did not happen: its sequences are the next that the loader gives.
 
     `on_step` hears of every step, skipped or not, and the own steps of this round so far (`StepResult.step` is the
     global step). A step whose loss or gradient is not finite is skipped; `emit` gets a Warning for the first of a row,
@@ -45,10 +50,15 @@ def run_inner_steps(
     Raises SpesError after ten in a row.
     """
     started = time.perf_counter()
+    should_drop = should_drop or (lambda share: should_stop())
     size = trainer.config.optimizer.batch_sequences
     done = tokens = sequences = skipped = 0
     while done < steps and not should_stop() and _has(loader, size, should_stop):
-        result = trainer.train_step(loader.next_batch(size))
+        place = loader.state_dict()
+        result = trainer.train_step_unless(loader.next_batch(size), should_drop)
+        if result is None:
+            loader.load_state_dict(place)
+            break
         reached(INNER_STEP, seconds=result.seconds)
         _pass_notes_on(trainer, emit)
         sequences += size

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from spes_p2p.errors import SpesError
+from spes_p2p.errors import SpesError, first_line
+from spes_p2p.train.ddp import Ranks, least_over_ranks
 
 _MEMINFO = Path("/proc/meminfo")
+_WORDS = "out of memory", "alloc_failed", "can't allocate memory"
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
@@ -18,6 +22,12 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
         return torch.cuda.mem_get_info(device)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, _available_bytes(total)), total
+
+
+def least_free_and_total_bytes(ranks: Ranks) -> tuple[int, int]:
+    """The least of all ranks' devices. All ranks call it."""
+    free, total = least_over_ranks(ranks, free_and_total_bytes(ranks.device))
+    return free, total
 
 
 def spare_at_peak_bytes(device: torch.device) -> int | None:
@@ -47,13 +57,24 @@ def _available_bytes(otherwise: int) -> int:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a device had no room: libraries beside torch have no type of their own for it."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
+    return isinstance(error, torch.OutOfMemoryError) or any(words in text for words in _WORDS)
 
 
-def out_of_memory(error: RuntimeError, columns: int) -> SpesError:
+@contextmanager
+def telling_of_memory(doing: str) -> Iterator[None]:
+    """Raises SpesError where memory runs out inside; other errors pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(error, doing) from error
+
+
+def out_of_memory(error: RuntimeError, doing: str) -> SpesError:
     """What to tell people, and what helps."""
     return SpesError(
-        f"the device ran out of memory while training {columns} expert columns: {str(error).split('. ')[0]}",
+        f"the device ran out of memory while {doing}: {first_line(error).split('. ')[0]}",
         fix="go on with --resume and a smaller --max-experts, optimizer.micro_batch_sequences=1 or "
         "model.activation_checkpointing=full",
     )

@@ -233,7 +233,7 @@ def _bitsandbytes() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"optimizer.name is adamw8bit, which needs bitsandbytes: {first_line(error)}",
-            fix='pip install "spes-p2p[optim8bit]", or set optimizer.name=adamw',
+            fix="scripts/venv.sh optim8bit, or set optimizer.name=adamw",
         ) from error
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from spes_p2p.errors import CheckpointError
 from spes_p2p.train.ddp import broadcast_array
 from spes_p2p.train.moment_store import Stored, is_packed, stored_shapes
+from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
 
 FORMAT = 2
@@ -25,17 +26,13 @@ _FIX = "resume from another checkpoint of this run, or join without --resume"
 
 def private_state(trainer: RankTrainer) -> dict[str, Any]:
     """The tree; see `load_private_state`. The next step changes it: save it, or copy it, before."""
-    device = trainer.ranks.device
     return {
         "format": FORMAT,
         "step": trainer.step,
         "round_steps": trainer.round_steps,
         "owned": trainer.owned,
         "groups": [_group_state(trainer, group) for group in trainer.optimizer.groups],
-        "rng": {
-            "cpu": torch.get_rng_state(),
-            "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        },
+        "rng": random_state(trainer.ranks.device),
     }
 
 
@@ -71,7 +68,7 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
     trainer.model.refresh()
     trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
     if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
-        _restore_rng(trainer, state["rng"])
+        restore_random_state(trainer.ranks.device, state["rng"])
 
 
 def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +115,3 @@ def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dty
             f"{tuple(shape)}",
             fix=_FIX,
         )
-
-
-def _restore_rng(trainer: RankTrainer, rng: Mapping[str, Tensor | None]) -> None:
-    if rng["cpu"] is not None:
-        torch.set_rng_state(rng["cpu"])
-    if rng["device"] is not None and trainer.ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(rng["device"], trainer.ranks.device)

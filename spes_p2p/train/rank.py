@@ -29,8 +29,9 @@ from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
 from spes_p2p.train.memory import forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
+from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
-from spes_p2p.train.step import StepResult, accumulate_gradient, autocast, to_device
+from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, to_device
 
 ColumnPiece = tuple[str, slice | EllipsisType, slice]
 """(name in the optimizer, rows of that tensor, place in the column's block) of a part of a column."""
@@ -121,19 +122,26 @@ class RankTrainer:
             # DDP wants gradients of the parameters' dtype
             self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)
 
-    def train_step(self, batch: Batch) -> StepResult:
-        """One inner step on the whole peer's `batch`, of which this rank computes its share."""
+    def train_step(self, batch: Batch, should_drop: ShouldDrop = never) -> StepResult | None:
+        """One inner step on the whole peer's `batch`, of which this rank computes its share.
+
+        None where rank 0's `should_drop` ended it between two micro-batches: then all is as if it had not begun.
+        """
         if self._forward is None:
             raise LocalProtocolError("train_step before the first adopt: the model has no values")
-        if self.ranks.world_size > 1 and not self._rehearsed:
-            self._rehearse(self._forward, batch)
-        started = time.perf_counter()
+        if not self._rehearsed:
+            self._prepare(self._forward, batch)
+        started, random = time.perf_counter(), random_state(self.ranks.device)
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
         lr = learning_rate(self.config, self.step + own_steps)
         factor = owned_balance_factor(self.config, self.step + own_steps)
-        sums, count_LE = accumulate_gradient(
-            self._forward, batch, self.ranks, self.config.optimizer.micro_batch_sequences, factor
-        )
+        micro = self.config.optimizer.micro_batch_sequences
+        summed = accumulate_gradient(self._forward, batch, self.ranks, micro, factor, should_drop=should_drop)
+        if summed is None:
+            self._clear_gradients(self._forward)
+            restore_random_state(self.ranks.device, random)
+            return None
+        sums, count_LE = summed
         if self._has_bf16_gradients and self.ranks.world_size > 1:
             average_gradients(self.model, self.ranks)
         losses, norm, counts = self._totals(sums, count_LE, batch)
@@ -141,10 +149,21 @@ class RankTrainer:
         if finite:
             self._update(norm, lr)
         self.gradient_bytes = gradient_bytes(self.model)
-        # DDP keeps gradients in its buckets; without it their memory is free for the next forward pass
-        self.model.zero_grad(set_to_none=self._forward is self.model)
+        self._clear_gradients(self._forward)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite, counts)
+
+    def _clear_gradients(self, forward: nn.Module) -> None:
+        """DDP keeps gradients in its buckets; without it their memory is free for the next forward pass."""
+        self.model.zero_grad(set_to_none=forward is self.model)
+
+    def _prepare(self, forward: nn.Module, batch: Batch) -> None:
+        """Before the first gradient after a change of columns: moments are made while there are no activations yet."""
+        if self.ranks.world_size > 1:
+            self._rehearse(forward, batch)
+        else:
+            self.optimizer.reserve()
+            self._rehearsed = True
 
     def _rehearse(self, forward: nn.Module, batch: Batch) -> None:
         """Steps down until a gradient fits at every rank, before they wait for each other in a step.
@@ -164,8 +183,8 @@ class RankTrainer:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = out_of_memory(error, len(self.owned))
-            self.model.zero_grad(set_to_none=True)
+                failure = out_of_memory(error, f"training {len(self.owned)} expert columns")
+            self._clear_gradients(forward)
             failed = sum_over_ranks(self.ranks, torch.tensor([float(failure is not None)], device=self.ranks.device))
             if not failed.item():
                 break
@@ -188,7 +207,7 @@ class RankTrainer:
         self.config = after.applied(self.config)
         if isinstance(self.model, Transformer):
             self.model.config = self.config.model
-        self.model.zero_grad(set_to_none=True)
+        self._clear_gradients(self._forward or self.model)
         gc.collect()
         forget_peak(self.ranks.device)
         return ", ".join(after.changes(before))

@@ -9,7 +9,7 @@ Legend: B sequences, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from spes_p2p.data.loader import Batch
 from spes_p2p.model.losses import LossParts
-from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.ddp import Ranks, agreed
+
+ShouldDrop = Callable[[float], bool]
+"""Asked between two micro-batches with the share of them that is done: whether to give the step up."""
+
+
+def never(share: float) -> bool:
+    """The step is made whole."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -87,10 +95,12 @@ def accumulate_gradient(
     sequences: int,
     owned_balance_factor: float,
     exchange: bool = True,
-) -> tuple[Tensor, Tensor]:
+    should_drop: ShouldDrop = never,
+) -> tuple[Tensor, Tensor] | None:
     """Adds up the gradient over all micro-batches; `forward` is the model, or DDP around it.
 
-    Without `exchange` each rank keeps its own, whatever happens to the others.
+    Without `exchange` each rank keeps its own, whatever happens to the others. None, with a part of the gradient left
+    behind, where rank 0's `should_drop` said so; then no rank has begun to exchange.
     Returns this rank's sums, fp64 on the device: [4], cross entropy and output z-loss times counted sequences,
     load balancing and router z-loss times sequences; and [L, E], the assignments of each expert in each layer.
     """
@@ -98,6 +108,8 @@ def accumulate_gradient(
     count_LE = torch.zeros((), dtype=torch.float64, device=ranks.device)
     parts = list(micro_batches(batch, ranks, sequences))
     for index, micro in enumerate(parts):
+        if exchange and index and agreed(ranks, should_drop(index / len(parts))):
+            return None
         with _sync_gradients(forward, exchange and index == len(parts) - 1):
             with autocast(ranks.device):
                 losses: LossParts = forward(micro.token_BS, micro.counted_B, owned_balance_factor, micro.head_factor)

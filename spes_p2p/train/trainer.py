@@ -23,11 +23,18 @@ from spes_p2p.planning.options import Options
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
-from spes_p2p.train.memory import free_and_total_bytes, is_out_of_memory, out_of_memory, spare_at_peak_bytes
+from spes_p2p.train.memory import (
+    free_and_total_bytes,
+    is_out_of_memory,
+    least_free_and_total_bytes,
+    out_of_memory,
+    spare_at_peak_bytes,
+    telling_of_memory,
+)
 from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.private import load_private_state, outline, private_state
 from spes_p2p.train.rank import RankTrainer
-from spes_p2p.train.step import StepResult
+from spes_p2p.train.step import ShouldDrop, StepResult, never
 
 __all__ = ["StepResult", "Trainer"]
 
@@ -59,7 +66,8 @@ class Trainer:
         """Steps skipped since the last one that was not."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
-        with self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads()):
+        build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
+        with build, telling_of_memory("making the model"):
             self._rank = rank_trainer(config, layout, self._ranks)
 
     @property
@@ -126,43 +134,47 @@ class Trainer:
             raise LocalProtocolError("adopt without values on rank 0")
         if owned != self.owned:
             _check_owned(owned, self.config.model.num_experts)
-        with self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps):
-            try:
-                self._rank.adopt(owned, values, step, keep_moments, round_steps)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise out_of_memory(error, len(owned)) from error
+        adopt = self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps)
+        with adopt, telling_of_memory(f"loading the state to train {len(owned)} expert columns"):
+            self._rank.adopt(owned, values, step, keep_moments, round_steps)
 
     def run_ahead(self) -> None:
         """The round is over here and its outcome not known yet: steps from now on are the next round's."""
         with self._command("run_ahead"):
             self._rank.run_ahead()
 
-    def train_step(self, batch: Batch | None) -> StepResult:
+    def train_step(self, batch: Batch) -> StepResult:
+        """A step that is made whole; see `train_step_unless`."""
+        result = self.train_step_unless(batch)
+        assert result is not None
+        return result
+
+    def train_step_unless(self, batch: Batch, should_drop: ShouldDrop = never) -> StepResult | None:
         """One inner step on `batch` (the whole peer's; rank 0 always has one).
 
-        A step whose loss or gradient is not finite changes nothing and says `skipped`. A step that runs out of memory
-        is made again with a smaller micro-batch or more checkpointing, from then on; `take_notes` says so. Raises
-        SpesError where nothing is left to save (several ranks find out before they wait for each other in the first
-        step, and cannot step down in a later one), ConfigError where the batch cannot be split over the ranks.
+        A step whose loss or gradient is not finite changes nothing and says `skipped`. `should_drop` is asked between
+        micro-batches with the share of them that is done; where it says so, the step did not happen, at any rank: None,
+        with values, moments, counts and random numbers as before. A step that runs out of memory is made again with a
+        smaller micro-batch or more checkpointing, from then on; `take_notes` says so. Raises SpesError where nothing is
+        left to save (several ranks find out before they wait for each other in the first step, and cannot step down in
+        a later one), ConfigError where the batch cannot be split over the ranks.
         """
-        if batch is None:
-            raise LocalProtocolError("train_step without a batch on rank 0")
         _check_batch(len(batch.tokens), self._ranks)
         with self._command("train_step", **_packed(batch) if self._ranks.world_size > 1 else {}):
-            result = self._step_that_fits(batch)
+            result = self._step_that_fits(batch, should_drop)
+        if result is None:
+            return None
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         return result
 
-    def _step_that_fits(self, batch: Batch) -> StepResult:
+    def _step_that_fits(self, batch: Batch, should_drop: ShouldDrop) -> StepResult | None:
         while True:
             try:
-                return self._rank.train_step(batch)
+                return self._rank.train_step(batch, should_drop)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = out_of_memory(error, len(self.owned))
+                failure = out_of_memory(error, f"training {len(self.owned)} expert columns")
                 if self._rank.is_updating or self._ranks.world_size > 1:
                     raise failure from error
             # out here nothing holds the failed step's tensors any more
@@ -181,12 +193,14 @@ class Trainer:
 
     def take_moments(self, column: int, moments: Moments) -> None:
         """Goes on with a former owner's moments for an owned column. They must have been checked (`check_moments`)."""
-        with self._command("take_moments", column=column, steps=moments.steps):
+        take = self._command("take_moments", column=column, steps=moments.steps)
+        with take, telling_of_memory(f"taking over the moments of column {column}"):
             take_moments(self._rank, column, moments.steps, moments)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token over `batches`, in nats, by rank 0 alone; NaN where there is no target."""
-        return self._rank.evaluate(batches)
+        with telling_of_memory("evaluating held-out data"):
+            return self._rank.evaluate(batches)
 
     def private_state(self) -> dict[str, Any]:
         """What must be saved beside the committed state to go on exactly: a tree with the tensors that are trained.
@@ -203,7 +217,7 @@ class Trainer:
         if not self._rank.optimizer.groups:
             raise LocalProtocolError("load_private_state before the first adopt: foreign experts have no values")
         plain = outline(self._rank, state)
-        with self._command("load_private_state", plain=plain):
+        with self._command("load_private_state", plain=plain), telling_of_memory("loading the training state"):
             load_private_state(self._rank, plain, state)
 
     def value_hashes(self) -> list[str]:
@@ -240,6 +254,18 @@ class Trainer:
             if isinstance(error, RuntimeError):  # what torch.distributed raises
                 self._ranks.explain()
             raise
+
+
+def least_memory(ranks: Ranks) -> tuple[int, int]:
+    """(free, all) bytes, the least of all ranks' devices. Raises SpesError where a rank has ended."""
+    ranks.check()
+    try:
+        with ranks.watch("measure"):
+            broadcast_object(ranks, ["measure", {}])
+            return least_free_and_total_bytes(ranks)
+    except RuntimeError:
+        ranks.explain()
+        raise
 
 
 def _packed(batch: Batch) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 FIRST_SECONDS = 600.0
-"""What a command may take that was never made before."""
+"""What a command may take that was never made before, without progress."""
 FLOOR_SECONDS = 60.0
 TIMES = 20.0
-"""So many times the longest that a command took is too long, but never less than the floor."""
+"""So many times the longest that a command took, or its longest part between two signs of progress, is too long, but
+never less than the floor."""
 _TICK_SECONDS = 0.25
 
 
@@ -28,6 +29,7 @@ class Watchdog:
         self._longest: dict[str, float] = {}
         self._running: tuple[str, int] | None = None
         self._count = 0
+        self._began = self._longest_part = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -35,14 +37,25 @@ class Watchdog:
     @contextmanager
     def watching(self, command: str) -> Iterator[None]:
         """Around a command that all ranks carry out."""
-        started = time.monotonic()
-        self._count += 1
-        self._running = (command, self._count)
+        self._begin(command)
+        self._longest_part = 0.0
         try:
             yield
-            self._longest[command] = max(self._longest.get(command, 0.0), time.monotonic() - started)
+            self.progress()
+            self._longest[command] = max(self._longest.get(command, 0.0), self._longest_part)
         finally:
             self._running = None
+
+    def progress(self) -> None:
+        """All ranks have come this far in the command that is watched: its time begins anew."""
+        if self._running is not None:
+            self._longest_part = max(self._longest_part, time.monotonic() - self._began)
+            self._begin(self._running[0])
+
+    def _begin(self, command: str) -> None:
+        self._count += 1
+        self._began = time.monotonic()
+        self._running = (command, self._count)
 
     def limit_seconds(self, command: str) -> float:
         """How long a command may take, from how long it took."""

@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,7 @@ from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
+from spes_p2p.train.memory import least_free_and_total_bytes
 from spes_p2p.train.moments import take_moments
 from spes_p2p.train.private import load_private_state
 from spes_p2p.train.rank import RankTrainer
@@ -33,7 +35,7 @@ from spes_p2p.train.trainer import unpacked
 from spes_p2p.train.watchdog import Watchdog
 
 _START_SECONDS = 120.0
-_NOTICE_SECONDS = 5.0
+_NOTICE_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
 _PR_SET_PDEATHSIG = 1
 _FROZEN_FIX = "look at that process's device and at the machine's memory; then go on with --resume"
@@ -50,6 +52,9 @@ def serve(ranks: Ranks) -> None:
             raise SpesError(f"rank {ranks.rank} lost rank 0: {error}", fix="see the output of rank 0") from error
         if name == "stop":
             return
+        if name == "measure":  # before there is anything to train
+            least_free_and_total_bytes(ranks)
+            continue
         trainer = _build(ranks, **arguments) if name == "build" else trainer
         if name != "build":
             if trainer is None:
@@ -86,14 +91,19 @@ class LocalRanks:
     """
 
     def __init__(
-        self, world_size: int, device: torch.device, lost: Callable[[SpesError], None] = lambda error: None
+        self,
+        world_size: int,
+        device: torch.device,
+        lost: Callable[[SpesError], None] = lambda error: None,
+        cards: Sequence[int] = (),
     ) -> None:
-        """Starts the processes and connects. On CUDA, rank r uses GPU r.
+        """Starts the processes and connects. On CUDA, rank r uses GPU `cards[r]`, or r where none are given.
 
         `lost` is told, in another thread, that a rank has ended, also while rank 0 does something else. Raises
         ConfigError for more ranks than GPUs, SpesError where a rank ends or does not come up in time.
         """
-        self.ranks = Ranks(device=device)
+        self._cards = tuple(cards)
+        self.ranks = Ranks(device=torch.device("cuda", cards[0]) if cards else device, cards=self._cards)
         self._children: list[Child] = []
         self._ended: list[Child] = []
         self._news = threading.Event()
@@ -158,17 +168,23 @@ class LocalRanks:
             os.environ.setdefault(name, "lo")
         store_path = folder / "store"
         for rank in range(1, world_size):
-            arguments = [rank, world_size, _device_of(rank, device_type), os.getpid(), store_path]
+            arguments = [rank, world_size, self._device_of(rank, device_type), os.getpid(), store_path]
             command = [sys.executable, "-m", "spes_p2p.train.worker", *map(str, arguments)]
             self._children.append(Child(rank, command, folder, self._on_end))
         store = dist.FileStore(str(store_path), world_size)
         self._wait_until_ready(store, world_size)
-        device = torch.device(_device_of(0, device_type))
+        device = torch.device(self._device_of(0, device_type))
+        watch = self._watchdog.watching
         try:
-            self.ranks = connect(0, world_size, device, store, self.check, self.explain, self._watchdog.watching)
+            self.ranks = connect(
+                0, world_size, device, store, self.check, self.explain, watch, self._watchdog.progress, self._cards
+            )
         except RuntimeError:
             self.explain()
             raise
+
+    def _device_of(self, rank: int, device_type: str) -> str:
+        return _device_of(self._cards[rank] if self._cards else rank, device_type)
 
     def _wait_until_ready(self, store: Any, world_size: int) -> None:
         waiting = [_ready_key(rank) for rank in range(1, world_size)]
@@ -209,8 +225,8 @@ def ranks_from_environment(device: torch.device) -> Ranks | None:
     return connect(rank, world_size, torch.device(local))
 
 
-def _device_of(rank: int, device_type: str) -> str:
-    return f"cuda:{rank}" if device_type == "cuda" else device_type
+def _device_of(number: int, device_type: str) -> str:
+    return f"cuda:{number}" if device_type == "cuda" else device_type
 
 
 def _check_devices(world_size: int, device: torch.device) -> None:
@@ -246,7 +262,12 @@ def main(arguments: list[str]) -> None:
     store = dist.FileStore(arguments[4], world_size)
     store.set(_ready_key(rank), "1")
     ranks = connect(rank, world_size, torch.device(arguments[2]), store)
-    serve(ranks)
+    try:
+        serve(ranks)
+    except Exception:  # noqa: BLE001 (told, and the end of this process)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an orderly end with open process groups may be an abort, and hide what was wrong
     disconnect(ranks)
 
 

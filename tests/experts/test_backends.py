@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -107,3 +109,12 @@ def test_grouped_mm_agrees_with_the_loop_on_cuda(ends: list[int]) -> None:
     assert close(grouped.rows(x_NK, w_EMK.mT, ends_E), eager.rows(x_NK, w_EMK.mT, ends_E))
     assert close(grouped.rows(y_NM, w_EMK, ends_E), eager.rows(y_NM, w_EMK, ends_E))
     assert close(grouped.outer(y_NM, x_NK, ends_E[:2]), eager.outer(y_NM, x_NK, ends_E[:2]))
+
+
+def test_a_gpu_without_kernels_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*size: int, **named: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+
+    monkeypatch.setattr(choice, "torch", SimpleNamespace(ones=no_kernel))
+    why = choice._why_grouped_mm_fails.__wrapped__(torch.device("cuda"), torch.bfloat16)
+    assert why == "CUDA error: no kernel image is available for execution on the device"

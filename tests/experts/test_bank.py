@@ -283,7 +283,9 @@ def test_no_wait_for_the_device_and_the_same_values(backend: str, foreign: Forei
     slope = torch.linspace(-1, 1, x_TD.numel()).view_as(x_TD).cuda()
     device(*inputs).float().sum().backward()  # kernels are compiled and tuned
     device.zero_grad()
-    torch.cuda.set_sync_debug_mode("error")
+    # elsewhere torch's grouped_mm is a loop on the host, which asks the device for the groups' ends
+    never_waits = torch.cuda.get_device_capability()[0] in (9, 10)
+    torch.cuda.set_sync_debug_mode("error" if never_waits else "default")
     try:
         y_TD = device(*inputs)
         (y_TD.float() * slope).sum().backward()

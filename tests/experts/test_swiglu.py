@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spes_p2p.experts import swiglu
+from spes_p2p.experts.kernels import _why_not
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -69,3 +70,21 @@ def test_the_kernels_give_the_same(kernels: ModuleType, rows: int, ffn: int, dty
     if rows:
         assert torch.equal(hidden_NF, got[0])
         assert_all_close(got, by_autograd(*given), TOLERANCE[dtype])
+
+
+def test_the_trial_launches_both_kernels() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here: every test marked gpu makes this trial")
+    swiglu.try_kernels(torch.device("cpu"))
+
+
+def test_a_trial_that_fails_is_said_once_and_torch_takes_over(caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[torch.device] = []
+
+    def trial(device: torch.device) -> None:
+        tried.append(device)
+        raise RuntimeError("bf16 is not supported below sm_80\nmore")
+
+    answers = [_why_not(torch.device("cpu"), trial) for _ in range(2)]
+    assert answers == ["bf16 is not supported below sm_80"] * 2
+    assert len(tried) == len(caplog.records) == 1

@@ -90,3 +90,7 @@ def test_logits_of_any_size_are_finite(row_losses: RowLosses) -> None:
 def test_no_rows_are_no_loss(row_losses: RowLosses) -> None:
     nothing = torch.empty(0, 57), torch.empty(0, dtype=torch.int64), torch.empty(0)
     assert summed(row_losses, *nothing).tolist() == [0.0, 0.0]
+
+
+def test_the_trial_launches_the_kernel_both_ways(kernel: RowLosses) -> None:
+    softmax_loss.try_kernels(torch.device("cpu"))

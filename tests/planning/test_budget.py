@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spes_p2p.planning.budget import MARGIN_SHARE, Device, columns_by_experience, columns_that_fit, fitted
-from spes_p2p.planning.memory import Workload, predict
+from spes_p2p.planning.memory import CONTEXT_BYTES, Workload, predict
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.units import GIB
 from tests.planning.runs import run_named
@@ -65,3 +65,11 @@ def test_what_training_left_at_its_peak_is_for_more_columns() -> None:
     assert columns_by_experience(3, 10**9, 160 * 10**9, 10**6) == 3  # what was trained does fit
     lean = Options(gradient_dtype="bf16", optimizer="adamw8bit")
     assert columns_by_experience(3, 8 * 10**9 + 2 * column, 160 * 10**9, 10**6, lean) == 6
+
+
+def test_what_ranks_need_to_talk_was_not_paid_when_memory_was_measured() -> None:
+    pair = gpu(80, ranks=2)
+    columns = columns_that_fit(SEVEN, pair)
+    assert columns
+    assert predict(pair.workload(SEVEN, columns)).total - CONTEXT_BYTES <= pair.usable_bytes
+    assert pair.limit == gpu(80).limit

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
 from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.train.ddp import Ranks
@@ -119,3 +120,35 @@ def test_only_rank_0_has_a_trainer() -> None:
     config = small_config()
     with pytest.raises(LocalProtocolError, match="rank 1"):
         Trainer(config, small_layout(config), CPU, Ranks(rank=1, world_size=2))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_all_ranks_give_a_step_up_at_the_same_micro_batch(two_ranks: LocalRanks, dtype: str) -> None:
+    config = small_config("optimizer.micro_batch_sequences=1", f"optimizer.gradient_dtype={dtype}")
+    whole, stopped = (trainer_of(config, ranks=two_ranks.ranks) for _ in range(2))
+    whole.train_step(batch_of(0))
+    expected = whole.train_step(batch_of(1)).loss, whole.value_hashes()
+    stopped = trainer_of(config, ranks=two_ranks.ranks)
+    stopped.train_step(batch_of(0))
+    assert stopped.train_step_unless(batch_of(1), lambda share: share == 0.75) is None
+    assert stopped.round_steps == 1
+    assert (stopped.train_step(batch_of(1)).loss, stopped.value_hashes()) == expected
+
+
+def test_there_is_one_set_of_gradients_from_the_beginning(two_ranks: LocalRanks) -> None:
+    """They lie in DDP's buckets before the first exchange, too: beside them there need not be memory for another."""
+    config = small_config("optimizer.micro_batch_sequences=1")
+    for owned in ((1, 4), (1, 2, 4)):
+        trainer = trainer_of(config, owned, ranks=two_ranks.ranks)
+        model = trainer._rank.model
+        assert len(places_of(model)) == 1  # one bucket
+        before = places_of(model)
+        assert trainer.train_step_unless(batch_of(0), lambda share: True) is None  # rehearsed, and no exchange yet
+        assert places_of(model) == before
+    trainer.train_step(batch_of(0))
+    assert len(places_of(model)) == 1
+
+
+def places_of(model: nn.Module) -> set[int]:
+    """Where the gradients' memory begins."""
+    return {0 if p.grad is None else p.grad.untyped_storage().data_ptr() for p in model.parameters()}

@@ -15,7 +15,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
-from tests.train.small import VOCABULARY, small_config, trainer_of
+from tests.train.small import VOCABULARY, same_bits, small_config, trainer_of, values_of
 
 TOKENS_OF_A_STEP = 8 * 12
 
@@ -90,3 +90,30 @@ def test_what_the_trainer_did_to_save_memory_is_told_once(dataset: Dataset) -> N
     trainer._rank.notes.append("the step is made again with less")
     run_inner_steps(trainer, local(dataset, config), 2, never, ignore, told.append)
     assert told == [Warning("the step is made again with less")]
+
+
+def test_a_step_that_is_given_up_did_not_happen(dataset: Dataset) -> None:
+    """Asked to stop after half of the third step, and to go on: the same bits as without a stop."""
+    config = small_config("optimizer.micro_batch_sequences=2")
+    whole, stopped = trainer_of(config), trainer_of(config)
+    run_inner_steps(whole, LeasedLoader(dataset, config, ((0, 40),)), 4, never, ignore)
+    loader, asked = LeasedLoader(dataset, config, ((0, 40),)), list[float]()
+
+    def should_drop(share: float) -> bool:
+        asked.append(share)
+        return stopped.round_steps == 2 and share == 0.5
+
+    work = run_inner_steps(stopped, loader, 4, never, ignore, should_drop=should_drop)
+    assert (work.steps, work.tokens, work.sequences, work.skipped) == (2, 2 * TOKENS_OF_A_STEP, 16, 0)
+    assert (loader.consumed, stopped.round_steps) == (16, 2)
+    assert asked == [0.25, 0.5, 0.75, 0.25, 0.5, 0.75, 0.25, 0.5]
+    run_inner_steps(stopped, loader, 2, never, ignore)
+    assert same_bits(values_of(stopped), values_of(whole))
+
+
+def test_who_stops_does_not_wait_for_the_end_of_a_step(dataset: Dataset) -> None:
+    config = small_config("optimizer.micro_batch_sequences=1")
+    trainer, answers = trainer_of(config), iter([False, False, True])
+    loader = local(dataset, config)
+    work = run_inner_steps(trainer, loader, 4, lambda: next(answers), ignore)
+    assert (work.steps, work.sequences, loader.state_dict()) == (0, 0, {"position": 0})

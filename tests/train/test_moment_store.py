@@ -145,5 +145,5 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     moment_store._bitsandbytes.cache_clear()
     with pytest.raises(ConfigError, match="bitsandbytes") as caught:
         wide_trainer(EIGHT_BIT)
-    assert "spes-p2p[optim8bit]" in caught.value.fix
+    assert "scripts/venv.sh optim8bit" in caught.value.fix
     moment_store._bitsandbytes.cache_clear()

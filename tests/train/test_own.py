@@ -111,3 +111,20 @@ def test_moments_of_a_column_pass_from_one_owner_to_the_next() -> None:
     assert taken.steps == 3
     assert np.array_equal(taken.mean, moments.mean)
     assert np.array_equal(taken.square, moments.square)
+
+
+def test_a_step_that_is_given_up_draws_its_dropout_again() -> None:
+    class Dropping(Sum):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(tokens), 0.5, self.training)
+
+    model = Model(Dropping, next_token, column_of)
+    config, trainers = config_of("optimizer.micro_batch_sequences=2"), []
+    for stops in (False, True):
+        trainers.append(own_trainer(model, config, model.layout(config), CPU))
+        trainers[-1].adopt((0, 2), start_of(config), 0)
+        torch.manual_seed(3)
+        if stops:
+            assert trainers[-1].train_step_unless(batch_of(1), lambda share: share == 0.5) is None
+        trainers[-1].train_step(batch_of(1))
+    assert same_bits(values_of(trainers[0]), values_of(trainers[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.experts.bank import MATRICES
+from spes_p2p.train.rank import RankTrainer
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import StepResult, Trainer
 from tests.train.small import (
@@ -179,7 +181,7 @@ def test_decayed_auxiliary_loss_scales_the_balance_of_owned_experts(owned: tuple
 def test_a_device_without_memory_left_is_named_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(small_config())
 
-    def full(batch: object) -> None:
+    def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
 
     monkeypatch.setattr(trainer._rank, "train_step", full)
@@ -261,3 +263,51 @@ def test_on_cuda_in_bf16_the_loss_falls_and_masters_stay_fp32(options: tuple[str
     resumed.load_private_state(state)
     assert resumed.train_step(batch_of(1)).loss == pytest.approx(loss, rel=1e-2)
     assert {entry["value"].dtype for group in state["groups"] for entry in group["tensors"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "doing"),
+    [
+        ("evaluate", lambda trainer: trainer.evaluate([batch_of(0)]), "evaluating held-out data"),
+        ("adopt", lambda trainer: trainer.adopt((1, 4), initial(trainer.config), 0), "loading the state to train 2"),
+    ],
+)
+def test_memory_that_runs_out_beside_a_step_is_a_known_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, call: Callable[[Trainer], object], doing: str
+) -> None:
+    trainer = trainer_of(small_config())
+
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More words")
+
+    monkeypatch.setattr(trainer._rank, name, full)
+    with pytest.raises(SpesError, match=f"ran out of memory while {doing}") as caught:
+        call(trainer)
+    assert caught.value.fix
+
+
+def test_a_model_that_cannot_be_made_for_lack_of_memory_is_a_known_error() -> None:
+    def full(*given: object) -> RankTrainer:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+
+    config = small_config()
+    with pytest.raises(SpesError, match=r"while making the model: CUDA error: out of memory$"):
+        Trainer(config, small_layout(config), CPU, rank_trainer=full)
+
+
+def test_moments_are_made_before_the_first_activations() -> None:
+    """Else the first step finds out last of all, in its update, that memory is short: too late to make it smaller."""
+    trainer, seen = trainer_of(small_config()), list[int]()
+    trainer._rank.model.register_forward_pre_hook(lambda *given: seen.append(trainer.optimizer_bytes))
+    trainer.train_step(batch_of(0))
+    assert seen[0] == trainer.optimizer_bytes > 0
+
+
+def test_a_first_step_that_was_given_up_can_be_saved_and_loaded() -> None:
+    config = small_config("optimizer.micro_batch_sequences=2")
+    trainer, again = trainer_of(config), trainer_of(config)
+    assert trainer.train_step_unless(batch_of(0), lambda share: True) is None
+    again.load_private_state(copy.deepcopy(trainer.private_state()))
+    trainer.train_step(batch_of(0))
+    again.train_step(batch_of(0))
+    assert same_bits(values_of(trainer), values_of(again))

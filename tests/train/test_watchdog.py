@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,3 +38,32 @@ def test_it_tells_once_of_a_command_that_does_not_end(monkeypatch: pytest.Monkey
         assert told.wait(30.0)
     dog.close()
     assert heard == ["step"]
+
+
+def test_what_counts_is_the_longest_part_between_two_signs_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of minutes that moves is not frozen, and one of minutes does not allow silence of hours."""
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    dog = Watchdog(lambda command, seconds, longest: None)
+    with dog.watching("step"):
+        for seconds in (3.0, 8.0, 4.0):
+            now[0] += seconds
+            dog.progress()
+        assert dog.limit_seconds("step") == FIRST_SECONDS  # its end may be slower
+    assert dog.limit_seconds("step") == watchdog.TIMES * 8.0
+    dog.progress()  # between commands it means nothing
+    dog.close()
+
+
+def test_progress_begins_the_time_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "FIRST_SECONDS", 1.0)
+    told = threading.Event()
+    dog = Watchdog(lambda command, seconds, longest: told.set())
+    seen = []
+    with dog.watching("step"):
+        for _ in range(3):
+            seen.append(dog._running)
+            dog.progress()
+    dog.close()
+    assert len(set(seen)) == 3  # what the watching thread starts its time again for
+    assert not told.is_set()
