@@ -5,6 +5,7 @@ traceback. What is not in this tree is a bug of ours and keeps its traceback.
 
     SpesError
     ├── ConfigError          the user's YAML, overrides or flags
+    │   └── LastingError     what the same command would meet again, however often it is started
     ├── DataError            corpus, tokenizer, shards
     │   └── DataLate         pieces of the dataset that have not come from other peers yet
     ├── CheckpointError      a saved file is missing, cut short or does not fit
@@ -35,6 +36,10 @@ class SpesError(Exception):
 
 class ConfigError(SpesError):
     """A wrong value, an unknown key, or settings that do not go together."""
+
+
+class LastingError(ConfigError):
+    """The same command can never succeed: another config than the run's, another run's folder, a run that is over."""
 
 
 class DataError(SpesError):

@@ -46,7 +46,7 @@ def dashboard(
             raise
         raise ConfigError(
             f"the dashboard needs the package {error.name}, which is not installed",
-            fix="pip install 'spes-p2p[dashboard]'",
+            fix="scripts/venv.sh dashboard",
         ) from error
     live = found if found.addresses else None
     run_dashboard(DashboardOptions(live, host, port, database, tuple(replay or ())), typer.echo)

@@ -37,9 +37,9 @@ def doctor(
 
     Example: spes-p2p doctor spes1...
     """
+    from spes_p2p.peer.devices import choose_device
     from spes_p2p.peer.doctor import examine
     from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, meeting
-    from spes_p2p.peer.run import choose_device
 
     found = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
     network = NetworkOptions(found.addresses, tuple(host_maddrs or DEFAULT_HOST_MADDRS), use_relay=use_relay)

@@ -16,7 +16,7 @@ import typer
 
 from spes_p2p import __version__
 from spes_p2p.cli.arguments import Command
-from spes_p2p.errors import SpesError
+from spes_p2p.errors import LastingError, SpesError
 
 COMMANDS: Mapping[str, str] = {
     "quickstart": "spes_p2p.cli.quickstart:quickstart",
@@ -48,6 +48,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Commands with commands of their own: (help, command to function)."""
 
+LASTING = 3
+"""Exit code after an error that no restart mends: a service manager should not try again."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
 
@@ -104,7 +106,7 @@ def _program(
 
 
 def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A known error is one line and exit code 1, Ctrl-C is 130; anything else is a bug and keeps its traceback."""
+    """A known error is one line and exit code 1 or 3, Ctrl-C is 130; anything else is a bug and keeps its traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +114,7 @@ def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(*args, **kwargs)
         except SpesError as error:
             typer.echo(error_line(error), err=True)
-            raise typer.Exit(1) from error
+            raise typer.Exit(LASTING if isinstance(error, LastingError) else 1) from error
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(INTERRUPTED) from interrupt
 

@@ -108,6 +108,8 @@ def _of_gpu(config: Config, name: str | None, owned: int) -> tuple[int | None, f
 def _show(found: Answer, is_guess: bool) -> None:
     from rich.console import Console
 
+    from spes_p2p.planning.options import EIGHT_BIT_INSTALL
+
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     console.print(_heading(found))
     console.print(_memory_table(found))
@@ -116,7 +118,7 @@ def _show(found: Answer, is_guess: bool) -> None:
         if any(_mark(rung.adds) for rung in found.search.rungs):
             console.print("* all peers must have this equal: the organiser chooses it")
         if any(rung.adds == EIGHT_BIT for rung in found.search.rungs):
-            console.print(f'{EIGHT_BIT} needs: pip install "spes-p2p[optim8bit]"', markup=False)
+            console.print(f"{EIGHT_BIT} needs, in the clone of each peer: {EIGHT_BIT_INSTALL}", markup=False)
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
     console.print(f"{_fetched(found)}\n")

@@ -26,7 +26,7 @@ def quickstart(
     ] = None,
     dump_rounds: Annotated[Path | None, typer.Option(help="Write what goes in and out of each round there.")] = None,
 ) -> None:
-    """Trains a small model with several processes on this machine; nothing else is needed. Takes a few minutes.
+    """Trains a small model with several processes on the CPU of this machine; nothing else is needed. Takes minutes.
 
     Example: spes-p2p quickstart --peers 3 --rounds 6
     """

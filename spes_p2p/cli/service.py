@@ -31,7 +31,7 @@ def install(
     Example: spes-p2p service install spes1... --output peer -- --nice 10 --max-upload 20Mbit
     """
     from spes_p2p.errors import ConfigError
-    from spes_p2p.peer.service import Service
+    from spes_p2p.peer.service import Service, lingers
     from spes_p2p.peer.service import install as install_service
 
     folder = output.absolute()
@@ -47,7 +47,8 @@ def install(
     if trouble or not start:
         typer.echo(f"  systemctl --user daemon-reload && systemctl --user enable --now {path.name}")
     typer.echo(f"its words: journalctl --user -u {path.name} -f")
-    typer.echo("to let it run while you are not logged in: loginctl enable-linger")
+    if not lingers():
+        typer.echo("it runs only while you are logged in; to let it start with the machine: loginctl enable-linger")
 
 
 def uninstall(name: ServiceName = "peer") -> None:

@@ -205,7 +205,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 class Sink(Protocol):
-    """Where events go. `write` may raise StorageFull (asked again later) or anything else (dropped)."""
+    """Where events go. `write` may raise StorageFull or OSError (asked again later), or anything else (dropped)."""
 
     def write(self, time: float, event: Event) -> None: ...
 
@@ -249,10 +249,11 @@ class EventBus:
         name = type(sink).__name__
         try:
             sink.write(time, event)
-        except StorageFull as error:
+        except (StorageFull, OSError) as error:
             known = id(sink) in self._full
             self._full.add(id(sink))
-            return [] if known else [Error(f"{name} loses events: {error}", error.fix)]
+            fix = error.fix if isinstance(error, StorageFull) else ""
+            return [] if known else [Error(f"{name} loses events: {error}", fix)]
         except Exception as error:  # noqa: BLE001 (whatever it is, training goes on without this sink)
             self._sinks.remove(sink)
             return [Warning(f"{name} failed and is off from now on: {type(error).__name__}: {error}")]

@@ -1,16 +1,19 @@
 """Where events are written: `metrics.jsonl`, lines of text, TensorBoard, Weights & Biases; and reading the file again.
 
+`unfailing` is for lines that are no events.
+
 TensorBoard and wandb are optional and loaded only when asked for. The live screen is in `live`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import sys
 import time as wall_time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,33 +26,41 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class JsonLines:
-    """Appends one JSON object a line; every line reaches the system before `write` returns, whole or not at all."""
+    """Appends one JSON object a line; every line reaches the system before `write` returns, whole or not at all.
+
+    Others may append to the same file: `spes-p2p eval` does.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._size = _cut_unfinished_line(self._file)
+        _cut_unfinished_line(self._file)
 
     def write(self, time: float, event: Event) -> None:
         data = to_json(time, event).encode() + b"\n"
+        written = 0
         try:
-            written = os.write(self._file, data)
-            if written < len(data):
-                os.write(self._file, data[written:])
+            while written < len(data):
+                written += os.write(self._file, data[written:])
         except OSError as error:
-            os.ftruncate(self._file, self._size)
+            self._take_back(written)
             if error.errno in _FULL:
                 raise StorageFull(f"no space left for {self._path}", fix="free some space on that disk") from error
             raise
-        self._size += len(data)
 
     def close(self) -> None:
         os.close(self._file)
 
+    def _take_back(self, written: int) -> None:
+        """Removes the beginning of a line that did not fit, where nobody has appended behind it."""
+        end = os.lseek(self._file, 0, os.SEEK_CUR)  # of what we wrote last
+        if written and os.fstat(self._file).st_size == end:
+            os.ftruncate(self._file, end - written)
 
-def _cut_unfinished_line(file: int) -> int:
-    """A crash can leave half a line at the end: removes it. Returns the size that is left."""
+
+def _cut_unfinished_line(file: int) -> None:
+    """A crash can leave half a line at the end: removes it."""
     size = keep = os.fstat(file).st_size
     while keep > 0:
         start = max(0, keep - 65536)
@@ -59,7 +70,6 @@ def _cut_unfinished_line(file: int) -> int:
             break
     if keep < size:
         os.ftruncate(file, keep)
-    return keep
 
 
 class EventReader:
@@ -91,6 +101,19 @@ class EventReader:
             return None
 
 
+def unfailing(say: Callable[[str], None]) -> Callable[[str], None]:
+    """The same, but a line that cannot be written (a full disk, a pipe that nobody reads) is left out.
+
+    What runs for weeks must not end because of what it says.
+    """
+
+    def say_if_possible(text: str) -> None:
+        with contextlib.suppress(OSError):
+            say(text)
+
+    return say_if_possible
+
+
 class PlainLines:
     """One line of text an event, for logs and pipes."""
 
@@ -115,7 +138,7 @@ class JsonStream:
         self._put(to_json(time, event))
 
     def say(self, text: str) -> None:
-        """A line for people, such as where others can dial this machine."""
+        """A line for people, such as where others can dial this machine. Raises OSError."""
         self._put(json.dumps({"event": "note", "time": wall_time.time(), "message": text}))
 
     def close(self) -> None:
@@ -181,7 +204,7 @@ class Wandb:
 def _not_installed(key: str, extra: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f"{key} is true, but {extra} cannot be imported ({error})",
-        fix=f"pip install 'spes-p2p[{extra}]', or set {key}=false",
+        fix=f"scripts/venv.sh {extra}, or set {key}=false",
     )
 
 

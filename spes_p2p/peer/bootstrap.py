@@ -24,6 +24,7 @@ from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.prometheus import LOCALHOST
+from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
@@ -92,7 +93,8 @@ def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], No
 async def serve_until(
     stop: asyncio.Event, options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None
 ) -> None:
-    """The same on the running loop, until `stop` is set."""
+    """The same on the running loop, until `stop` is set. Goes on where `say` raises OSError, and so does the rest."""
+    say, ready = unfailing(say), unfailing(ready)
     _check(options)
     make_folder(options.folder)
     run = _read_run(options, say) if options.config_path is not None else None
@@ -138,7 +140,8 @@ def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
 def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
     """The config that is published: it names the tokenizer of the data, for whoever exports, and its hash.
 
-    What the organiser has named stays; a file of this machine is no name, and is not told to others.
+    What the organiser has named stays; a file of this machine is no name, and is not told to others. Raises
+    ConfigError where the organiser has named another tokenizer than the data was cut with.
     """
     found = {"tokenizer": dataset.tokenizer or "", "tokenizer_hash": dataset.tokenizer_fingerprint or ""}
     if not config.data.tokenizer and found["tokenizer"] and not is_public(found["tokenizer"]):
@@ -146,7 +149,19 @@ def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
             "(data.tokenizer=NAME)")  # fmt: skip
         found["tokenizer"] = ""
     named = {key: getattr(config.data, key) or value for key, value in found.items()}
+    if found["tokenizer_hash"] not in ("", named["tokenizer_hash"]) or _one_is_byte(found, named):
+        raise ConfigError(
+            f"the data was cut with tokenizer {dataset.tokenizer!r}, the config names {named['tokenizer']!r}, "
+            "which is another one",
+            fix="tokenize with the one that the config names, or leave data.tokenizer and data.tokenizer_hash out",
+        )
     return config.model_copy(update={"data": config.data.model_copy(update=named)})
+
+
+def _one_is_byte(found: dict[str, str], named: dict[str, str]) -> bool:
+    """Names on the hub may stand for one tokenizer, but not for the built-in one."""
+    names = {found["tokenizer"], named["tokenizer"]}
+    return "" not in names and len(names) == 2 and "byte" in names
 
 
 async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, ready: Callable[[str], None]) -> None:
@@ -223,16 +238,17 @@ async def _organise(
             first_sequence=sequence,
             server=server,
             data=serve_data,
+            fatal=_once(trouble),
         )
         stack.push_async_callback(organiser.stop)
         describe = _describer(info, network, chain, data.held if data is not None else 0)
 
         def newest() -> tuple[Commit, float] | None:
-            commit = chain.newest
-            return None if commit is None else (commit, chain.received_at(commit.manifest.round))
+            return chain.newest_received
 
         def members() -> tuple[PeerId, ...]:
-            return tuple(member.peer for member in chain.newest.manifest.members) if chain.newest else ()
+            commit = chain.newest
+            return tuple(member.peer for member in commit.manifest.members) if commit is not None else ()
 
         announcer = Announcer(
             info, network.transport, network.directory, describe, newest, _once(trouble), members,
@@ -315,8 +331,9 @@ async def _herald(chain: Chain, say: Say) -> None:
     told = chain.length
     while True:
         for round in range(told, chain.length):
-            commit = chain.commit(round)
-            before = chain.commit(round - 1).manifest if round else None
+            if (commit := chain.find(round)) is None:  # another history won in this moment
+                break
+            before = chain.parent_of(commit.manifest)
             for line in genesis_lines(commit.manifest) if before is None else commit_lines(commit, before):
                 say(line)
         told = chain.length

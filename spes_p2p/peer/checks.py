@@ -14,6 +14,7 @@ from spes_p2p.errors import SpesError
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 from spes_p2p.planning.budget import Device, columns_that_fit
 from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK, DiskNeed
+from spes_p2p.planning.options import EIGHT_BIT_INSTALL
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Link, sync_costs
 from spes_p2p.planning.units import enough_text, gib_text
@@ -59,11 +60,13 @@ class Gpu:
     name: str
     free_bytes: int
     total_bytes: int
+    trouble: str = ""
+    """Why it cannot train."""
 
 
-def machine_checks(machine: Machine) -> list[Check]:
-    """Python, torch with its driver, GPU and memory."""
-    return [_python(machine), _torch(machine), *_gpus(machine), _memory(machine)]
+def machine_checks(machine: Machine, on_gpu: bool = True) -> list[Check]:
+    """Python, torch with its driver, GPU and memory. `on_gpu`: whether it is a GPU that shall train."""
+    return [_python(machine), _torch(machine), *_gpus(machine, on_gpu), _memory(machine)]
 
 
 def _python(machine: Machine) -> Check:
@@ -85,11 +88,15 @@ def _torch(machine: Machine) -> Check:
     return Check("torch", "ok", text)
 
 
-def _gpus(machine: Machine) -> Iterable[Check]:
+def _gpus(machine: Machine, on_gpu: bool) -> Iterable[Check]:
     if not machine.gpus:
         fix = "enough for a tiny run; for any other use a machine with a GPU"
         yield Check("gpu", "warning", "none that torch can use: training runs on the CPU", fix)
+    none_can = all(gpu.trouble for gpu in machine.gpus)
     for number, gpu in enumerate(machine.gpus):
+        if gpu.trouble:
+            yield Check("gpu", "failure" if none_can and on_gpu else "warning", gpu.trouble, "use --device cpu")
+            continue
         text = f"{number}: {gpu.name}, {gib_text(gpu.free_bytes)} of {gib_text(gpu.total_bytes)} free"
         crowded = gpu.total_bytes - gpu.free_bytes > IN_USE_SHARE * gpu.total_bytes
         fix = "end the other programs that use it (nvidia-smi shows them)" if crowded else ""
@@ -110,20 +117,28 @@ def run_checks(
     disk: Disk,
     data_bytes: int = 0,
     checkpoint_bytes: int | None = None,
+    eight_bit_helps: bool = False,
 ) -> list[Check]:
     """Whether this machine can take part: memory, then disk. `words`, `fits`: what `fitting.fit_config` said."""
     return [
-        fit_check(config, device, wanted, words, fits),
+        fit_check(config, device, wanted, words, fits, eight_bit_helps),
         disk_check(config, wanted, disk, data_bytes, checkpoint_bytes),
     ]
 
 
-def fit_check(config: Config, device: Device, wanted: int, words: str, fits: bool) -> Check:
-    """`config` with the options chosen for `wanted` columns (`words` names them, or says why it does not fit)."""
+def fit_check(
+    config: Config, device: Device, wanted: int, words: str, fits: bool, eight_bit_helps: bool = False
+) -> Check:
+    """`config` with the options chosen for `wanted` columns (`words` names them, or says why it does not fit).
+
+    `eight_bit_helps`: more would fit with 8-bit moments, whose library is not installed.
+    """
     count = min(config.model.num_experts, columns_that_fit(config, device))
     run = f"{config.run.run_id} ({count_text(Sizes.of(config.model).total)} parameters)"
     if not fits:
         fix = "use a machine with more memory, free some, or join with a smaller --max-experts"
+        if eight_bit_helps:
+            fix = f"install 8-bit moments, with which more fits (in the clone: {EIGHT_BIT_INSTALL}); or {fix}"
         return Check("fit", "failure" if count == 0 else "warning", f"{run}: {words}", fix)
     if count < wanted:
         text = f"{run} wants {wanted} expert columns of each peer, memory for {count} is free here"

@@ -20,17 +20,19 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.feed import Feed
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
-from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
+from spes_p2p.errors import ConfigError, LastingError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.own import run_layout
+from spes_p2p.limits import allow_open_files
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.data_feed import DATA, DataFeed, keep_catalogue, kept_catalogue
-from spes_p2p.peer.folder import CHECKPOINTS, claim_folder
+from spes_p2p.peer.folder import CHECKPOINTS, RUN, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.peer.phases import phase_of
 from spes_p2p.peer.stopping import Stopped, until_stopped
 from spes_p2p.peer.vitals import VitalsKeeper
+from spes_p2p.state.files import storing
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
@@ -84,6 +86,7 @@ class Progress:
 
 async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwork:
     """Joins the DHT. Raises NetworkError, IdentityInUse or ClockSkewed, each with the fix."""
+    allow_open_files()
     return await HivemindNetwork.start(
         options.initial_peers,
         options.identity_path or identity,
@@ -137,8 +140,12 @@ class Connection:
         self._feed: Feed | None = None
         self._feeding: Tasks | None = None
         self._data_traffic = data_traffic or DataTraffic()
+        self._pause_asked = False
         self._paused = False
+        """Asks for no columns: `_pause_asked`, unless nobody else could train them."""
+        self._beats: Tasks | None = None
         self._is_in = False
+        self._tip: tuple[Commit, float] | None = None
         self._ending: EndingWatch | None = None
         self.last_round: int | None = None
         """After which the organiser has ended the run."""
@@ -202,7 +209,7 @@ class Connection:
         return self.driver.core.is_member()
 
     def others(self) -> list[Status]:
-        """Newest statuses of other members that are alive."""
+        """Newest statuses of all others of the run that are alive."""
         core, now = self.driver.core, self.clock.now()
         contacts = list(core.contacts.items())
         return [contact.status for peer, contact in contacts if core.alive(peer, now)]
@@ -309,7 +316,7 @@ class Connection:
         _check_organiser(options.organiser, self._info)
         await self._check_not_over(group.round)
         if options.rounds is not None and group.round > options.rounds:
-            raise ConfigError(
+            raise LastingError(
                 f"the run is at round {group.round}, and this peer was to stop with round {options.rounds}",
                 fix="give a later round with --rounds, or leave it out",
             )
@@ -323,6 +330,7 @@ class Connection:
         if options.owned_experts is not None:
             check_columns(options.owned_experts, self.layout.num_columns)
         column_budget(options, self.config.swarm.experts_per_peer, 0, self.layout.num_columns)
+        claim_folder(options.output / RUN, self._info, self.layout)  # before anything of this run is written there
         self._say(f"run {self._info.run_id}, fingerprint {self._info.fingerprint.hex()[:16]}")
         return self.config, self._info
 
@@ -334,7 +342,7 @@ class Connection:
         except NetworkError:  # it is looked for again when we are in
             return
         if ended is not None and round >= ended.ending.last_round:
-            raise ConfigError(
+            raise LastingError(
                 f"run {self._info.run_id} is over: its organiser has ended it with round {ended.ending.last_round}",
                 fix="take its model with spes-p2p export, or ask for an invitation to another run",
             )
@@ -365,15 +373,15 @@ class Connection:
         )  # fmt: skip
         await self._announcer.start()
         self._start_feeding()
-        folder = self._options.output / "run"
-        claim_folder(folder, info, self.layout)
+        folder = self._options.output / RUN
         joining = Joining(
             info, config, self.layout, folder, network.transport, network.signer, network.verifier, sealer, self._say,
             checkpoints=self._options.output / CHECKPOINTS,
         )  # fmt: skip
         place = await joining.enter(intent, self._announcer.sources)
-        inputs, moments = Inputs(folder / "inputs", self.layout), MomentShelf(folder / "moments", self.layout)
-        residuals = Residuals(folder / "residuals", self.layout)
+        with storing(folder, 0):
+            inputs, moments = Inputs(folder / "inputs", self.layout), MomentShelf(folder / "moments", self.layout)
+            residuals = Residuals(folder / "residuals", self.layout)
         data = PieceServing(self._shelf, self._data_traffic).answer if self._shelf is not None else None
         self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments, data)
         core = Core(
@@ -405,6 +413,8 @@ class Connection:
         await self._ending.start()
         self._is_in = True
         self._tell()  # it may have been paused meanwhile
+        self._beats = Tasks(self.gate.failed)
+        self._beats.spawn(self._settle_pauses())
         return place.tip
 
     def _first_intent(self, columns_that_fit: int) -> Intent:
@@ -435,7 +445,11 @@ class Connection:
     def _newest(self) -> tuple[Commit, float] | None:
         """The newest commit here, and when it came."""
         commit = self._driver.core.last_commit if self._driver is not None else None
-        return None if commit is None else (commit, self.disk.chain.received_at(commit.manifest.round))
+        if commit is None:
+            return None
+        if self._tip is None or self._tip[0] is not commit:  # its file goes before it does, where another history won
+            self._tip = commit, self.disk.chain.received_of(commit.manifest) or time.time()
+        return self._tip
 
     def _describe(self) -> PeerRecord:
         assert self._network is not None
@@ -458,7 +472,7 @@ class Connection:
         )
 
     def _phase(self, core: Core | None) -> str:
-        if self._paused:
+        if self._pause_asked:
             return "paused"
         return phase_of(core.round) if core is not None and core.is_member() else "waiting"
 
@@ -474,8 +488,20 @@ class Connection:
 
     def pause(self, paused: bool) -> None:
         """Who does not train asks for no columns: others take them over, if there are any. For any thread."""
-        self._paused = paused and (not self._is_in or self._has_company())
-        self._tell()
+        self._pause_asked = paused
+        self._settle_pause()
+
+    def _settle_pause(self) -> None:
+        paused = self._pause_asked and (not self._is_in or self._has_company())
+        if paused != self._paused:
+            self._paused = paused
+            self._tell()
+
+    async def _settle_pauses(self) -> None:
+        """Others may come, and go, while this peer pauses."""
+        while True:
+            self._settle_pause()
+            await asyncio.sleep(self.config.swarm.heartbeat_seconds)
 
     def leave(self) -> None:
         """Tells the others that this peer goes; what it has trained so far counts."""
@@ -500,8 +526,9 @@ class Connection:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
-        if self._feeding is not None:
-            await self._feeding.stop()
+        for tasks in (self._beats, self._feeding):
+            if tasks is not None:
+                await tasks.stop()
         if self._ending is not None:
             await self._ending.stop()
         if self._driver is not None:
@@ -526,12 +553,12 @@ def _check_organiser(expected: PeerId | None, info: RunInfo) -> None:
 
 
 def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:
-    """Raises ConfigError naming the fields in which a local config differs from the run's."""
+    """Raises LastingError naming the fields in which a local config differs from the run's."""
     wrong = differences(ours, theirs)
     if wrong:
         shown = ", ".join(f"{item.key} is {item.ours!r} here and {item.theirs!r} there" for item in wrong[:3])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ConfigError(
+        raise LastingError(
             f"--config has another fingerprint than run {info.run_id}: {shown}{more}",
             fix="leave --config out (the run's config comes from the swarm), or join the right run with --run-id",
         )

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError, SpesError
+from spes_p2p.errors import ClockSkewed, ConfigError, NetworkError, RemoteProtocolError, SpesError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.peer.checks import (
     Check,
@@ -28,7 +28,8 @@ from spes_p2p.peer.checks import (
     speed_check,
 )
 from spes_p2p.peer.connection import open_network
-from spes_p2p.peer.fitting import fit_config, measure, wanted_columns
+from spes_p2p.peer.devices import choose_cards
+from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
 from spes_p2p.peer.machine import find_disk, find_machine
 from spes_p2p.peer.options import Meeting, PeerOptions
 from spes_p2p.planning.budget import Device
@@ -63,7 +64,7 @@ def examine(options: PeerOptions, meeting: Meeting, device: torch.device, tell: 
         checks.append(check)
         tell(check)
 
-    for check in machine_checks(find_machine()):
+    for check in machine_checks(find_machine(), on_gpu=device.type == "cuda"):
         note(check)
     if not meeting.addresses:
         note(disk_check(None, 0, find_disk(options.output)))
@@ -82,8 +83,11 @@ def examine(options: PeerOptions, meeting: Meeting, device: torch.device, tell: 
 
 def fitness(config: Config, options: PeerOptions, device: torch.device) -> list[Check]:
     """Whether this machine fits the run: what `join` checks, too."""
-    ranks = options.local_ranks or (torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1)
-    memory = measure(device, max(1, ranks))
+    try:
+        cards = choose_cards(options, device, config.optimizer.batch_sequences, lambda text: None)
+    except ConfigError as error:
+        return [of_error("fit", error)]
+    memory = measure(device, len(cards) or options.local_ranks or 1, cards)
     fitted, words = fit_config(config, options, memory)
     return fitness_of(config, fitted, words, options, memory)
 
@@ -94,7 +98,7 @@ def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions,
     fetched = options.max_disk if options.data is None and config.data.source == "leased" else 0
     return run_checks(
         fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output), fetched,
-        options.max_checkpoint_disk,
+        options.max_checkpoint_disk, not fits and eight_bit_would_help(config, options, memory),
     )  # fmt: skip
 
 

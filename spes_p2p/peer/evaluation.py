@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from spes_p2p.interop.evaluate import Score, chosen_tasks, evaluate, flat
 from spes_p2p.observe.events import Tasks
 from spes_p2p.observe.sinks import METRICS_FILE, JsonLines
+from spes_p2p.peer.devices import choose_device
 from spes_p2p.peer.export import ExportOptions, Report, find_checkpoint, run_export
-from spes_p2p.peer.run import choose_device
 
 Say = Callable[[str], None]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -10,20 +10,32 @@ import torch
 from spes_p2p.config.load import parse_override
 from spes_p2p.config.schema import Config
 from spes_p2p.peer.options import PeerOptions
-from spes_p2p.planning.budget import Device, fitted
+from spes_p2p.planning.budget import Device, fitted, most_with_options
 from spes_p2p.planning.memory import pinned_bytes
+from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.memory import free_and_total_bytes
+from spes_p2p.train.trainer import least_memory
 
-EIGHT_BIT_LIBRARY = "bitsandbytes"
+EIGHT_BIT, EIGHT_BIT_LIBRARY = "optimizer.name", "bitsandbytes"
 PINNED_SHARE = 0.5
 """Most of the host's free memory that offloaded experts may take: the state on disk is cached in it, too."""
 
 
-def measure(device: torch.device, ranks: int) -> Device:
-    """Free memory now, of the first rank's device; on the CPU all ranks share it."""
-    free, total = free_and_total_bytes(device)
+def measure(device: torch.device, ranks: int, cards: Sequence[int] = ()) -> Device:
+    """Free memory now, the least of the `cards` that ranks use (none: of `device`); on the CPU all ranks share it."""
     is_gpu = device.type == "cuda"
+    devices = [torch.device("cuda", number) for number in cards] or [device]
+    free, total = min(map(free_and_total_bytes, devices))
     return Device(free if is_gpu else free // ranks, total, ranks, is_gpu)
+
+
+def measure_ranks(device: torch.device, ranks: Ranks) -> Device:
+    """The same by the ranks themselves, before they have built anything; each measures its own device."""
+    if ranks.world_size == 1:
+        return measure(device, 1)
+    free, total = least_memory(ranks)
+    is_gpu = device.type == "cuda"
+    return Device(free if is_gpu else free // ranks.world_size, total, ranks.world_size, is_gpu)
 
 
 def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Config, str]:
@@ -34,9 +46,17 @@ def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Co
     if not device.is_gpu:
         return config, ""
     wanted = wanted_columns(config, options)
-    by_hand = {parse_override(override)[0] for override in options.overrides}
-    host_free, _ = free_and_total_bytes(torch.device("cpu"))
-    return fitted(config, device, wanted, {*by_hand, *_not_here(config, device, wanted, host_free)})
+    return fitted(config, device, wanted, _by_hand(options) | _not_here(config, device, wanted))
+
+
+def eight_bit_would_help(config: Config, options: PeerOptions, device: Device) -> bool:
+    """Whether more of the wanted columns would fit if the library of 8-bit moments were installed."""
+    by_hand, wanted = _by_hand(options), wanted_columns(config, options)
+    fixed = by_hand | _not_here(config, device, wanted)
+    if not device.is_gpu or EIGHT_BIT in by_hand or EIGHT_BIT not in fixed:
+        return False
+    now = most_with_options(config, device, wanted, fixed)
+    return most_with_options(config, device, wanted, fixed - {EIGHT_BIT}) > now
 
 
 def wanted_columns(config: Config, options: PeerOptions) -> int:
@@ -45,9 +65,14 @@ def wanted_columns(config: Config, options: PeerOptions) -> int:
     return wanted if options.max_experts is None else min(wanted, options.max_experts)
 
 
-def _not_here(config: Config, device: Device, wanted: int, host_free_bytes: int) -> Iterator[str]:
+def _by_hand(options: PeerOptions) -> set[str]:
+    return {parse_override(override)[0] for override in options.overrides}
+
+
+def _not_here(config: Config, device: Device, wanted: int) -> set[str]:
     """Options that need what this machine does not have."""
-    if find_spec(EIGHT_BIT_LIBRARY) is None:
-        yield "optimizer.name"
+    found = set() if find_spec(EIGHT_BIT_LIBRARY) else {EIGHT_BIT}
+    host_free_bytes, _ = free_and_total_bytes(torch.device("cpu"))
     if device.ranks * pinned_bytes(device.workload(config, wanted)) > PINNED_SHARE * host_free_bytes:
-        yield "model.foreign_offload"
+        found.add("model.foreign_offload")
+    return found

@@ -97,7 +97,9 @@ class HandOver:
     def wait_until_taken(self, newest: Manifest, until: float) -> None:
         """Serves the new owners of columns that nobody else could hand over, as long as they live, or `until`."""
         shelf = self._connection.disk.moments
-        parent = self._connection.disk.chain.commit(newest.round - 1).manifest
+        parent = self._connection.disk.chain.parent_of(newest)
+        if parent is None:  # another history won in this moment
+            return
         staying = {member.peer for member in newest.members} - {self._me}
         heirs = {
             column: new_owners(parent.ownership, newest.ownership, column) - {self._me}
@@ -119,9 +121,10 @@ class HandOver:
         """
         if not columns or not manifest.round:
             return
-        parent = self._connection.disk.chain.commit(manifest.round - 1).manifest
+        parent = self._connection.disk.chain.parent_of(manifest)
         waiting = {
-            column: list(former_owners(parent.ownership, manifest, column, self._me)) for column in sorted(columns)
+            column: list(former_owners(parent.ownership, manifest, column, self._me)) if parent is not None else []
+            for column in sorted(columns)  # nobody is asked where another history won in this moment
         }
         taken: set[int] = set()
         until = time.monotonic() + self._patience_seconds()

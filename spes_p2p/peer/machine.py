@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from spes_p2p.errors import first_line
 from spes_p2p.peer.checks import Disk, Gpu, Machine
+from spes_p2p.peer.devices import why_it_cannot_train
 from spes_p2p.train.memory import free_and_total_bytes
 
 NVIDIA_SMI = "nvidia-smi"
@@ -20,7 +22,7 @@ _SMI_SECONDS = 5.0
 
 
 def find_machine() -> Machine:
-    """What is here; a GPU whose memory cannot be asked counts as none."""
+    """What is here; a GPU that cannot train, or cannot even be asked, is there with its trouble."""
     free, total = free_and_total_bytes(torch.device("cpu"))
     return Machine(
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
@@ -58,8 +60,11 @@ def _gpus() -> list[Gpu]:
         return []
     found = []
     for number in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(number)
-        found.append(Gpu(torch.cuda.get_device_name(number), free, total))
+        trouble = why_it_cannot_train(number)
+        try:
+            found.append(Gpu(torch.cuda.get_device_name(number), *torch.cuda.mem_get_info(number), trouble))
+        except RuntimeError as error:
+            found.append(Gpu("a GPU", 0, 0, trouble or first_line(error)))
     return found
 
 

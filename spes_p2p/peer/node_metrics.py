@@ -61,15 +61,15 @@ def state_of_run(
     transport: Transport, chain: Chain, announcer: Announcer, organiser: Organiser, data_pieces: int
 ) -> NodeState:
     """Of the node that began the run."""
-    newest, archived = chain.newest, organiser.archived
-    manifest = newest.manifest if newest else None
+    newest, received_at = chain.newest_received or (None, None)
+    manifest, archived = newest.manifest if newest else None, organiser.archived
     return NodeState(
         transport.bytes_sent,
         transport.bytes_received,
         round=manifest.round if manifest else None,
         step=manifest.step if manifest else None,
         tokens=manifest.tokens if manifest else None,
-        round_timestamp_seconds=chain.received_at(manifest.round) if manifest else None,
+        round_timestamp_seconds=received_at,
         degraded=newest.certificate.kind in (DEGRADED, ORGANISER) if newest else None,
         members=len(manifest.members) if manifest else None,
         columns_without_owner=len(orphans(manifest.ownership)) if manifest else None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_p2p.config.load import bundled_config
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, LastingError
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.peer.pausing import Schedule
@@ -171,10 +171,10 @@ def parse_columns(text: str, num_experts: int | None = None) -> tuple[int, ...]:
 
 
 def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
-    """Raises ConfigError where a column is out of the run's range."""
+    """Raises LastingError where a column is out of the run's range."""
     wrong = [column for column in columns if column >= num_experts]
     if wrong:
-        raise ConfigError(
+        raise LastingError(
             f"--owned-experts names column {wrong[0]}, the run has {num_experts} (0 to {num_experts - 1})",
             fix=f"choose columns below {num_experts}",
         )
@@ -183,14 +183,14 @@ def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
 def column_budget(options: PeerOptions, experts_per_peer: int, fit: int, num_experts: int) -> int:
     """Most columns that this peer may be given. `fit`: how many its memory has room for, by arithmetic.
 
-    What the organiser asks of everybody, and what was claimed by number, is believed to fit. Raises ConfigError where
+    What the organiser asks of everybody, and what was claimed by number, is believed to fit. Raises LastingError where
     more is claimed than `--max-experts` allows.
     """
     claimed = len(options.owned_experts or ())
     if options.max_experts is None:
         return min(num_experts, max(fit, claimed or experts_per_peer))
     if claimed > options.max_experts:
-        raise ConfigError(
+        raise LastingError(
             f"--owned-experts names {claimed} columns, --max-experts is {options.max_experts}",
             fix="claim fewer columns, or raise --max-experts",
         )

@@ -12,7 +12,7 @@ from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config, SyncConfig
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
-from spes_p2p.errors import CheckpointError, StorageFull
+from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.expert_map import columns_of
@@ -38,13 +38,15 @@ class Saver:
         info: RunInfo,
         trainer: Trainer,
         loader: LeasedLoader | LocalLoader,
-        certificate_of: Callable[[int], Commit],
+        commit_of: Callable[[Manifest], Commit | None],
         emit: Callable[[Event], None],
         tokenizer: str | None = None,
         quota: Quota | None = None,
         good: Path | None = None,
     ) -> None:
-        """`tokenizer`: the one that the peer's data was cut with, where it is known; whoever exports needs it.
+        """`commit_of`: the commit of a manifest, None where another history of the run won meanwhile.
+
+        `tokenizer`: the one that the peer's data was cut with, where it is known; whoever exports needs it.
 
         `quota`: what checkpoints may take. `good`: the one that was found whole at the start.
         """
@@ -56,7 +58,7 @@ class Saver:
         self._info = info
         self._trainer = trainer
         self._loader = loader
-        self._certificate_of = certificate_of
+        self._commit_of = commit_of
         self._emit = emit
         self._paused = False
 
@@ -64,10 +66,13 @@ class Saver:
         """Saves the state of `manifest` beside the present training state; a final one in any case."""
         if manifest.round % self._config.output.checkpoint_every_rounds and not final:
             return
+        commit = self._commit_of(manifest)
+        if commit is None or version.root != manifest.state_root:
+            return  # another history won in this moment; training is about to hear of it
         private = {
             "round": manifest.round,
             "manifest": manifest_hash(manifest),
-            "commit": pack(self._certificate_of(manifest.round)),
+            "commit": pack(commit),
             "trainer": self._trainer.private_state(),
             "loader": self._loader.state_dict(),
             "uncounted": {"tokens": uncounted.tokens, "steps": uncounted.steps},
@@ -89,6 +94,10 @@ class Saver:
                 self._emit(Warning(f"saving is paused, training goes on: {error} ({error.fix})"))
             self._paused = True
             return
+        except StateError:
+            if self._commit_of(manifest) is not None:
+                raise
+            return  # another history won meanwhile
         if self._paused:
             self._emit(Warning("there is room again: checkpoints are saved"))
         self._paused = False
@@ -136,12 +145,12 @@ class Resumed:
         """Brings trainer and loader to where they were when the checkpoint was saved.
 
         False where the data now comes from elsewhere than then (leases, or the peer's own), so that the loader is not
-        touched.
+        touched. To be called once: the training state, three times what is trained, is not kept.
         """
-        owned = tuple(self._private["trainer"]["owned"])
-        trainer.adopt(owned, self._version, self._step)
-        trainer.load_private_state(self._private["trainer"])
-        place = self._private["loader"]
+        private, self._private = self._private, {}
+        trainer.adopt(tuple(private["trainer"]["owned"]), self._version, self._step)
+        trainer.load_private_state(private["trainer"])
+        place = private["loader"]
         if place.keys() != loader.state_dict().keys():
             return False
         loader.load_state_dict(place)

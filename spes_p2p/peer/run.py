@@ -20,12 +20,13 @@ from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
-from spes_p2p.observe.sinks import file_sinks
+from spes_p2p.observe.sinks import file_sinks, unfailing
 from spes_p2p.peer.checks import Check, checkpoint_check, insist
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA
+from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
-from spes_p2p.peer.fitting import fit_config, measure, wanted_columns
+from spes_p2p.peer.fitting import fit_config, measure_ranks, wanted_columns
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
@@ -73,6 +74,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     `say` gets lines for a person; `show` is called once when the peer is in, and may add sinks to `bus`. `pause` is
     obeyed, and set by the options' schedule and battery. Under an outer torchrun only rank 0 joins the network.
     """
+    say = unfailing(say)
     device = choose_device(options.device)
     outer = ranks_from_environment(device)
     if outer is not None and outer.rank > 0:
@@ -115,10 +117,11 @@ def _run_connected(
         loader = _make_loader(config, info, dataset, connection.peer_id)
         with (
             _metrics(options, info, connection.peer_id, bus, say),
-            _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed) as ranks,
+            _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed, say) as ranks,
         ):
+            device = ranks.device if ranks.cards else device
             if options.model is None:
-                memory, agreed = measure(device, ranks.world_size), config
+                memory, agreed = measure_ranks(device, ranks), config
                 config, words = fit_config(agreed, options, memory)
                 if words:
                     say(words)
@@ -176,13 +179,13 @@ def _train(
     show(Running(me, info.run_id, lambda step: steps_per_round_at(config, step), LiveFacts(connection)))
     if pause.active:
         bus.emit(Pause(True, pause.why))
-    commit_of, tokenizer = connection.disk.chain.commit, dataset.tokenizer
+    commit_of, tokenizer = connection.disk.chain.commit_of, dataset.tokenizer
     quota = None if options.max_checkpoint_disk is None else Quota(options.max_checkpoint_disk)
     good = None if resumed is None else resumed.folder
     saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer, quota, good)
     dump = None
     if options.dump_rounds is not None:
-        outer = outer_optimizer(config.sync)
+        outer = outer_optimizer(connection.driver.core.rules)
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
     tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
     loop = TrainingLoop(
@@ -192,8 +195,11 @@ def _train(
     carried = None
     if resumed is not None and not exactly and config.sync.column_rounds > 1:
         carried = resumed.values_ahead(tip.manifest, me, connection.layout, connection.disk, trainer, config.sync)
+    del resumed  # it maps a checkpoint that may be removed while training goes on
     try:
-        loop.run(tip.manifest, exactly, carried)
+        loop.begin(tip.manifest, exactly, carried)
+        del carried
+        loop.run()
         if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
             say(f"the run is over; its model: spes-p2p export --checkpoint {options.output} --output MODEL")
     finally:
@@ -234,6 +240,7 @@ def _ranks(
     outer: Ranks | None,
     batch_sequences: int,
     lost: Callable[[SpesError], None],
+    say: Say,
 ) -> Iterator[Ranks]:
     """Those of an outer torchrun, else processes of our own; `lost` is told when one of these ends."""
     if outer is not None and options.model is not None:
@@ -241,7 +248,8 @@ def _ranks(
     if outer is not None:
         yield outer
         return
-    count = _rank_count(options, device)
+    cards = choose_cards(options, device, batch_sequences, say)
+    count = len(cards) or options.local_ranks or 1
     if options.model is not None and count > 1:
         raise ConfigError(
             f"a model of your own is trained by one rank, not by {count}", fix="start a peer for each GPU instead"
@@ -251,7 +259,7 @@ def _ranks(
             f"a batch of {batch_sequences} sequences cannot be split over {count} ranks",
             fix="use --local-ranks with a number that divides optimizer.batch_sequences",
         )
-    with LocalRanks(count, device, lost) as local:
+    with LocalRanks(count, device, lost, cards) as local:
         yield local.ranks
 
 
@@ -265,27 +273,6 @@ def _restore(
         return False  # the moments are kept, the values are those of the newest commit
     loop.uncounted = resumed.uncounted
     return True
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` takes CUDA where there is one. Raises ConfigError for a device that is not here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is no device", fix="use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here", fix="use --device cpu, or install CUDA torch")
-    return device
-
-
-def _rank_count(options: PeerOptions, device: torch.device) -> int:
-    if options.local_ranks is not None:
-        return options.local_ranks
-    if device.type != "cuda" or device.index is not None or options.model is not None:  # one GPU, by its number
-        return 1
-    return max(1, torch.cuda.device_count())
 
 
 def _open_data(

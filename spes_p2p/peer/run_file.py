@@ -85,7 +85,7 @@ def _words(run: NewRun, config: Config) -> list[str]:
         config, run.experts_per_peer, run.peers, memory_bytes=run.gpu_bytes, link=Link(run.up, run.down)
     )
     found = answer(question)
-    words = [expected_coverage(config) or "", found.sentence()]
+    words = [expected_coverage(config) or "", found.sentence(), found.eight_bit_words()]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")

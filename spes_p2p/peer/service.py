@@ -1,6 +1,7 @@
 """A peer as a systemd service of the user who runs it: the unit file, where it lies, and telling systemd of it.
 
-No root is needed. A peer that ends because the run is over stays ended; one that failed is started again after a while.
+No root is needed. A peer that ends because the run is over stays ended; one that failed is started again after a while,
+however often: a home may be without network for a night, a bootstrap node for days.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spes_p2p.state.files import write_whole
 
 MARK = "# Written by `spes-p2p service install`; `spes-p2p service uninstall` removes it."
 SYSTEMCTL = "systemctl"
+LOGINCTL = "loginctl"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _SECONDS = 30.0
 
@@ -55,9 +57,8 @@ def unit_text(service: Service, python: str = sys.executable) -> str:
     return f"""{MARK}
 [Unit]
 Description=spes-p2p peer ({service.name})
-After=network-online.target
-StartLimitIntervalSec=1h
-StartLimitBurst=10
+# however often it fails: the network, or the bootstrap node, may be away for long
+StartLimitIntervalSec=0
 
 [Service]
 Type=exec
@@ -65,9 +66,13 @@ ExecStart={" ".join(map(quoted, command))}
 WorkingDirectory={str(service.folder.parent).replace("%", "%%")}
 Environment=PYTHONUNBUFFERED=1
 Restart=on-failure
-RestartSec=30
-# a command line that makes no sense will make none later
-RestartPreventExitStatus=2
+# after a minute at first, up to ten minutes later; systemd before 254 leaves it at a minute, and warns
+RestartSec=60
+RestartSteps=5
+RestartMaxDelaySec=600
+# a command line that makes no sense, and what no restart mends: a run that is over, another run's folder
+RestartPreventExitStatus=2 3
+LimitNOFILE=65536
 # SIGTERM to the peer alone, which leaves within ten seconds and ends its own children
 KillMode=mixed
 TimeoutStopSec=20
@@ -132,6 +137,19 @@ def tell_systemd(*commands: Sequence[str]) -> str:
         if done.returncode:
             return (done.stderr or done.stdout or f"exit code {done.returncode}").strip().splitlines()[0]
     return ""
+
+
+def lingers(user: str = "") -> bool:
+    """Whether services of `user` (default: who calls) run while nobody is logged in; False where nobody can say."""
+    program = shutil.which(LOGINCTL)
+    if program is None:
+        return False
+    command = [program, "show-user", user or str(os.getuid()), "--property=Linger"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.stdout.strip() == "Linger=yes"
 
 
 def _is_ours(path: Path) -> bool:

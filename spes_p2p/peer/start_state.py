@@ -11,11 +11,13 @@ from pathlib import Path
 
 from spes_p2p.config.load import config_from_tree
 from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import open_dataset
 from spes_p2p.errors import CheckpointError, ConfigError
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.importing import StartModel
 from spes_p2p.interop.own import Model, OwnStart
+from spes_p2p.interop.same_tokenizer import check_tokenizer
 from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -27,12 +29,15 @@ def start_from(source: Path, config: Config, folder: Path, say: Callable[[str], 
     """The config of the run that starts from the model in `source`.
 
     Where the run of the organiser's `folder` has begun, its genesis says what it started from, and nothing is read.
-    Raises ConfigError for a model that is not the config's, CheckpointError for files that are not whole.
+    Raises ConfigError for a model that is not the config's or data that was cut with another tokenizer, DataError for
+    data that cannot be used, CheckpointError for files that are not whole.
     """
     root = _begun(folder)
     if root is None:
         start = StartModel.open(source)
         start.check_fits(config)
+        if config.data.source != "local" and config.data.path:
+            check_tokenizer(source, open_dataset(config), say)
         say(f"hashing the model in {source}")
         root = start.root(state_layout(config)).hex()
     tree = config.model_dump()

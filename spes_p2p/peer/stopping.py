@@ -19,9 +19,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from spes_p2p.observe.sinks import unfailing
+
 T = TypeVar("T")
 EXIT_SECONDS = 9.5
 """From the first signal to the end of the process, whatever it is doing (an inner step may take longer)."""
+SAY_SECONDS = 0.5
+"""What is said then is not waited for any longer."""
 INTERRUPTED = 130
 """Exit code after a second signal, as shells have it (128 + SIGINT)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -80,11 +84,18 @@ def _watch(read: int, asked: threading.Event, leave: Callable[[], object], say: 
         return
     asked.set()
     leave()
-    say("leaving (Ctrl-C again: at once)")
+    _try_to_say(say, "leaving (Ctrl-C again: at once)")
     if _heard(read, EXIT_SECONDS):
         _end(INTERRUPTED)
-    say("what was running did not end in time: leaving without it")
+    _try_to_say(say, "what was running did not end in time: leaving without it")
     _end(0)
+
+
+def _try_to_say(say: Callable[[str], None], text: str) -> None:
+    """In a thread of its own: where the words go may be gone (`| tee` ends with Ctrl-C, too) or stuck."""
+    saying = threading.Thread(target=unfailing(say), args=(text,), name="last words", daemon=True)
+    saying.start()
+    saying.join(SAY_SECONDS)
 
 
 def _heard(read: int, timeout_seconds: float | None) -> bool:
@@ -99,9 +110,11 @@ def _heard(read: int, timeout_seconds: float | None) -> bool:
 
 def _end(code: int) -> None:
     """Without any cleaning up, but for the terminal."""
-    for call in before_hard_end:
-        call()
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stdout.isatty():
-            os.write(1, _SHOW_CURSOR)
-    os._exit(code)
+    try:
+        for call in before_hard_end:
+            call()
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stdout.isatty():
+                os.write(1, _SHOW_CURSOR)
+    finally:
+        os._exit(code)

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,15 +58,22 @@ class TaskRunner:
             self._thread.join()
 
     def _run(self) -> None:
+        # ours, since who is killed cannot remove the model that it has exported there
+        with tempfile.TemporaryDirectory(prefix="spes-p2p-eval-", ignore_cleanup_errors=True) as temporary:
+            code, output, errors = self._evaluate(temporary)
+        if not self._closing:
+            self._emit(_event(code, output, errors.splitlines()))
+
+    def _evaluate(self, temporary: str) -> tuple[int, str, str]:
+        own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": temporary}
         process = self._process = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}, preexec_fn=_behind_others,
+            env=os.environ | own, preexec_fn=_behind_others,
         )  # fmt: skip
         if self._closing:
             process.kill()
         output, errors = process.communicate()
-        if not self._closing:
-            self._emit(_event(process.returncode, output, errors.splitlines()))
+        return process.returncode, output, errors
 
 
 def _event(code: int, output: str, errors: Sequence[str]) -> Event:

@@ -34,13 +34,16 @@ from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.inputs import Carried, RunAhead
 from spes_p2p.sync.outgoing import Masters
-from spes_p2p.train.loop import run_inner_steps
+from spes_p2p.train.loop import RoundWork, run_inner_steps
 from spes_p2p.train.routing import LoadMeter
+from spes_p2p.train.step import ShouldDrop
 from spes_p2p.train.trainer import StepResult, Trainer
 
 REPORT_SECONDS = 1.0
 EVALUATION_WAIT_SECONDS = 10.0
 """So long the held-out data is waited for, where it comes from others."""
+DROP_SHARE = 0.5
+"""A step of which less is done is given up when its round closes."""
 PAUSE_GRACE_SECONDS = 15.0
 PAUSE_LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 15.0
@@ -119,8 +122,11 @@ class TrainingLoop:
         self._me = connection.peer_id
         self._takes_turns = config.sync.column_rounds > 1
         self._overlaps = config.sync.overlap and config.sync.enabled
-        self._is_ahead = self._takes_turns or self._overlaps or connection.layout.codec_of(1) != "fp32"
-        """What is trained on is not what the run has."""
+        is_lossy = connection.layout.codec_of(1) != "fp32"
+        self._is_ahead = config.sync.enabled and (self._takes_turns or self._overlaps or is_lossy)
+        """What is trained on is not what the run has; without exchange each peer has nothing but its own."""
+        self._carries = False
+        """Whether what is trained on has own changes that the newest round did not count."""
         self._load = LoadMeter()
         self._moments = HandOver(connection, config, trainer, emit)
         self._turn: _Turn | None = None
@@ -135,15 +141,18 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- life
 
-    def run(self, start: Manifest, resumed: bool = False, carried: BlockSource | None = None) -> None:
-        """From the state of `start` on, until the gate says stop or the last round is committed.
+    def begin(self, start: Manifest, resumed: bool = False, carried: BlockSource | None = None) -> None:
+        """To be called before `run`: takes up the state of `start`.
 
         `resumed`: the trainer and loader already stand where a checkpoint of `start` left them. `carried`: else, values
-        to begin with where they are not just those of `start`.
+        to begin with where they are not just those of `start`; not kept.
         """
         self._taken = start.round
         if self._connection.is_member():
             self._begin(start, carried, resumed)
+
+    def run(self) -> None:
+        """Trains until the gate says stop or the last round is committed."""
         while not self._gate.stopping and not self._is_over():
             if self._turn is not None and self._handed_in != self._turn.head:
                 self._train()
@@ -301,9 +310,9 @@ class TrainingLoop:
         assert turn is not None
         before = turn.seconds_before
         self._started = time.monotonic() - before
-        self._gate.report(self._work(ready=False, seconds=before), turn.head)
+        self._gate.report(self._work(ready=False, seconds=before, step_seconds=self._moments.step_seconds), turn.head)
         wanted = turn.manifest.steps_per_round - self._trainer.round_steps
-        work = run_inner_steps(self._trainer, self._loader, wanted, self._should_stop, self._on_step, self._emit)
+        work = self._run_steps(wanted, self._should_stop, self._should_drop)
         self.uncounted.tokens += work.tokens
         self.uncounted.steps += work.steps
         self._look_at_memory(work.steps)
@@ -325,8 +334,27 @@ class TrainingLoop:
             self._pause.wait(PAUSE_LOOK_SECONDS)
         return not self._pause.active and not self._gate.should_stop()
 
+    def _run_steps(self, wanted: int, should_stop: Callable[[], bool], should_drop: ShouldDrop) -> RoundWork:
+        return run_inner_steps(self._trainer, self._loader, wanted, should_stop, self._on_step, self._emit, should_drop)
+
     def _should_stop(self) -> bool:
         return self._pause.active or self._gate.should_stop() or self._is_over()
+
+    def _should_drop(self, share: float) -> bool:
+        """Whether to give up a step of which `share` is done. Raises what the peer failed with.
+
+        Somebody who wants the machine, or wants us to leave, is not kept waiting. At the end of a round those who wait
+        for us wait for less than half a step; and who has nothing else to hand in makes its step all the same, or a
+        peer whose step takes longer than the others' round would never get anywhere.
+        """
+        if self._must_end(share):
+            return True
+        has_work = bool(self.uncounted.tokens or self._trainer.round_steps)
+        return has_work and share < DROP_SHARE and self._gate.should_stop()
+
+    def _must_end(self, share: float = 0.0) -> bool:
+        self._gate.check()
+        return self._pause.active or self._gate.stopping or self._is_over()
 
     def _may_run_ahead(self, turn: _Turn) -> bool:
         """Handed in, with another round to come."""
@@ -340,7 +368,7 @@ class TrainingLoop:
             self._trainer.run_ahead()
         most = min(self._config.sync.overlap_steps or turn.manifest.steps_per_round, turn.manifest.steps_per_round)
         wanted = most - self._lead.steps
-        work = run_inner_steps(self._trainer, self._loader, wanted, self._has_news, self._on_step, self._emit)
+        work = self._run_steps(wanted, self._has_news, self._must_end)  # nobody waits for it
         self._lead.tokens += work.tokens
         self._lead.steps += work.steps
         self._lead.seconds += work.seconds
@@ -360,8 +388,9 @@ class TrainingLoop:
         def is_late() -> bool:
             return time.monotonic() > until
 
-        if self._takes_turns and not self.uncounted.tokens:
-            work = run_inner_steps(self._trainer, self._loader, 1, is_late, self._on_step, self._emit)
+        in_time = time.monotonic() + self._moments.step_seconds < until
+        if self._takes_turns and not self.uncounted.tokens and in_time:
+            work = self._run_steps(1, is_late, lambda share: is_late())
             self.uncounted.tokens += work.tokens
             self.uncounted.steps += work.steps
 
@@ -423,6 +452,7 @@ class TrainingLoop:
         used = self._note_counted(events[0])
         lead = self._take_lead()
         self._dump_round(events[0])
+        self._carries = False
         newest = events[-1].commit.manifest
         self._taken = newest.round
         if turn is not None:
@@ -445,13 +475,15 @@ class TrainingLoop:
 
     def _go_on(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int], lead: _Lead) -> BlockSource:
         """What training goes on from after `newest`."""
+        inputs, owned = self._connection.disk.inputs, columns_of(newest.ownership, self._me)
+        blocks = (0, *(1 + column for column in turn.owned if column in owned))
+        uncounted &= self._tiles_of(blocks)  # a column that another one owns now is the same for everybody
+        self._carries = bool(uncounted)
         carried = self._carried(turn, newest, uncounted)
         if not lead.steps:
             return carried
-        inputs, owned = self._connection.disk.inputs, columns_of(newest.ownership, self._me)
-        blocks = (0, *(1 + column for column in turn.owned if column in owned))
         ahead = RunAhead(carried, self._trainer.contribution, inputs, blocks)
-        stays = owned == turn.owned and not self._evaluates(newest)
+        stays = owned == turn.owned and not self._may_evaluate(newest)
         return ahead if stays else inputs.freeze(ahead, blocks)  # else the model changes before it is read
 
     def _go_over(self, events: tuple[Applied, ...]) -> None:
@@ -459,6 +491,7 @@ class TrainingLoop:
         if not events[0].switched:
             self._note_counted(events[0])
         self._take_lead()
+        self._carries = False
         if self.uncounted.tokens:
             self._emit(Warning(f"{self.uncounted.tokens:,} tokens that no round had counted are lost with it"))
         newest = events[-1].commit.manifest
@@ -479,14 +512,17 @@ class TrainingLoop:
         return Carried(layout, self._masters(newest), turn.masters, inputs, uncounted, turn.base.is_sound)
 
     def _own_tiles(self, turn: _Turn) -> frozenset[int]:
+        return self._tiles_of((0, *(1 + column for column in turn.owned)))
+
+    def _tiles_of(self, blocks: tuple[int, ...]) -> frozenset[int]:
         layout = self._connection.layout
-        blocks = (0, *(1 + column for column in turn.owned))
         return frozenset(tile_id for block in blocks for tile_id in layout.tile_ids_of(block))
 
     def _not_handed_out(self, turn: _Turn) -> frozenset[int]:
         """Own tiles that the child of a turn's manifest did not take, though it counts an earlier life."""
-        first = self._connection.disk.chain.commit(turn.manifest.round + 1).manifest
-        done = {tile_id for piece in first.slices if self._me in piece.contributors for tile_id in piece.tile_ids}
+        first = self._connection.disk.chain.child_of(turn.manifest)
+        slices = first.slices if first is not None else ()  # none where another history won in this moment
+        done = {tile_id for piece in slices if self._me in piece.contributors for tile_id in piece.tile_ids}
         return self._own_tiles(turn) - done
 
     def _note_counted(self, event: Applied) -> int:
@@ -547,7 +583,7 @@ class TrainingLoop:
         until = time.monotonic() + EVALUATION_WAIT_SECONDS
         batches = held_out_batches(
             self._dataset,
-            self._config,
+            self._trainer.config,  # with the micro-batch that fits by now
             self._config.eval.sequences,
             lambda: self._gate.stopping or time.monotonic() > until,
         )
@@ -564,21 +600,24 @@ class TrainingLoop:
     def _start_tasks(self, manifest: Manifest) -> None:
         """Tasks on the newest checkpoint, beside the training, when they are due and it is our turn."""
         is_due = manifest.round > 0 and manifest.round % self._config.eval.tasks_every_rounds == 0
-        if self._tasks is not None and is_due and self._is_evaluator(manifest):
+        if self._tasks is not None and is_due and not self._pause.active and self._is_evaluator(manifest):
             self._tasks.start()
 
     def _evaluates(self, manifest: Manifest) -> bool:
+        return not self._pause.active and self._may_evaluate(manifest)
+
+    def _may_evaluate(self, manifest: Manifest) -> bool:
+        """The same, should a pause end by then."""
         every = self._config.eval.every_rounds
         return bool(every) and manifest.round % every == 0 and self._is_evaluator(manifest)
 
     def _is_evaluator(self, manifest: Manifest) -> bool:
         """One peer whose model is the committed one; without exchange everybody, since each has a model of its own."""
-        if self._pause.active:
-            return False
         if not self._config.sync.enabled:
             return True
         order = leader_order(manifest_hash(manifest), trainers(manifest.members))
-        return order[:1] == (self._me,) and (self._is_ahead or not self.uncounted.tokens)
+        has_it = self._is_ahead or not (self.uncounted.tokens or self._carries)
+        return order[:1] == (self._me,) and has_it
 
     def _dump_round(self, event: Applied) -> None:
         manifest = event.commit.manifest

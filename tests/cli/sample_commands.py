@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, LastingError
 
 
 def greet(name: str, times: Annotated[int, typer.Option(help="How often.")] = 1) -> None:
@@ -17,6 +17,11 @@ def greet(name: str, times: Annotated[int, typer.Option(help="How often.")] = 1)
 def known() -> None:
     """Fails with a known error."""
     raise ConfigError("x is\n3", fix="make it 2")
+
+
+def lasting() -> None:
+    """Fails with an error that it would meet again."""
+    raise LastingError("run x is over", fix="join another")
 
 
 def bug() -> None:

@@ -1,4 +1,4 @@
-"""What people do wrong with join, bootstrap and status: one clear line with the value and the fix, exit code 1."""
+"""What people do wrong with join, bootstrap and status: one clear line with the value and the fix, exit code 1 or 3."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from spes_p2p.sync.chain import Chain
 from tests.cli.conftest import LOOPBACK, Answer, Organiser, spes_p2p
 from tests.peer.real import make_tokens
+from tests.sync.chains import MadeRun
+from tests.sync.swarm_cases import small_config
 
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
 
 
-def refused(answer: Answer, *words: str) -> None:
+def refused(answer: Answer, *words: str, code: int = 1) -> None:
     """It ended with one error line that has all these words, in this order."""
-    assert answer.exit_code == 1, answer
+    assert answer.exit_code == code, answer
     lines = [line for line in answer.errors.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, answer
     assert " / fix: " in lines[0]
@@ -72,7 +75,7 @@ def test_nobody_serves_the_run_that_is_announced(tmp_path: Path, organiser: Orga
 
 def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> None:
     answer = organiser.join(tmp_path, "--config", "tiny")
-    refused(answer, "--config has another fingerprint than run tiny", "model.d_model is 128 here and 32 there")
+    refused(answer, "--config has another fingerprint than run tiny", "model.d_model is 128 here and 32 there", code=3)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> N
 def test_flags_that_cannot_be(
     tmp_path: Path, organiser: Organiser, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    refused(organiser.join(tmp_path, *arguments), *words)
+    refused(organiser.join(tmp_path, *arguments), *words, code=3 if "names" in words[0] else 1)
 
 
 def test_no_cuda(tmp_path: Path, organiser: Organiser, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +148,18 @@ def test_an_output_folder_that_is_taken_or_cannot_be(tmp_path: Path, organiser: 
     refused(organiser.join(tmp_path), f"{tmp_path} already holds a run", "--resume", "--output")
     (tmp_path / "file").write_text("")
     refused(organiser.join(tmp_path / "file" / "peer"), "cannot be made: Not a directory", "--output")
+
+
+def test_the_folder_of_another_run_is_as_it_was(tmp_path: Path, organiser: Organiser) -> None:
+    run = MadeRun(small_config(peers=1))
+    Chain(tmp_path / "run" / "chain").append(run.chain(1)[0])
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("catalogue", "pieces.bin", "numbers.bin"):
+        (data / name).write_text(f"{name} of the other run")
+    refused(organiser.join(tmp_path, "--resume"), "holds another run", "--output", code=3)
+    for path in data.iterdir():
+        assert path.read_text() == f"{path.name} of the other run"
 
 
 def test_a_port_in_use(tmp_path: Path, tokens: Path, listener: int) -> None:

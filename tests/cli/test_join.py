@@ -76,7 +76,7 @@ def test_a_folder_goes_on_only_with_its_own_run_and_only_when_asked_to(tmp_path:
     assert f"{newest.name} is damaged" in warning.message
     assert "going on from step-00000000" in warning.message
     with serving("run.seed=7", name="another") as other:
-        refused(other.join(peer, *data, "--resume"), "not ", "--output")
+        refused(other.join(peer, *data, "--resume"), "holds another run", "--output", code=3)
 
 
 def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config(
@@ -93,7 +93,7 @@ def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config
         assert answer.exit_code == 0
     folder = tmp_path / "organiser"
     common = ("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(folder), "--host-maddrs", LOOPBACK)
-    refused(spes_p2p(*common), "holds another run: its fingerprint is", "--output")
+    refused(spes_p2p(*common), "holds another run: its fingerprint is", "--output", code=3)
 
 
 def test_who_has_fetched_its_data_goes_on_with_it(tmp_path: Path, serving: Serve) -> None:

@@ -16,7 +16,9 @@ from spes_p2p import __version__
 from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, build
 from tests.cli.conftest import Organiser
 
-SAMPLE = build({name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "bug", "interrupted")})
+SAMPLE = build(
+    {name: f"tests.cli.sample_commands:{name}" for name in ("greet", "known", "lasting", "bug", "interrupted")}
+)
 HEAVY_TO_IMPORT = ("torch", "transformers", "hivemind", "numpy")
 HEAVY = ("torch", "transformers", "hivemind", "numpy", "pydantic", "yaml", "tokenizers", "pyarrow")
 
@@ -34,6 +36,11 @@ def test_commands_run_with_their_own_arguments() -> None:
 def test_known_error_is_one_line_and_exit_code_1() -> None:
     result = CliRunner().invoke(SAMPLE, ["known"])
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", "error: x is 3 / fix: make it 2\n")
+
+
+def test_what_no_restart_mends_has_a_code_of_its_own() -> None:
+    result = CliRunner().invoke(SAMPLE, ["lasting"])
+    assert (result.exit_code, result.stderr) == (3, "error: run x is over / fix: join another\n")
 
 
 def test_interrupt_exits_130_without_a_traceback() -> None:

@@ -35,7 +35,7 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         assert newest[1].split()[:2] == ["3", "majority"]
         while "round 3: step" not in "\n".join(organiser.said):
             pass
-        refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export")
+        refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
     with serving() as again:
         assert any("the run ends with round 3" in line for line in again.said)
 

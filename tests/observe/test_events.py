@@ -108,6 +108,18 @@ def test_a_full_disk_is_reported_once_and_writing_goes_on_when_there_is_room() -
     assert full.events == [ROUND, Warning("Recorder writes again")]
 
 
+def test_a_stream_that_fails_for_a_moment_is_written_to_again() -> None:
+    good, bad = Recorder(), Recorder(OSError(11, "try again"))
+    bus = EventBus(good, bad)
+    bus.emit(STEP)
+    bus.emit(STEP)
+    bad.trouble = None
+    bus.emit(ROUND)
+    report = Error("Recorder loses events: [Errno 11] try again")
+    assert good.events == [STEP, report, STEP, ROUND, Warning("Recorder writes again")]
+    assert bad.events == [ROUND, Warning("Recorder writes again")]
+
+
 def test_all_sinks_failing_at_once_does_not_raise() -> None:
     bus = EventBus(Recorder(RuntimeError("a")), Recorder(RuntimeError("b")))
     bus.emit(STEP)

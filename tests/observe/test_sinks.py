@@ -14,9 +14,18 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.observe.events import Event, EventBus, Warning
-from spes_p2p.observe.sinks import EventReader, JsonLines, PlainLines, TensorBoard, Wandb, file_sinks
+from spes_p2p.observe.sinks import (
+    EventReader,
+    JsonLines,
+    JsonStream,
+    PlainLines,
+    TensorBoard,
+    Wandb,
+    file_sinks,
+    unfailing,
+)
 from spes_p2p.observe.text import line, scalars
 from tests.observe.test_events import EVENTS, ROUND, STEP
 
@@ -80,6 +89,43 @@ def test_no_space_left_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> No
     bus.close()
 
 
+@pytest.mark.usefixtures("small_files")
+def test_no_space_left_does_not_cut_what_others_appended(tmp_path: Path) -> None:
+    ours, theirs = JsonLines(tmp_path / "metrics.jsonl"), JsonLines(tmp_path / "metrics.jsonl")
+    ours.write(1.0, Warning("ours"))
+    theirs.write(2.0, Warning("theirs"))
+    with pytest.raises(StorageFull):
+        ours.write(3.0, Warning("x" * 300))
+    events = [event for _, event in EventReader(tmp_path / "metrics.jsonl").read()]
+    assert events == [Warning("ours"), Warning("theirs")]
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+    for sink in (ours, theirs):
+        sink.close()
+
+
+@pytest.mark.usefixtures("small_files")
+def test_lines_of_text_go_on_when_there_is_room_again(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as log, open(tmp_path / "json", "w") as json_log:
+        bus = EventBus(PlainLines(log), JsonStream(json_log))
+        for _ in range(6):
+            bus.emit(STEP)
+        resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
+        bus.emit(ROUND)
+        bus.close()
+    assert f"{line(ROUND)}\n" in (tmp_path / "log").read_text()
+    assert json.loads((tmp_path / "json").read_text().splitlines()[-1])["message"] == "JsonStream writes again"
+
+
+def test_words_that_cannot_be_written_end_nothing() -> None:
+    def say(text: str) -> None:
+        said.append(text)
+        raise BrokenPipeError(32, "Broken pipe")
+
+    said: list[str] = []
+    unfailing(say)("round 3")
+    assert said == ["round 3"]
+
+
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.event)
 def test_text_of_every_event_is_one_line(event: Event) -> None:
     stream = io.StringIO()
@@ -116,7 +162,7 @@ def test_missing_extras_are_named_with_the_fix(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"output\.wandb is true") as error:
         Wandb(tmp_path, "run", "peer")
-    assert "pip install 'spes-p2p[wandb]'" in error.value.fix
+    assert "scripts/venv.sh wandb" in error.value.fix
     with pytest.raises(ConfigError, match=r"output\.tensorboard is true") as error:
         TensorBoard(tmp_path)
     assert "output.tensorboard=false" in error.value.fix

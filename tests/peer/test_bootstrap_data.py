@@ -8,6 +8,7 @@ import pytest
 
 from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.data.manifest import Dataset
+from spes_p2p.errors import ConfigError
 from spes_p2p.peer.bootstrap import with_tokenizer
 from tests.sync.swarm_cases import small_config
 
@@ -41,7 +42,16 @@ def test_what_the_organiser_names_stays() -> None:
     assert (config.data.tokenizer, config.data.tokenizer_hash, said) == ("gpt2", HASH, [])
 
 
+@pytest.mark.parametrize("named", ["data.tokenizer=gpt2", f"data.tokenizer_hash={'cd' * 32}"])
+def test_another_tokenizer_than_the_datas_is_refused(named: str) -> None:
+    with pytest.raises(ConfigError, match="cut with tokenizer 'byte'") as caught:
+        with_tokenizer(small_config(named), dataset("byte"), list[str]().append)
+    assert "data.tokenizer_hash" in caught.value.fix
+
+
 def test_of_raw_lists_nothing_is_known() -> None:
     said = list[str]()
     config = with_tokenizer(small_config(), dataset(None, None), said.append)
     assert (config.data.tokenizer, config.data.tokenizer_hash, said) == ("", "", [])
+    named = with_tokenizer(small_config("data.tokenizer=byte"), dataset(None, None), said.append)
+    assert named.data.tokenizer == "byte"

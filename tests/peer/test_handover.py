@@ -59,7 +59,7 @@ class Side:
         connection: Any = SimpleNamespace(
             peer_id=me,
             disk=SimpleNamespace(
-                moments=self.shelf, chain=SimpleNamespace(commit=lambda at: SimpleNamespace(manifest=self.chain[at]))
+                moments=self.shelf, chain=SimpleNamespace(parent_of=lambda child: self.chain.get(child.round - 1))
             ),
             fetch_moments=self._fetch,
             others=lambda: self.statuses,
@@ -206,3 +206,16 @@ def test_a_leaver_waits_for_heirs_that_may_still_ask(sides: dict[PeerId, Side], 
     bea.statuses = [status(ANNA, 2)]
     bea.hand_over.wait_until_taken(manifest(FIRST, (ANNA, CARL), anna=(0, 1), carl=(3,)), time.monotonic() + 60.0)
     assert len(looks) == 3 * waits  # column 3 stays with Carl, and nobody takes column 2
+
+
+def test_nobody_is_asked_where_another_history_has_just_won(sides: dict[PeerId, Side]) -> None:
+    anna, bea = sides[ANNA], sides[BEA]
+    second = manifest(FIRST, (ANNA, CARL), anna=(0, 1, 2), carl=(3,))
+    bea.hand_over.offer_all(FIRST)
+    del anna.chain[1], bea.chain[1]
+    anna.adopt(second, 0, 1, 2)
+    assert not anna.asked
+    assert anna.said == [Columns(2, (2,), (2,))]
+    bea.statuses = [status(ANNA, 2)]
+    bea.hand_over.wait_until_taken(second, time.monotonic() + 60.0)
+    assert bea.statuses, "it waited for heirs"

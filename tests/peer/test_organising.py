@@ -58,6 +58,10 @@ def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
     assert made.organiser.startswith("Qm")
     assert "fit as configured" in made.words[0]
     assert "a sync of 4 such peers takes" in made.words[1]
+    tight = replace(run, gpu_bytes=2 * GIB, overrides=("model.vocab_size=60000",))
+    words = start_run(tight, tmp_path / "tight.yaml", tmp_path / "node").words
+    assert "adamw8bit" in words[0]
+    assert words[1].endswith("scripts/venv.sh optim8bit")
     again = start_run(run, tmp_path / "again.yaml", tmp_path / "node")
     assert again.organiser == made.organiser
 

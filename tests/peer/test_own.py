@@ -22,7 +22,7 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
     options = PeerOptions(NetworkOptions(), tmp_path, model=MODEL, local_ranks=2)
     with (
         pytest.raises(ConfigError, match="trained by one rank, not by 2"),
-        _ranks(options, torch.device("cpu"), None, 8, print),
+        _ranks(options, torch.device("cpu"), None, 8, print, print),
     ):
         raise AssertionError("ranks were started")
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.ids import PeerId
+from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, Schedule, Watch
+from spes_p2p.sync.core.messages import Intent
+from spes_p2p.sync.gate import Gate
 
 NIGHT = Schedule.parse("22:00-08:00")
 
@@ -87,3 +95,32 @@ def test_a_machine_without_battery_is_never_paused_by_it() -> None:
     switch = PauseSwitch()
     Watch(switch, None, True, battery=lambda: None).close()
     assert not switch.active
+
+
+def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
+    wishes: list[Intent] = []
+    contacts: dict[PeerId, Any] = {}
+    core = SimpleNamespace(contacts=contacts, alive=lambda peer, now: True, tip=SimpleNamespace(round=3))
+    driver: Any = SimpleNamespace(core=core, wish=wishes.append)
+    unused: Any = None
+    connection = Connection(unused, unused, Gate(), lambda text: None)
+    connection.config = cast(Any, SimpleNamespace(swarm=SimpleNamespace(heartbeat_seconds=0.001)))
+    connection.intent = Intent(joining=True, max_columns=2, claims=(1,))
+    connection._driver, connection._is_in = driver, True
+
+    async def play() -> None:
+        connection.gate.attach(driver, asyncio.get_running_loop())
+        beats = asyncio.get_running_loop().create_task(connection._settle_pauses())
+        connection.pause(True)
+        await asyncio.sleep(0.01)
+        assert not wishes  # nobody else could train them
+        contacts[PeerId("b")] = SimpleNamespace(status=SimpleNamespace(intent=Intent(joining=True)))
+        while not wishes:
+            await asyncio.sleep(0.001)
+        contacts.clear()
+        while len(wishes) < 2:
+            await asyncio.sleep(0.001)
+        beats.cancel()
+
+    asyncio.run(asyncio.wait_for(play(), 60.0))
+    assert [(wish.max_columns, wish.claims) for wish in wishes] == [(0, ()), (2, (1,))]

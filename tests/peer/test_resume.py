@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,14 @@ from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
 from spes_p2p.errors import CheckpointError, StorageFull
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer import resume
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.training import Uncounted
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.fragments import due_tiles
+from spes_p2p.sync.core.messages import Commit, Manifest
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.train.trainer import Trainer
 from tests.sync.chains import A, MadeRun
@@ -45,7 +48,6 @@ class Life:
     def __init__(self, folder: Path, *overrides: str, local: bool = False) -> None:
         self.config = config_with_data(folder, *overrides)
         self.run = MadeRun(self.config)
-        self.commits = self.run.chain(4)
         dataset = open_dataset(self.config)
         self.loader: LeasedLoader | LocalLoader
         self.loader = LocalLoader(dataset, self.config, PeerId("a")) if local else LeasedLoader(dataset, self.config)
@@ -53,12 +55,19 @@ class Life:
         self.checkpoints = folder / "checkpoints"
         self.events: list[Event] = []
         self.store = self.run.store(folder / f"store-{len(list(folder.iterdir()))}")
+        self.root = self.store.version(0).root
+        self.commits = [self.run.genesis(self.root)]
+        for _ in range(3):
+            manifest = self.run.child(self.commits[-1].manifest, self.root, sha256(b"wire"))
+            self.commits.append(self.run.certified(manifest))
+        self.ours: Sequence[Commit] = self.commits
         self.saver = self.saver_with(None)
 
     def saver_with(self, quota: Quota | None) -> Saver:
         return Saver(
             self.checkpoints, self.config, self.run.info, self.trainer, self.loader,
-            lambda round: self.commits[round], self.events.append, quota=quota,
+            lambda manifest: next((commit for commit in self.ours if commit.manifest == manifest), None),
+            self.events.append, quota=quota,
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -90,6 +99,26 @@ def test_in_the_middle_of_a_round_it_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert (resumed.manifest, resumed.uncounted) == (first.commits[1].certificate.manifest, Uncounted(64, 1))
     assert (second.trainer.round_steps, second.trainer.owned) == (3, OWNED)
     assert second.train(4) == first.train(4)
+
+
+def test_what_was_restored_is_not_kept(tmp_path: Path) -> None:
+    """Neither the values and moments in memory, nor the maps of a checkpoint that may be removed."""
+    first = Life(tmp_path)
+    first.begin()
+    first.train(1)
+    first.save(1)
+    second = Life(tmp_path)
+    resumed = second.load()
+    assert resumed is not None
+    tensors = resumed._private["trainer"]["groups"][0]["tensors"]
+    saved = weakref.ref(next(iter(tensors.values()))["value"])
+    del tensors
+    assert saved() is not None
+    resumed.restore(second.trainer, second.loader)
+    assert saved() is None
+    assert str(first.checkpoints) in Path("/proc/self/maps").read_text()
+    del resumed
+    assert str(first.checkpoints) not in Path("/proc/self/maps").read_text()
 
 
 def test_where_the_data_comes_from_elsewhere_only_the_trainer_is_restored(tmp_path: Path) -> None:
@@ -274,3 +303,41 @@ def test_a_checkpoint_beyond_the_quota_is_one_warning_and_training_goes_on(tmp_p
     life.saver = life.saver_with(Quota(20 * size))
     life.save(3)
     assert load_latest(life.checkpoints)[0].step == life.commits[3].manifest.step
+
+
+def test_nothing_is_saved_of_a_history_that_has_just_lost(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.begin()
+    life.ours = life.commits[:2]  # another one, with fewer rounds, has taken its place
+    life.save(2, final=True)
+    assert not life.checkpoints.exists()
+    life.ours = life.commits
+    life.commits[3] = life.run.certified(life.run.child(life.commits[2].manifest, sha256(b"theirs"), sha256(b"wire")))
+    life.save(3, final=True)  # the state on disk is not the one of this commit
+    assert not life.checkpoints.exists()
+    assert not life.events
+    life.save(2)
+    assert load_latest(life.checkpoints)[0].private()["round"] == 2
+
+
+def test_another_history_that_wins_while_a_checkpoint_is_saved_is_not_in_it(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.begin()
+
+    def wins(manifest: Manifest) -> Commit | None:
+        """What is asked first of all finds our history, and then the other takes its place."""
+        if not life.ours:
+            return None
+        version = life.store.version(0)
+        staging = life.store.stage(0, None, "theirs", version)
+        staging.write_state(0, bytes(4 * version.layout.tiles[0].size))
+        staging.finish()
+        staging.publish()
+        life.ours = ()
+        return life.commits[1]
+
+    life.saver._commit_of = wins
+    life.save(1, final=True)
+    assert not life.ours
+    assert not list(life.checkpoints.iterdir())
+    assert not life.events

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from spes_p2p.config.fingerprint import fingerprint
+from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import CheckpointError, ConfigError
 from spes_p2p.interop.importing import StartModel
 from spes_p2p.interop.upcycle import Upcycling
@@ -53,3 +55,16 @@ def test_another_model_than_the_configs_is_refused(tmp_path: Path) -> None:
     wrong = config.model_copy(update={"model": config.model.model_copy(update={"top_k": 1})})
     with pytest.raises(ConfigError, match=r"model.top_k is 1"):
         start_from(start.folder, wrong, tmp_path / "node", quiet)
+
+
+def test_data_of_another_tokenizer_is_refused_before_the_model_is_hashed(tmp_path: Path) -> None:
+    start = made(tmp_path, qwen3(vocab_size=300), Upcycling())
+    words = {"<|endoftext|>": 0, "a": 1}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(start.folder / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("abc" * 500)
+    tokenize([str(tmp_path / "text.txt")], tmp_path / "shards", TokenizeOptions(tokenizer="byte", processes=1))
+    plain, said = config_for(start), list[str]()
+    config = plain.model_copy(update={"data": plain.data.model_copy(update={"path": str(tmp_path / "shards")})})
+    with pytest.raises(ConfigError, match="cut with tokenizer 'byte'"):
+        start_from(start.folder, config, tmp_path / "node", said.append)
+    assert said == []

@@ -34,6 +34,7 @@ with stopping.leaving_on_signals(asked.set, say):
 """
 
 
+WAIT_SECONDS = 60.0
 STARTED: list[subprocess.Popen[str]] = []
 
 
@@ -85,6 +86,19 @@ def test_what_does_not_end_in_time_is_ended() -> None:
     process.send_signal(signal.SIGTERM)
     assert rest(process)[-1].startswith("what was running did not end in time")
     assert process.wait() == 0
+
+
+@pytest.mark.parametrize(("exit_seconds", "signals", "code"), [(0.05, 1, 0), (60.0, 2, INTERRUPTED)])
+def test_it_ends_in_time_though_nobody_reads_its_words(exit_seconds: float, signals: int, code: int) -> None:
+    process = start(exit_seconds, "hangs")
+    assert process.stdout is not None
+    process.stdout.close()  # as `| tee` does, which Ctrl-C ends too
+    process.send_signal(signal.SIGINT)
+    if signals == 2:
+        while process.poll() is None:  # the same number twice may be taken as one
+            process.send_signal(signal.SIGINT)
+            threading.Event().wait(0.05)
+    assert process.wait(WAIT_SECONDS) == code
 
 
 def test_signals_are_heard_while_the_main_thread_is_deep_in_native_code() -> None:

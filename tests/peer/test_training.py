@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,10 @@ class Story:
         self.store = self.run.store(folder / "state")
         self.inputs = Inputs(folder / "inputs", self.run.layout)
         self.residuals = Residuals(folder / "residuals", self.run.layout)
-        self._chain = SimpleNamespace(commit=lambda round: self.commits[round])
+        self._chain = SimpleNamespace(
+            parent_of=lambda manifest: self.commits[manifest.round - 1].manifest,
+            child_of=lambda manifest: self.commits[manifest.round + 1].manifest,
+        )
         self.moments = MomentShelf(folder / "moments", self.run.layout)
         self.trainer = Trainer(config, self.run.layout, torch.device("cpu"))
         self.gate = Gate()
@@ -178,10 +182,21 @@ class Story:
         self.gate.applied(replace(event, switched=True, lost_tokens=previous.tokens))
 
     def play(self) -> None:
-        self.loop.run(self.manifest)
+        self.loop.begin(self.manifest)
+        self.loop.run()
 
     def values(self) -> Values:
         return self.trainer.contribution(0)
+
+
+@dataclass
+class Start:
+    """Values to begin with."""
+
+    version: Version
+
+    def block(self, index: int) -> Values:
+        return self.version.block(index)
 
 
 @pytest.fixture
@@ -197,6 +212,14 @@ def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Sto
     assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]
     assert all(uncounted == Uncounted() for _, _, uncounted, _, _ in story.saved)
     assert story.loads == [(1, STEPS * 4 * 16, 0), (2, STEPS * 4 * 16, 1)]  # before the round can be over
+
+
+def test_the_values_to_begin_with_are_not_kept(story: Story) -> None:
+    start = Start(story.store.version(0))
+    kept = weakref.ref(start)
+    story.loop.begin(story.manifest, carried=start)
+    del start
+    assert kept() is None
 
 
 def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(
@@ -456,6 +479,42 @@ def test_with_turns_it_is_the_committed_model_that_is_evaluated(tmp_path: Path) 
     assert np.abs(story.trainer.contribution(1) - (new.block(1) + ahead)).max() < 0.05
 
 
+@pytest.mark.parametrize("columns", [True, False])
+def test_who_goes_on_with_changes_that_a_round_did_not_count_does_not_evaluate_it(
+    tmp_path: Path, columns: bool
+) -> None:
+    """Its model is not the committed one: part of its work was lost on the way to a reducer."""
+    story = Story(tmp_path, "eval.every_rounds=1")
+    evaluated: list[int] = []
+
+    def evaluate(batches: object) -> float:
+        evaluated.append(story.round)
+        return 1.0
+
+    story.trainer.evaluate = evaluate  # type: ignore[method-assign]
+    story.on_ready = lambda work: story.commit(counted=True, columns=columns)
+    story.at_step[STEPS + 1] = story.gate.stop
+    story.play()
+    assert evaluated == ([0, 1] if columns else [0])
+
+
+def test_without_exchange_a_peer_evaluates_its_own_model(tmp_path: Path) -> None:
+    """The state of the run is the initial one for ever, whatever the codec."""
+    story = Story(tmp_path, "eval.every_rounds=1", "sync.enabled=false", "sync.codec=int8")
+    seen: list[Values] = []
+
+    def evaluate(batches: object) -> float:
+        seen.append(story.trainer.contribution(1))
+        return 1.0
+
+    story.trainer.evaluate = evaluate  # type: ignore[method-assign]
+    story.on_ready = lambda work: story.commit(counted=False)
+    story.at_step[STEPS + 1] = story.gate.stop
+    story.play()
+    assert len(seen) == 2
+    assert np.abs(seen[1] - story.store.version(1).block(1)).max() > 0
+
+
 def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(story: Story) -> None:
     story.trainer.columns_that_fit = lambda: 2  # type: ignore[method-assign]
     story.at_step[2 * STEPS] = story.gate.stop
@@ -576,13 +635,14 @@ def test_what_a_round_did_not_count_and_what_came_after_it_go_on_together(tmp_pa
 def test_steps_ahead_have_the_learning_rate_of_the_round_that_they_belong_to(tmp_path: Path) -> None:
     told = Overlapping(tmp_path, late=2)
     rates: list[float] = []
-    train_step = told.story.trainer.train_step
+    train_step = told.story.trainer.train_step_unless
 
-    def note(batch: Any) -> Any:
-        rates.append((result := train_step(batch)).lr)
+    def note(*given: Any) -> Any:
+        result = train_step(*given)
+        rates.extend([result.lr] if result is not None else [])
         return result
 
-    told.story.trainer.train_step = note  # type: ignore[method-assign]
+    told.story.trainer.train_step_unless = note  # type: ignore[method-assign,assignment]
     told.story.at_step[2 * STEPS] = told.story.gate.stop
     told.story.play()
     config = told.story.trainer.config
@@ -679,7 +739,8 @@ def test_data_that_comes_in_time_changes_nothing(story: Story, tmp_path: Path) -
     bring = without_data(story, tmp_path, 4)
     feed_of(story).changed = bring
     story.on_ready = lambda work: story.gate.stop()
-    story.loop.run(story.manifest)
+    story.loop.begin(story.manifest)
+    story.loop.run()
     assert story.steps == STEPS
     assert story.ready[0].tokens > 0
 
@@ -688,7 +749,8 @@ def test_a_round_that_closes_ends_the_wait_for_data(story: Story, tmp_path: Path
     without_data(story, tmp_path, 4)
     feed_of(story).changed = story.gate.close_training
     story.on_ready = lambda work: story.gate.stop()
-    story.loop.run(story.manifest)
+    story.loop.begin(story.manifest)
+    story.loop.run()
     assert story.steps == 0
     assert [(work.tokens, work.sequences) for work in story.ready] == [(0, 0)]
 
@@ -696,7 +758,8 @@ def test_a_round_that_closes_ends_the_wait_for_data(story: Story, tmp_path: Path
 def test_who_waits_for_data_can_be_stopped(story: Story, tmp_path: Path) -> None:
     without_data(story, tmp_path, 4)
     feed_of(story).changed = story.gate.stop
-    story.loop.run(story.manifest)
+    story.loop.begin(story.manifest)
+    story.loop.run()
     assert story.steps == 0
 
 
@@ -709,6 +772,79 @@ def test_without_the_held_out_data_there_is_no_evaluation_and_training_goes_on(
     story.on_ready = lambda work: story.gate.stop()
     waits = iter([lambda: None])
     feed_of(story).changed = lambda: next(waits, bring)()
-    story.loop.run(story.manifest)
+    story.loop.begin(story.manifest)
+    story.loop.run()
     assert any("round 0 was not evaluated" in text for text in story.said)
     assert story.steps == STEPS
+
+
+def micro_story(folder: Path) -> Story:
+    """With four micro-batches a step."""
+    return Story(folder, "optimizer.micro_batch_sequences=1")
+
+
+def in_step(story: Story, calls: dict[tuple[int, int], Callable[[], None]]) -> None:
+    """Calls `calls[steps done, micro-batches of the running step done]` while the next micro-batch computes, once."""
+    forward, done = story.trainer._rank.model.forward, [0]
+
+    def counting(*given: Any, **named: Any) -> Any:
+        calls.pop((story.steps, done[0] % 4), lambda: None)()
+        done[0] += torch.is_grad_enabled()
+        return forward(*given, **named)
+
+    story.trainer._rank.model.forward = counting  # type: ignore[method-assign]
+
+
+def test_who_is_asked_to_stop_gives_the_running_step_up(tmp_path: Path) -> None:
+    story = micro_story(tmp_path)
+    in_step(story, {(1, 2): story.gate.stop})
+    story.play()
+    _, _, uncounted, final, round_steps = story.saved[-1]
+    assert (uncounted, final, round_steps) == (Uncounted(tokens=4 * 16, steps=1), True, 1)
+    loader: Any = story.loop._loader
+    assert loader.consumed == 4
+
+
+@pytest.mark.parametrize(("done", "steps"), [(0, 1), (1, 2)])
+def test_at_the_close_of_a_round_half_a_step_is_waited_for_at_most(tmp_path: Path, done: int, steps: int) -> None:
+    story = micro_story(tmp_path)
+    in_step(story, {(1, done): story.gate.close_training})
+    story.at_step[5] = story.gate.stop
+    story.play()
+    assert story.ready[0].steps == steps
+
+
+def test_who_has_nothing_else_to_hand_in_makes_its_step_though_the_round_closes(tmp_path: Path) -> None:
+    """Else a peer whose step takes longer than the others' round would never get anywhere."""
+    story = micro_story(tmp_path)
+    in_step(story, {(0, 1): story.gate.close_training})
+    story.at_step[3] = story.gate.stop
+    story.play()
+    assert (story.ready[0].steps, story.ready[0].tokens) == (1, 4 * 16)
+
+
+def test_the_first_report_of_a_round_says_how_long_a_step_took_in_the_one_before(story: Story) -> None:
+    told: list[Work] = []
+    story.driver.training = told.append
+    story.at_step[STEPS + 1] = story.gate.stop
+    story.play()
+    beginnings = [work.ready_in_seconds for work in told if work.steps == 0 and work.seconds == 0]
+    assert beginnings[0] == 0.0 < beginnings[1]
+
+
+def test_held_out_data_is_read_in_micro_batches_that_fit_by_now(tmp_path: Path) -> None:
+    story = Story(
+        tmp_path, "eval.every_rounds=1", "eval.sequences=4", "data.held_out_fraction=0.2",
+        "optimizer.micro_batch_sequences=4", "model.activation_checkpointing=full",
+    )  # fmt: skip
+    sizes: list[int] = []
+
+    def evaluate(batches: Any) -> float:
+        sizes.extend(len(batch.tokens) for batch in batches)
+        return 1.0
+
+    story.trainer.evaluate = evaluate  # type: ignore[method-assign]
+    assert story.trainer._rank.use_less_memory() == "optimizer.micro_batch_sequences=2"
+    story.at_step[1] = story.gate.stop
+    story.play()
+    assert sizes[:2] == [2, 2]

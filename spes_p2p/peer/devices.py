@@ -1,0 +1,123 @@
+"""On what a peer computes: the device that was asked for, and which of several GPUs its ranks use.
+
+Training computes in bf16, which GPUs below compute capability 8.0 (RTX 20xx, T4, V100 and older) do not have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spes_p2p.errors import ConfigError, first_line
+from spes_p2p.peer.options import PeerOptions
+
+LEAST_CAPABILITY = (8, 0)
+MEMORY_SHARE = 0.5
+"""A GPU with less than this share of the best one's memory would hold the others back: all ranks hold the same."""
+_ON_CPU = "use --device cpu, or a GPU of compute capability 8.0 or newer (RTX 30xx, A100) with a torch made for it"
+_TRIAL_WIDTH = 16
+_ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+"""The older name, which every version reads, and the newer one."""
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes CUDA where there is one. Raises ConfigError for a device that is not here, or never trains.
+
+    Before CUDA starts, here and in the ranks' processes, its allocator is told to grow segments in place: sizes change
+    with the routing, and less is lost between blocks then. What a person has set stays.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is no device", fix="use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: training runs on a CPU or on CUDA only", fix="use auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: torch sees no GPU here", fix="use --device cpu, or install CUDA torch")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        here = "cuda:0 is the only one" if count == 1 else f"those here are cuda:0 to cuda:{count - 1}"
+        raise ConfigError(f"--device {name}: there is no such GPU, {here}", fix="use one of these, or auto")
+    return device
+
+
+def choose_cards(
+    options: PeerOptions, device: torch.device, batch_sequences: int, say: Callable[[str], None]
+) -> tuple[int, ...]:
+    """The numbers of the GPUs to use, one for each rank; none on a CPU. `say` hears why some are left out.
+
+    Without --local-ranks: of those that can train and have memory enough beside the best one, the largest number that
+    divides the batch. Raises ConfigError where too few can train.
+    """
+    if device.type != "cuda":
+        return ()
+    one = options.local_ranks is None and (device.index is not None or options.model is not None)
+    numbers = range(torch.cuda.device_count()) if device.index is None or not one else (device.index,)
+    trouble = _troubles(numbers)
+    able = [number for number in numbers if not trouble[number]]
+    reasons = list(filter(None, dict.fromkeys(trouble.values())))
+    if not able:
+        raise ConfigError("; ".join(reasons), fix=_ON_CPU)
+    if len(able) < (options.local_ranks or 1):
+        asked = f"{options.local_ranks} local ranks were asked for, {len(able)} GPUs can train"
+        raise ConfigError("; ".join([asked, *reasons]), fix="use fewer --local-ranks")
+    if options.local_ranks is not None or one:
+        return tuple(able[: options.local_ranks or 1])
+    roomy = _with_room(able)
+    reasons += [f"GPU {number} has far less memory than the best one" for number in able if number not in roomy]
+    count = max(size for size in range(1, len(roomy) + 1) if batch_sequences % size == 0)
+    if count < len(roomy):
+        reasons.append(f"a batch of {batch_sequences} sequences cannot be split over {len(roomy)}")
+    if reasons:
+        say(f"{count} of {len(numbers)} GPUs are used: {'; '.join(reasons)}")
+    return tuple(sorted(roomy[:count]))
+
+
+def _troubles(numbers: Sequence[int]) -> dict[int, str]:
+    """Of each GPU; one of a kind is tried, since that costs memory on it for as long as this process lives."""
+    kinds = {number: _kind_of(number) for number in numbers}
+    first = {kind: number for number, kind in reversed(kinds.items())}
+    tried = {kind: why_it_cannot_train(number) for kind, number in first.items()}
+    return {number: tried[kind] for number, kind in kinds.items()}
+
+
+def _kind_of(number: int) -> str:
+    try:
+        return torch.cuda.get_device_name(number)
+    except RuntimeError:
+        return str(number)
+
+
+def why_it_cannot_train(number: int) -> str:
+    """Why GPU `number` cannot compute in bf16, or nothing. Makes a CUDA context on it."""
+    try:
+        name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
+        what = f"this GPU ({number}: {name}, compute capability {'.'.join(map(str, capability))})"
+        if capability < LEAST_CAPABILITY:
+            return f"{what} does not compute in bf16, which training needs"
+        failure = _trial(torch.device("cuda", number))
+    except RuntimeError as error:  # a driver's, or no kernel image for it
+        return f"GPU {number} cannot be used by torch {torch.__version__}: {first_line(error)}"
+    return f"{what} fails with torch {torch.__version__}: {failure}" if failure else ""
+
+
+def _trial(device: torch.device) -> str:
+    """What is wrong with a small bf16 product, or nothing."""
+    try:
+        ones = torch.ones(_TRIAL_WIDTH, _TRIAL_WIDTH, device=device, dtype=torch.bfloat16)
+        total = float((ones @ ones).float().sum())
+    except RuntimeError as error:
+        return first_line(error)
+    return "" if total == _TRIAL_WIDTH**3 else f"a bf16 product gave {total:g}, not {_TRIAL_WIDTH**3}"
+
+
+def _with_room(numbers: Sequence[int]) -> list[int]:
+    """Those with memory enough, most memory first."""
+    total = {number: torch.cuda.get_device_properties(number).total_memory for number in numbers}
+    roomy = [number for number in numbers if total[number] >= MEMORY_SHARE * max(total.values())]
+    return sorted(roomy, key=lambda number: -total[number])
