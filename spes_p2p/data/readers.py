@@ -257,4 +257,4 @@ def _optional(module: str, package: str, path: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"{path} needs {package}, which is not installed", fix=f"pip install {package}") from error
+        raise DataError(f"{path} needs {package}, which is not installed", fix="scripts/venv.sh data") from error

@@ -95,13 +95,16 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
-def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str, eos_token: str | None = None, through_transformers: bool = False) -> Tokenizer:
     """`name` is "byte", a tokenizer.json, a folder as saved by transformers, or a name on the Hugging Face hub.
 
+    `through_transformers`: a folder, too, is loaded as a name on the hub is; the same ids may then have another hash.
     Raises DataError when it cannot be loaded or when no token that ends a text is known.
     """
     if name == "byte":
         return ByteTokenizer()
+    if through_transformers:
+        return _from_transformers(name, eos_token)
     path = Path(name)
     here = str(path.absolute())  # no name that others could take for one on the hub
     if path.is_file():

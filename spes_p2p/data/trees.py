@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+import psutil
 
 from spes_p2p.data.manifest import Dataset, TokenFile
 from spes_p2p.data.merkle import EMPTY_ROOT, HASH_BYTES, leaf_hash, level_sizes, parents, siblings
@@ -213,6 +215,7 @@ def _leaves(file: TokenFile, grid: PieceGrid) -> Iterator[bytes]:
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under its name when it is whole; several processes may make the same one at a time."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    _remove_left_ones(path)
     try:
         with storage_errors(path), open(temporary, "w+b") as file:
             yield file
@@ -222,6 +225,15 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _remove_left_ones(path: Path) -> None:
+    """What processes that were ended hard had begun."""
+    for left in path.parent.glob(f"{path.name}.*.tmp"):
+        number = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            with suppress(OSError):  # of somebody else, in a folder that several use
+                left.unlink()
 
 
 def _read_at(path: Path, offset: int, size: int) -> bytes:

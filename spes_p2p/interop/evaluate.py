@@ -85,7 +85,7 @@ def evaluate(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError(f"lm-eval cannot be imported: {error}", fix="pip install 'spes-p2p[eval]'") from error
+        raise ConfigError(f"lm-eval cannot be imported: {error}", fix="scripts/venv.sh eval") from error
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(f"--include-path {include_path} is no folder", fix="give a folder of task files (YAML)")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):

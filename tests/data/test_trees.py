@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,17 @@ def test_where_the_folder_cannot_be_written_the_trees_are_kept_in_the_own_one(
     assert pieces.find(0) is not None
     assert opened(folder).dataset_hash == pieces.dataset_hash
     assert list(folder.glob("*.tmp")) == []
+
+
+def test_what_a_killed_process_had_begun_is_removed(folder: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left, running = folder / f"{TREES}.{ended.pid}.tmp", folder / f"{TREES}.1.tmp"
+    left.touch()
+    running.touch()
+    opened(folder)
+    assert not left.exists()
+    assert running.exists()
 
 
 def test_an_altered_shard_is_no_part_of_a_run(folder: Path) -> None:
