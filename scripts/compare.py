@@ -31,8 +31,8 @@ from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.observe.metrics import bytes_text, count_text
+from spes_p2p.peer.devices import choose_device
 from spes_p2p.peer.options import config_path
-from spes_p2p.peer.run import choose_device
 from spes_p2p.testing.training_swarm import Point, Training, train
 from spes_p2p.train.scratch import Scratch
 
@@ -135,7 +135,7 @@ def plot(found: Sequence[Outcome], folder: Path, stem: str) -> list[str]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plots: matplotlib is not installed (pip install 'spes-p2p[plot]')", file=sys.stderr)
+        print("no plots: matplotlib is not installed (scripts/venv.sh plot)", file=sys.stderr)
         return []
     names = []
     for what, field in (("tokens", "tokens"), ("bytes sent by all peers", "bytes_sent")):

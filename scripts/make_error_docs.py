@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the lists of docs/troubleshooting.md: every error and warning that the package can give, found in its source.
+"""Writes the lists of docs/troubleshooting.md: every error and most warnings of the package, found in its source.
 
     python scripts/make_error_docs.py
 
-What is filled in at run time stands in angle brackets. The tests compare the page with what this makes of the source.
+What is filled in at run time stands in angle brackets. Left out are warnings whose text is not made where the event is;
+docs/operations.md has them. The tests compare the page with what this makes of the source.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ AREAS = {
     "state": "State on disk", "checkpoint": "Checkpoints", "interop": "Models", "peer": "A peer or a bootstrap node",
     "train": "Training", "model": "Training", "experts": "Training", "ownership": "The run", "planning": "Planning",
     "observe": "Metrics", "dashboard": "Dashboard", "testing": "Quickstart and tests", "codecs": "The run",
-    "wire": "The run", "ids": "The run", "errors": "The run", "steps": "Quickstart and tests", "__init__": "Commands",
+    "wire": "The run", "ids": "The run", "errors": "The run", "limits": "The run", "steps": "Quickstart and tests",
+    "__init__": "Commands",
 }  # fmt: skip
 
 
@@ -139,11 +141,13 @@ def render() -> str:
     found = messages()
     for title, chosen in (
         ("Every error", [one for one in found if one.kind not in WARNINGS]),
-        ("Every warning", [one for one in found if one.kind in WARNINGS]),
+        ("Most warnings", [one for one in found if one.kind in WARNINGS]),
     ):
         lines += ["", f"## {title}"]
+        if title == "Most warnings":
+            lines += ["", "What they mean, and those that are missing here: [operations](operations.md#warnings)."]
         for area in dict.fromkeys(one.area for one in chosen):
-            lines += ["", f"### {title.split()[1].capitalize()}s: {area}", ""]
+            lines += ["", f"### {title.split()[1].rstrip('s').capitalize()}s: {area}", ""]
             with_fix = title == "Every error"
             lines += ["| message | fix |", "| --- | --- |"] if with_fix else ["| message |", "| --- |"]
             for one in (one for one in chosen if one.area == area):

@@ -8,10 +8,12 @@
 #   NPROC_PER_NODE or SLURM_GPUS_ON_NODE   DDP ranks of a node (default: one a visible GPU)
 #   SPES_SHARED    folder that all nodes see: addresses go through it, logs and outputs go there (required)
 #   SPES_CONFIG    the run: a YAML file or the name of a bundled config (required)
-#   SPES_DATA      folder of the run's token shards (leave it out with data.source=local)
+#   SPES_DATA      folder of the run's token shards; with data.source=local this node's own (without it the bootstrap
+#                  node takes data.path of the config, and the peers fetch from it; not with data.source=local)
 #   SPES_ROUNDS    stop when the run has committed this round (default: go on until told to stop)
 #   SPES_PORT      TCP port of the bootstrap node (default: 31337)
-#   SPES_PROGRAM   the program (default: spes-p2p)
+#   SPES_PROGRAM   the program (default: spes-p2p, on the PATH); of a clone that all nodes see, where scripts/venv.sh was
+#                  run once: /shared/spes-p2p/.venv/bin/spes-p2p
 #
 # Further arguments are overrides, the same on every node: run_cluster.sh optimizer.lr=5e-4 output.tensorboard=true
 # A node that is started again with the same SPES_SHARED goes on where it stopped.

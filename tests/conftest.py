@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import runpy
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,7 +18,17 @@ settings.load_profile("no deadline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch and numpy when they load, here and in child processes
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if shutil.which("nvidia-smi") is None:
+
+
+def has_torch_for_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, without importing it: the variables above come first."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    return runpy.run_path(str(Path(found.origin).with_name("version.py"))).get("cuda") is not None
+
+
+if shutil.which("nvidia-smi") is None or not has_torch_for_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton loads: its kernels run on the CPU here
 
 

@@ -104,6 +104,7 @@ class MemorySwarm:
             KeySealer(net.signer), EnvelopeChecker(net.verifier), chain,
             self._organiser_store, self.clock, self.organiser_said.append, self._archive_store,
             first_sequence=int(self.clock.now() * 1000), server=self.server,
+            fatal=self.server_failures.append,
         )  # fmt: skip
         await self.organiser.start()
 

@@ -57,7 +57,7 @@ class Lab:
     def host(self, name: str, switch: str, address: str) -> Host:
         space = self._namespace(name)
         self._join(space, name, switch, address)
-        return Host(address, ("ip", "netns", "exec", space))
+        return Host(address, space)
 
     def loopback(self, addresses: Sequence[str]) -> str:
         """The name of a namespace of its own, in which all of `addresses` are on one machine."""
@@ -89,7 +89,7 @@ class Lab:
         assert router.stdout is not None
         if router.stdout.readline() != b"ready\n":
             raise OSError(f"the router of {name} did not start")
-        return Host("192.168.1.2", ("ip", "netns", "exec", space))
+        return Host("192.168.1.2", space)
 
     def limit(self, name: str, kbit_per_second: int, down_kbit_per_second: int = 0) -> None:
         """From now on a host (or the router of a home) sends and receives no faster than this.

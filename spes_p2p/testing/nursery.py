@@ -1,8 +1,8 @@
 """Starts many `spes-p2p` processes quickly: each is forked from one that has imported everything already.
 
 Importing costs seconds of CPU time a process, most of what a small swarm costs. A forked process is one of its own in
-every other way: process group, output, environment, exit code, end by signal. What it cannot show is how the program
-starts, and its command line says `nursery`. Linux only.
+every other way: process group, output, environment, network namespace, exit code, end by signal. What it cannot show is
+how the program starts, and its command line says `nursery`. Linux only.
 
 `Nursery` is the side that asks; `python -m spes_p2p.testing.nursery` answers, a JSON line for each: asked to start a
 program, the pid; of a process that ended, its exit code (negative: the signal). It leaves with its input, and its
@@ -31,6 +31,7 @@ from spes_p2p.errors import SpesError
 _PRELOADED = ("numpy.random", "spes_p2p.cli.join", "spes_p2p.peer.run", "spes_p2p.peer.bootstrap")
 START_SECONDS = 90.0
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None)
 
 
@@ -38,7 +39,7 @@ class Nursery:
     """One server. Not for several threads."""
 
     def __init__(self, environment: Mapping[str, str], before_exec: Callable[[], None] | None) -> None:
-        """`environment`: of the server, and so of all that it starts."""
+        """`environment`: of the server; what libraries read of it when they load holds for all that it starts."""
         self._codes: dict[int, int] = {}
         self._started: list[int] = []
         self._rest = b""
@@ -51,10 +52,24 @@ class Nursery:
             preexec_fn=before_exec,
         )
 
-    def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-        """Runs `python -m module arguments` with more variables; its output is appended to `log`."""
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        namespace: str = "",
+    ) -> Child:
+        """Runs `python -m module arguments`; what it prints is appended to `output`, or in part to `errors`.
+
+        `environment`: all of it. `namespace`: a named network namespace; needs root.
+        """
         assert self._server.stdin is not None
-        order = {"module": module, "arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+        order = {
+            "module": module, "arguments": list(arguments), "environment": dict(environment), "namespace": namespace,
+            "output": str(output), "errors": str(errors or output),
+        }  # fmt: skip
         self._server.stdin.write(json.dumps(order).encode() + b"\n")
         self._server.stdin.flush()
         end = time.monotonic() + START_SECONDS
@@ -183,13 +198,26 @@ def _become(order: dict[str, Any], server: int) -> None:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if order["namespace"]:
+        _enter_namespace(order["namespace"])
+    output, errors = (
+        os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for name in ("output", "errors")
+    )
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+    for source, target in ((nothing, 0), (output, 1), (errors, 2)):
         os.dup2(source, target)
+    os.environ.clear()
     os.environ.update(order["environment"])
     np.random.seed()
     sys.argv = ["", *order["arguments"]]
+
+
+def _enter_namespace(name: str) -> None:
+    space = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if _LIBC.setns(space, _CLONE_NEWNET):
+        os.write(2, f"network namespace {name} cannot be entered\n".encode())
+        os._exit(1)
+    os.close(space)
 
 
 if __name__ == "__main__":

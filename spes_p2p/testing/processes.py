@@ -6,14 +6,17 @@ by its pid at the latest when the swarm is closed, and by the kernel when whoeve
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,10 +36,15 @@ _LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported bet
 
 @dataclass(frozen=True)
 class Host:
-    """Where a process runs: its address, and the command that starts others there (`ip netns exec NAME`)."""
+    """Where a process runs: its address, and the named network namespace where that is, if not this one."""
 
     address: str = "127.0.0.1"
-    prefix: tuple[str, ...] = ()
+    namespace: str = ""
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """The command that starts others there."""
+        return ("ip", "netns", "exec", self.namespace) if self.namespace else ()
 
     @property
     def maddr(self) -> str:
@@ -151,11 +159,11 @@ class LocalSwarm:
     ) -> None:
         """`threads`: CPU threads of each process. `hosts`: where each process runs, by name, if not on loopback.
 
-        `forked`: processes on loopback are forked from one that has imported the program (see `nursery`).
+        `forked`: processes are forked from one that has imported the program (see `nursery`).
         """
         self._hosts = hosts or {}
+        self._threads = threads
         self._forked = forked
-        self._nursery: Nursery | None = None
         self.folder = folder
         self.processes: dict[str, Process] = {}
         self.address = ""
@@ -184,24 +192,29 @@ class LocalSwarm:
         initial_peer: str | None = None,
         faults: Sequence[Fault] = (),
     ) -> Process:
-        """Starts one peer, or the same again with `--resume` among `arguments`.
+        """Starts one peer, or the same again with `--resume` among `arguments`; on the CPU unless these name a device.
 
+        Several peers on one machine would each take all of its GPUs.
         `faults` that happen once wait until `armoury.arm`.
         """
         command = ["join", "--initial-peers", initial_peer or self.address, "--output", str(self.folder / name)]
         command += ["--data", str(data)] if data is not None else []
+        command += [] if any(word.partition("=")[0] == "--device" for word in arguments) else ["--device", "cpu"]
         return self._start(name, [*command, *arguments], faults)
 
     def ask(self, *arguments: str, timeout_seconds: float = 60.0) -> str:
-        """What a short command such as `status` prints. Raises SpesError where it fails."""
-        command = [sys.executable, "-m", PROGRAM, *arguments]
-        done = subprocess.run(
-            command, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=timeout_seconds, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise SpesError(f"{arguments[0]} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-        return done.stdout
+        """What a short command such as `status` prints. Raises SpesError where it fails, or takes too long."""
+        with tempfile.TemporaryDirectory() as folder:
+            output, errors = Path(folder) / "output", Path(folder) / "errors"
+            asked = self._launch(PROGRAM, arguments, self._environment, output, errors)
+            try:
+                code: int | None = asked.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                os.kill(asked.pid, signal.SIGKILL)
+                code = asked.wait()
+            if code:
+                raise SpesError(f"{arguments[0]} ended with {code}: {errors.read_text().strip()[-500:]}")
+            return output.read_text()
 
     def wait_until(
         self,
@@ -258,8 +271,6 @@ class LocalSwarm:
             while process.exit_code is None and time.monotonic() < until:
                 time.sleep(0.05)
             process.end()
-        if self._nursery is not None:
-            self._nursery.close()
 
     def __enter__(self) -> Self:
         return self
@@ -276,29 +287,45 @@ class LocalSwarm:
         module = FAULTY_PROGRAM if faults else PROGRAM
         arguments = [*arguments, "--host-maddrs", host.maddr, "--no-relay"]
         more = in_environment(name, self.armoury, faults) if faults else {}
-        popen: subprocess.Popen[bytes] | Child
-        if self._forked and not host.prefix and all(fault.action != JUMP for fault in faults):
-            self._nursery = self._nursery or Nursery(self._environment, _leave_with(os.getpid()))
-            popen = self._nursery.start(module, arguments, more, log)
-        else:
-            popen = self._spawn([*host.prefix, sys.executable, "-m", module, *arguments], more, log)
+        fresh = any(fault.action == JUMP for fault in faults)
+        popen = self._launch(module, arguments, self._environment | more, log, log, host, fresh)
         before = self.processes.get(name)
         events = before.events if before else EventReader(folder / "metrics.jsonl")
         process = Process(name, folder, log, popen, events, before.seen if before else [])
         self.processes[name] = process
         return process
 
-    def _spawn(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        with open(log, "ab") as stream:
+    def _launch(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path,
+        host: Host = LOOPBACK,
+        fresh: bool = False,
+    ) -> subprocess.Popen[bytes] | Child:
+        """`fresh`: never forked."""
+        if self._forked and not fresh:
+            return _nursery(self._threads).start(module, arguments, environment, output, errors, host.namespace)
+        with open(output, "ab") as stream, open(errors, "ab") as error_stream:
             return subprocess.Popen(
-                command,
+                [*host.prefix, sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
-                stderr=stream,
-                env=self._environment | dict(environment),
+                stderr=error_stream,
+                env=environment,
                 start_new_session=True,
                 preexec_fn=_leave_with(os.getpid()),
             )
+
+
+@cache
+def _nursery(threads: int) -> Nursery:
+    """One for all swarms of this process; it ends with it."""
+    nursery = Nursery(os.environ | {"OMP_NUM_THREADS": str(threads)}, _leave_with(os.getpid()))
+    atexit.register(nursery.close)
+    return nursery
 
 
 def children(pid: int) -> list[int]:

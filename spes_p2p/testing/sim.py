@@ -89,6 +89,8 @@ class World:
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}
         self.last_change = 0.0
+        self._lost_after = -1.0
+        """The `last_change` after which a committed state was seen to be lost."""
         self._adopted: set[Hash] = set()
         self.say: Callable[[str], None] | None = None
         self._groups: dict[PeerId, int] = {}
@@ -286,7 +288,7 @@ class World:
         running = [p for p in self.up() if p.core is not None]
         able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.disk.full]
         able = [peer for peer in able if peer.asleep_until <= self.now]
-        if not able or self._state_is_lost():
+        if not able:
             return float("inf")
         if self.has_servers and not any(self._would_train(peer) for peer in running):
             return float("inf")
@@ -297,6 +299,9 @@ class World:
         view = max((max(c.round.view, c.record.promised) for c in cores if c.head == head), default=0)
         training = max(p.round_seconds for p in running)
         wait = 0.0 if connected else pace.degraded_wait_seconds(False)
+        if self._state_is_lost():
+            self._lost_after = self.last_change
+        wait += pace.lost_state_wait_seconds() if self._lost_after == self.last_change else 0.0
         return wait + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
 
     def _would_train(self, peer: SimPeer) -> bool:
@@ -304,14 +309,10 @@ class World:
         return not peer.intent.serving and not peer.is_gone_for_good and peer.asleep_until <= self.now
 
     def _state_is_lost(self) -> bool:
-        """Whether somebody knows of a commit whose state left with those who had it, and waits for very long."""
-        if Pace.LOST_WAITS <= 1:
-            return False
-        for peer in self.up():
-            decided = peer.core.round.decided if peer.core is not None else None
-            if decided is not None and not any(other.disk.holds(decided.manifest) for other in self.up()):
-                return True
-        return False
+        """Whether somebody knows of a commit whose state left with those who had it."""
+        running = [peer for peer in self.up() if peer.core is not None]
+        known = [peer.core.round.decided for peer in running if peer.core is not None]
+        return any(d is not None and not any(peer.has_state(d.manifest) for peer in running) for d in known)
 
     def check_stall(self) -> None:
         """Raises Violation when the next commit is late. Notes when there can be none any more."""

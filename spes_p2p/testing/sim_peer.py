@@ -540,7 +540,7 @@ class SimPeer:
             self._work = Work()
 
     def _restore(self) -> None:
-        """A state that was accepted before the crash, and is still staged, is stood by."""
+        """A state that was signed for before the crash, or the full disk, and is still staged, is stood by."""
         core = self._the_core
         for proposal in (core.record.accepted, core.record.degraded):
             if proposal is not None and proposal.value.manifest.state_root in self.disk.finished:
@@ -549,6 +549,15 @@ class SimPeer:
                     return
 
     # ---------------------------------------------------------------- small things
+
+    def has_state(self, manifest: Manifest) -> bool:
+        """Whether it has the state of a manifest, or of a later one; what it did not sign for is gone with a crash."""
+        if self.disk.tip.round >= manifest.round:
+            return True
+        core, name = self._the_core, manifest_hash(manifest)
+        bound = (signed for signed in (core.record.accepted, core.record.degraded) if signed is not None)
+        stood_by = name in core.round.verified or any(manifest_hash(signed.value.manifest) == name for signed in bound)
+        return stood_by and manifest.state_root in self.disk.finished
 
     def _probe(self, action: do.Probe) -> None:
         peer = self.world.peers.get(action.peer)
@@ -573,3 +582,5 @@ class SimPeer:
         self.world.changed(f"{self.name} has room again")
         self.full_until = self.world.now
         self._do(self._the_core.disk_has_room(self.world.now))
+        if self.core is not None:
+            self._restore()

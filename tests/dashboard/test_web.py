@@ -81,7 +81,7 @@ MAIN = "from spes_p2p.cli.main import main; main()"
         (
             "import sys; sys.modules['uvicorn'] = None\n" + MAIN,
             ("dashboard", "--replay", "x"),
-            "the dashboard needs the package uvicorn, which is not installed / fix: pip install 'spes-p2p[dashboard]'",
+            "the dashboard needs the package uvicorn, which is not installed / fix: scripts/venv.sh dashboard",
         ),
         (MAIN, ("dashboard", "--replay", "x"), "x is not there / fix: give the metrics.jsonl of a peer"),
         (MAIN, ("dashboard",), "no invitation is given, and there is no dashboard.sqlite"),

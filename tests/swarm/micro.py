@@ -97,7 +97,7 @@ def local_swarm(folder: Path, hosts: Mapping[str, Host] | None = None) -> Iterat
 
 
 def marked_processes(mark: dict[str, str]) -> list[psutil.Process]:
-    """Processes that inherited these variables."""
+    """Processes that were started with these variables; not those that were forked, whose swarm has ended them."""
     found = []
     for process in psutil.process_iter():
         try:

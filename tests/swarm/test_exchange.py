@@ -70,7 +70,7 @@ def test_without_exchange_the_model_is_worse(exchanged: Finished, alone: Finishe
     (together,) = last_losses(exchanged)
     apart = last_losses(alone)
     assert len(apart) == len(PEERS)
-    assert tokens_trained(alone) == pytest.approx(tokens_trained(exchanged), rel=0.1)
+    assert tokens_trained(alone) > 0.9 * tokens_trained(exchanged)  # a round ends without the last steps of slow peers
     assert min(apart) > together
     assert np.mean(apart) > together + 0.05
 

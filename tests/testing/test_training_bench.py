@@ -21,7 +21,13 @@ def test_a_trainer_of_random_values_trains() -> None:
     config = small_config()
     trainer, batch = random_trainer(config, owned=2, device=CPU), random_batch(config)
     losses: list[float] = []
-    measured = measure(lambda: losses.append(trainer.train_step(batch).loss), CPU, repeats=3, warm_up=1)
+
+    def step() -> None:
+        result = trainer.train_step(batch)
+        assert result is not None
+        losses.append(result.loss)
+
+    measured = measure(step, CPU, repeats=3, warm_up=1)
     assert trainer.owned == (0, 1)
     assert len(losses) == 4
     assert all(map(math.isfinite, losses))
