@@ -203,6 +203,7 @@ class Driver:
         self._catching_up = CatchUp(
             info, core.rules, checker.check, disk.chain, disk.store, later, self._tasks.in_thread
         )
+        self._fetching: asyncio.Task[None] | None = None
         self._actions: deque[do.Action] = deque()
         self._carrying_out = False
         self._broken = False
@@ -361,12 +362,16 @@ class Driver:
     async def _adopt(self, commit: Commit) -> None:
         """The certificate first: a state without one is none, and the other way round a restart ends what we began."""
         root = commit.manifest.state_root
+        if self._fetching is not None:  # from somebody who claims to be further: what is here is certain
+            self._fetching.cancel()
+            await asyncio.wait((self._fetching,))
+            self._run(self.core.catch_up_failed(self._clock.now()))
         async with self._making.lock:
             if commit.manifest.parent != self.core.head:
                 return
             if self._bench.finished(root) is None:
                 self.core.undone(lambda root: self._bench.finished(root) is not None)
-                self._run(self.core.catch_up_failed(self._clock.now()))
+                self._run(self.core.not_adopted(self._clock.now()))
                 return
             await self._tasks.in_thread(lambda: self._commit(commit))
             await self._applied(commit, commit.manifest)
@@ -384,7 +389,8 @@ class Driver:
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
-        tip = self.core.tip.round
+        tip, head = self.core.tip.round, self.core.head
+        self._fetching = asyncio.current_task()
         try:
             newest, meeting = await self._headers(tip, action)
             if newest is None:
@@ -400,7 +406,11 @@ class Driver:
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
             self._run(self.core.catch_up_failed(self._clock.now()))
             return
-        async with self._making.lock:  # nothing else moves the tip: the state machine waits for us
+        finally:
+            self._fetching = None
+        async with self._making.lock:
+            if self.core.head != head:  # our own child was committed meanwhile
+                return
             lost = meeting.ours if meeting is not None else ()
             await self._tasks.in_thread(lambda: self._take_over(meeting))
             await self._tasks.in_thread(lambda: self._keep_residuals(tip, newest, bool(lost)))
@@ -547,8 +557,16 @@ class Driver:
         store.drop_wires(wires)
 
     def _refused(self) -> tuple[PeerId, ...]:
-        left_out = (pair for _, signed in self.core.round.words() for pair in signed.value.left_out)
-        return tuple(sorted({peer for peer, reason in left_out if reason != LOST}))
+        """Whose values were unfit, unless another reducer of the same slice took them."""
+        round = self.core.round
+        words = ((signed.value.left_out, round.reports.get(index)) for index, signed in round.words())
+        named = {
+            peer
+            for left_out, report in words
+            for peer, reason in left_out
+            if reason != LOST and (report is None or peer not in report.value.contributors)
+        }
+        return tuple(sorted(named))
 
     def _leavers(self) -> frozenset[PeerId]:
         others = {peer for peer, contact in self.core.contacts.items() if contact.status.intent.leaving}

@@ -195,21 +195,44 @@ class Joining:
         await _in_thread(lambda: store.create_initial(initial))
 
     async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
-        """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about."""
+        """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about.
+
+        Who takes long to answer keeps nobody else waiting.
+        """
         sequence, asked = 0, tuple[PeerId, ...]()
+        asking: dict[PeerId, asyncio.Task[Commit | None]] = {}
         try:
             while True:
                 sequence += 1
                 envelope, asked = self._newcomer(intent, incarnation, sequence), tuple(await sources())
-                answers = await asyncio.gather(*(self._ask_genesis(peer, envelope) for peer in asked))
-                found = next((commit for commit in answers if commit is not None), None)
+                for peer in asked:
+                    if peer not in asking:
+                        asking[peer] = asyncio.create_task(self._ask_genesis(peer, envelope))
+                found = await self._first_genesis(asking, self._config.swarm.heartbeat_seconds)
                 if found is not None:
                     return found
                 self._say_once(f"waiting until {self._config.swarm.min_peers} peers have come")
-                await asyncio.sleep(self._config.swarm.heartbeat_seconds)
         except asyncio.CancelledError:
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
             raise
+        finally:
+            for task in asking.values():
+                task.cancel()
+            await asyncio.gather(*asking.values(), return_exceptions=True)
+
+    async def _first_genesis(self, asking: dict[PeerId, asyncio.Task[Commit | None]], seconds: float) -> Commit | None:
+        """What one of those who are asked has given within `seconds`; those who have answered are taken out."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while (left := until - loop.time()) > 0:
+            if not asking:
+                await asyncio.sleep(left)
+                break
+            await asyncio.wait(asking.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            for peer in [peer for peer, task in asking.items() if task.done()]:
+                if (commit := asking.pop(peer).result()) is not None:
+                    return commit
+        return None
 
     async def _withdraw(self, envelope: Envelope, asked: tuple[PeerId, ...]) -> None:
         """The run should not begin with a peer that is gone."""

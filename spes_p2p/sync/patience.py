@@ -39,6 +39,10 @@ class Patience:
         usual = max(0.5 * self._round_seconds(), size / LEAST_BYTES_PER_SECOND)
         return max(self._least_seconds(), usual / 2.0 ** min(self._strikes[peer], 16))
 
+    def short_seconds(self, size: int) -> float:
+        """How long anybody may take for `size` bytes that tell whether there is more to fetch."""
+        return max(self._least_seconds(), size / LEAST_BYTES_PER_SECOND)
+
     def doubts(self, peer: PeerId) -> bool:
         """Whether it was given up lately: others are asked first."""
         return peer in self._strikes

@@ -33,7 +33,8 @@ MAX_TILES_AT_ONCE = 64
 MAX_JOINED_BYTES = 32 * 2**20
 """Of several tiles in one answer: they are copied together, for each stream that is served."""
 MAX_COMMITS_AT_ONCE = 64
-MAX_CHAIN_BYTES = 8 * 2**20
+MAX_CHAIN_BYTES = 2**20
+"""Of commits in one answer, where they are more than one: who asks waits for so much and no longer."""
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,14 @@ class Transfers:
         return sorted([*fast, *others], key=lambda peer: (peer in poor, self._patience.doubts(peer)))
 
     async def chain(self, holder: PeerId, first: int) -> tuple[Commit, ...]:
-        """Commits from round `first` on, some at a time; unchecked, but numbered from `first` on."""
+        """Commits from round `first` on, some at a time; unchecked, but numbered from `first` on.
+
+        Anybody can claim to have some, and is not given the time that a state may take.
+        """
         request = Request(requests.CHAIN, first=first, count=requests.MAX_COMMITS_AT_ONCE)
-        part = unpack(ChainPart, await self._ask(holder, request, MAX_MESSAGE_BYTES)).commits
+        async with self._turns.turn():
+            _, data = await self._fetch_blob(holder, request, MAX_MESSAGE_BYTES, requests.MAX_CHAIN_BYTES)
+        part = unpack(ChainPart, data).commits
         if len(part) > requests.MAX_COMMITS_AT_ONCE:
             raise RemoteProtocolError(f"{short(holder)} sent {len(part)} commits at once")
         commits = tuple(unpack(Commit, data) for data in part)
@@ -253,9 +258,14 @@ class Transfers:
     async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
         return (await self._fetch_blob(peer, request, max_bytes))[1]
 
-    async def _fetch_blob(self, peer: PeerId, request: Request, max_bytes: int) -> tuple[bytes, bytes]:
+    async def _fetch_blob(
+        self, peer: PeerId, request: Request, max_bytes: int, usual_bytes: int = 0
+    ) -> tuple[bytes, bytes]:
+        """`usual_bytes`: where the answer may be up to `max_bytes`, and is hardly ever more than this."""
+
         def limit_seconds() -> float:  # who can wait may have a link that is slow for all its streams together
-            return self._patience.seconds(peer, max_bytes * (self._parallel if self._patient else 1))
+            size = max_bytes * (self._parallel if self._patient else 1)
+            return self._patience.short_seconds(usual_bytes) if usual_bytes else self._patience.seconds(peer, size)
 
         try:
             with self._rates.asking(peer, max_bytes) as came:

@@ -309,7 +309,7 @@ class SimPeer:
             case do.Adopt():
                 self._later(0.01, self._adopt, action.commit)
             case do.CatchUp():
-                self._later(3 * self._work_time(), self._catch_up, action)
+                self._later(3 * self._work_time(), self._catch_up, action, self._the_core.head)
 
     def _work_time(self) -> float:
         return self.work_seconds * (0.2 + 1.6 * self.world.random.random())
@@ -463,15 +463,15 @@ class SimPeer:
         state = self.disk.finished.get(manifest.state_root)
         if state is None:
             core.round.verified.discard(commit.certificate.manifest)
-            self._do(core.catch_up_failed(self.world.now))
+            self._do(core.not_adopted(self.world.now))
             return
         self.world.judge.saw_commit(commit)
         self.disk.publish([commit], state)
         self._later(0.005, self._applied, [commit])
 
-    def _catch_up(self, action: do.CatchUp) -> None:
+    def _catch_up(self, action: do.CatchUp, head: Hash) -> None:
         core = self._the_core
-        if not self._is_settled():
+        if not self._is_settled() or core.head != head:  # our own child was adopted meanwhile
             return
         holder = self.world.available(self.name, action.holder)
         broken = self.world.random.random() < self.world.weather.broken_transfer

@@ -264,7 +264,7 @@ class SmallPeers:
         state = disk.finished.get(commit.manifest.state_root)
         if state is None:
             core.round.verified.discard(commit.certificate.manifest)
-            return core.catch_up_failed(0.0), False
+            return core.not_adopted(0.0), False
         return self._published(core, disk, commit, state), True
 
     def _catch_up(self, core: Core, disk: Disk, brought: list[Any]) -> tuple[list[do.Action], bool]:

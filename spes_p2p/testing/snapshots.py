@@ -37,6 +37,7 @@ _TIMES = {
     *("at", "direct_at", "started_at", "progress_at", "ready_at", "closed_at", "plan_at", "verify_after"),
     *("reachable_at", "_next_heartbeat", "_last_event", "_ahead_since"),
 }
+_DURATIONS = {"borrowed"}
 _TIMES_BY_KEY = {"seen", "_voting_at", "_probed", "_asked"}
 _SHARED = {"rules", "pace", "_sealer", "_check", "_on_chain"}
 _RULES = frozenset({"_rules", "_rules_by_situation"})
@@ -179,7 +180,7 @@ class Snapshots:
                 setattr(value, name, _older(item))
             elif name in _TIMES_BY_KEY:
                 setattr(value, name, {key: _older(at) for key, at in item.items()})
-            elif isinstance(item, float):
+            elif isinstance(item, float) and name not in _DURATIONS:
                 raise TypeError(f"a search does not know whether {type(value).__name__}.{name} is a time")
             elif name == "contacts":
                 for contact in item.values():

@@ -16,6 +16,7 @@ from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.membership import Member, leader_order
 from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.core.hearing import MOST_BORROWED
 from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES
 from spes_p2p.sync.core.messages import (
     Acceptance,
@@ -131,13 +132,55 @@ def test_proposals_of_thousands_of_ballots_but_never_what_somebody_is_bound_to()
 
 
 def test_ever_new_plans_do_not_hold_up_a_round(core: Core) -> None:
-    mine, before = core.round.plan, core.round.plans_of.get(LIAR, 0)
-    assert mine is not None
-    for ballot in range(1, 500):
-        plan = Plan(core.rules.fingerprint, core.head, ballot, LIAR, mine.value.roster, mine.value.slices)
-        core.receive(Envelope(LIAR, plan=seal(plan)), 0.0)
+    before = core.round.plans_of.get(LIAR, 0)
+    promise(core, 500)
+    for ballot in ballots_of(core, LIAR):
+        say_plan(core, ballot)
     assert core.round.plan is not None
-    assert core.round.plan.value.ballot == MOST_PLANS - before
+    assert core.round.plan.value.ballot == ballots_of(core, LIAR)[MOST_PLANS - before - 1]
+
+
+def test_who_leads_no_ballot_that_a_majority_promised_plans_and_proposes_nothing() -> None:
+    core = walk_until(lambda core: core.round.plan is not None and core.round.proposals and core.round.decided is None)
+    plan, (_, proposal) = core.round.plan, next(iter(core.round.proposals.items()))
+    target, progress = core._target(), core.round.progress_at
+    ballot = next(ballot for ballot in ballots_of(core, LIAR) if ballot > 0)
+    theirs = Proposal(
+        core.head, ballot, LIAR, replace(proposal.value.manifest, state_root=NO_HASH), proposal.value.wire_hashes
+    )
+    say_plan(core, ballot)
+    core.receive(Envelope(LIAR, proposals=(seal(theirs),)), progress + 0.1)
+    assert core.round.plan == plan
+    assert core._target() == target
+    assert core.status().proposal < ballot  # or it would not be told the true one
+    assert core.round.progress_at == progress
+    promise(core, ballot)
+    say_plan(core, ballot)
+    assert core.round.plan is not None
+    assert core.round.plan.author == LIAR
+    assert core.status().proposal == ballot
+
+
+def ballots_of(core: Core, leader: PeerId) -> list[int]:
+    order = leader_order(core.head, core.tip.members)
+    return [ballot for ballot in range(1, 500) if order[ballot % len(order)] == leader]
+
+
+def say_plan(core: Core, ballot: int) -> None:
+    assert core.round.plan is not None
+    mine = core.round.plan.value
+    plan = Plan(core.rules.fingerprint, core.head, ballot, LIAR, mine.roster, mine.slices)
+    core.receive(Envelope(LIAR, plan=seal(plan)), 0.0)
+
+
+def promise(core: Core, ballot: int) -> None:
+    """All others say that they have promised it."""
+    template = core.contacts[LIAR].status
+    for peer, incarnation in core._elector.items():
+        if peer != core.me:
+            known = replace(template, peer=peer, incarnation=incarnation, sequence=10**9, head=core.head)
+            status = replace(known, round=core.tip.round, ballots=Ballots(promised=ballot))
+            core.receive(Envelope(peer, (FakeSealer(peer).seal(status),)), 0.0)
 
 
 def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_cannot_be_had() -> None:
@@ -365,6 +408,7 @@ def test_a_claim_beyond_the_lease_is_named(core: Core) -> None:
     assert mine is not None
     entry = Contribution(LIAR, 10**9, 1, 10**6)
     roster = (*(e for e in mine.value.roster if e.peer != LIAR), entry)
+    promise(core, 9)
     actions = core.receive(Envelope(LIAR, plan=seal(replace(mine.value, ballot=9, leader=LIAR, roster=roster))), 0.0)
     told = [action for action in actions if isinstance(action, Notice)]
     assert [(notice.kind, notice.peer) for notice in told] == [("refused", LIAR)]
@@ -479,3 +523,41 @@ def test_a_key_or_signature_of_impossible_size_is_not_looked_at() -> None:
     assert not checker.check(LIAR, signer.public_key, b"x", signer.sign(b"x") + bytes(10_000))
     assert not keys.asked
     assert checker.check(LIAR, signer.public_key, b"x", signer.sign(b"x"))
+
+
+def test_bytes_that_are_said_to_move_for_ever_keep_a_round_for_a_while() -> None:
+    """They are believed again when something has come of it."""
+    story = Beginning()
+    told: list[Any] = []
+    for now in range(1, 1000):
+        told += story.says(story.liar, float(now), moved=now)
+    waited = story.core.round.progress_at
+    assert waited == pytest.approx(MOST_BORROWED * story.core.pace.deadline_seconds(0), abs=2)
+    assert [(notice.kind, notice.peer) for notice in told if isinstance(notice, Notice)] == [("late", story.liar)]
+    story.says(story.honest, 1000.0, moved=1)
+    assert story.core.round.progress_at == waited
+    story.core.moved(1001.0)
+    story.says(story.honest, 1002.0, moved=2)
+    assert story.core.round.progress_at == 1002.0
+
+
+def test_one_reducer_alone_does_not_take_a_slice_out_of_a_round() -> None:
+    """It may say that nobody's values are fit; who contributed is blamed when a second one says so."""
+    story, now = Beginning(), 10.0
+    core = story.core
+    story.says(story.liar, now, work=READY)
+    story.says(story.honest, now, work=READY)
+    core.trained(READY, now)
+    plan = core.round.plan
+    assert plan is not None
+    index, piece = next((at, p) for at, p in enumerate(plan.value.slices) if p.reducer == story.liar)
+
+    def says_void(peer: PeerId) -> None:
+        left_out = tuple((one, "not finite") for one in piece.contributors)
+        report = Report(plan_hash(plan.value), index, peer, (), (), left_out)
+        core.receive(Envelope(peer, reports=(FakeSealer(peer).seal(report),)), now)
+
+    says_void(story.liar)
+    assert core._acting_reducer(index, piece, now) in (core.me, story.honest)
+    says_void(story.honest)
+    assert core._acting_reducer(index, piece, now) is None

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spes_p2p import wire
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm import stream_server
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamServer
 from spes_p2p.swarm.streams import BLOB, REFUSED, WAIT, BlobHead, ByteStream, FetchRequest, read_frame, write_frame
+from spes_p2p.sync.core.messages import Status
+from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
-from spes_p2p.sync.requests import TILES, VALUES, Request
+from spes_p2p.sync.requests import CHAIN, TILES, VALUES, Request
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, small_config, until
@@ -89,6 +92,38 @@ def test_the_others_go_on_and_an_honest_end_is_counted_again(folder: Path, kind:
         assert named == {LIAR}
 
     in_swarm(folder, play, small_config(peers=4))
+
+
+@pytest.mark.parametrize("trickles", [False, True], ids=["waits", "trickles"])
+def test_who_claims_to_be_far_ahead_and_never_shows_it_holds_nobody_up(folder: Path, trickles: bool) -> None:
+    """Those who train go on, a newcomer gets in, and the bootstrap node knows the newest round."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start("abcd")
+        await swarm.until_round(2)
+        organiser = swarm.organiser
+        assert organiser is not None
+        with pytest.MonkeyPatch.context() as patch:
+            lie(patch, Liar(CHAIN, trickles))
+            claim_far_ahead(patch)
+            async with asyncio.timeout(300.0):
+                await swarm.until_round(8, "abc")
+                newcomer = await swarm.add("e")
+                await until(newcomer.driver.core.is_member, 200.0)
+                await until(lambda: organiser.chain.length > newcomer.round, 100.0)
+        assert not [notice for life in swarm.up for notice in life.notices if notice.kind == "fork"]
+
+    in_swarm(folder, play, small_config(peers=4))
+
+
+def claim_far_ahead(patch: pytest.MonkeyPatch) -> None:
+    honest = Core._own_status
+
+    def claim(core: Core) -> Status:
+        status = honest(core)
+        return status if core.me != LIAR else replace(status, round=10**9, head=sha256(b"nowhere"))
+
+    patch.setattr(Core, "_own_status", claim)
 
 
 def test_a_slow_link_has_time_and_who_wastes_it_has_less() -> None:

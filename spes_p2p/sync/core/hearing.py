@@ -31,6 +31,8 @@ from spes_p2p.sync.core.plan import reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import check_certificate, check_child, check_plan
 
+MOST_BORROWED = 16
+"""So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""
 MAX_REASON = 200
 """Characters of the reason for which somebody was left out of a slice."""
 Key = TypeVar("Key")
@@ -99,11 +101,19 @@ class Hearing(CoreState):
         return any(m.peer == status.peer and m.incarnation == status.incarnation for m in self.tip.members)
 
     def _moved_at(self, peer: PeerId, now: float) -> None:
-        """Bytes move at a peer: neither it nor the leader is to be blamed."""
-        if peer in self.round.seen:
-            self.round.seen[peer] = now
-        if self.round.decided is None:
-            self.round.progress_at = now
+        """Bytes move at a peer: neither it nor the leader is to be blamed, as long as something comes of it."""
+        current = self.round
+        if peer in self._moving_in_vain:
+            return
+        if current.borrowed > MOST_BORROWED * self.pace.deadline_seconds(0):
+            self._moving_in_vain.add(peer)
+            self._note("late", "it said for long that bytes move there, and nothing came of it", peer)
+            return
+        if peer in current.seen:
+            current.seen[peer] = now
+        if current.decided is None:
+            current.borrowed += now - current.progress_at
+            current.progress_at = now
 
     def _is_sane(self, status: Status) -> bool:
         """Nothing in it is longer or larger than it can be."""
@@ -139,7 +149,7 @@ class Hearing(CoreState):
         plan, current = signed.value, self.round
         if plan.parent != current.head or signed.author != plan.leader or plan.fingerprint != self.rules.fingerprint:
             return False
-        if plan.leader not in self._elector or not self._is_near(plan.ballot):
+        if not self._may_plan(plan):
             return False
         if current.plans_of.get(plan.leader, 0) >= MOST_PLANS:
             return False
@@ -155,6 +165,12 @@ class Hearing(CoreState):
             return True
         self._take_plan(signed, now)
         return True
+
+    def _may_plan(self, plan: Plan) -> bool:
+        """Whether its author leads the ballot that it says, or those of us who are left."""
+        if self.degraded_set and plan.leader == self._leader_of(self.degraded_set, 0):
+            return self._is_near(plan.ballot)
+        return plan.leader == self._leader_of((), plan.ballot) and self._may_act(plan.ballot)
 
     def _hear_report(self, signed: Signed[Report], now: float) -> bool:
         """Takes the first report of a slice; another one only when nobody could give what the first promised."""
@@ -181,6 +197,7 @@ class Hearing(CoreState):
             return self._take_void(signed)
         current.reports[report.index] = signed
         current.seen[report.reducer] = now
+        self._moving_in_vain.discard(report.reducer)
         current.failed.discard(piece.key)
         current.missing = None
         self._progress(now)
@@ -216,7 +233,8 @@ class Hearing(CoreState):
         current.proposals[key] = signed
         current.failed.clear()
         current.missing = None
-        self._progress(now)
+        if proposal.heard or self._may_act(proposal.ballot):
+            self._progress(now)
         return True
 
     def _has_room_for_proposal(self, proposal: Proposal) -> bool:

@@ -72,7 +72,8 @@ class RoundState:
     `reports` are those that brought values; `voids` the words of reducers that had none. `seen` is when a reducer of
     the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
     `empty_words` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided` could
-    be had last.
+    be had last. `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
+    `borrowed`: seconds that were waited for bytes that move at others, by their word, since anything came of it here.
     """
 
     tip: Manifest
@@ -89,6 +90,7 @@ class RoundState:
     prepare: int = -1
     asked: bool = False
     moved: int = 0
+    borrowed: float = 0.0
     plan: Signed[Plan] | None = None
     plan_at: float = 0.0
     mine: tuple[int, ...] = ()
@@ -116,6 +118,7 @@ class RoundState:
     decided: Commit | None = None
     reachable_at: float = 0.0
     adopting: bool = False
+    following: bool = False
     sent: dict[PeerId, set[object]] = field(default_factory=dict)
     plans_of: dict[PeerId, int] = field(default_factory=dict)
 

@@ -16,6 +16,8 @@ from spes_p2p.sync.core.plan import plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
 
+SURE = 2
+"""So many reducers must have found nobody's values fit; where fewer can be asked, all of them."""
 LOST = "lost"
 """Reason of a contributor that a reducer could not reach: another reducer may."""
 
@@ -264,7 +266,7 @@ class Reducing(CoreState):
         """Whose turn it is: the first in order that may do it and whose time is not over; None when all had theirs."""
         current, turn_ends, tries = self.round, self.round.plan_at, 0
         voids = current.voids.get(index)
-        if voids and any(_saw_all(void.value, piece) for void in voids.values()):
+        if voids and sum(_saw_all(void.value, piece) for void in voids.values()) >= SURE:
             return None
         for peer in reducer_order(piece):
             if (voids and peer in voids) or not self._may_reduce(peer, now):
@@ -362,6 +364,6 @@ def _is_whole(slices: Sequence[Slice], hashes: Sequence[bytes]) -> bool:
 
 
 def _saw_all(void: Report, piece: Slice) -> bool:
-    """Whether the reducer had everybody's values and none was fit: then no other needs to try."""
+    """Whether the reducer had everybody's values and none was fit."""
     reasons = dict(void.left_out)
     return all(reasons.get(peer, LOST) != LOST for peer in piece.contributors)

@@ -302,7 +302,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
             del self._outdone[next(iter(self._outdone))]
         self._outdone[head] = None
         self._asked_last = None
-        self.round.adopting = False
+        self.round.following = False
         return self._advance(now)
 
     def catch_up_failed(self, now: float) -> list[Action]:
@@ -310,6 +310,11 @@ class Core(Hearing, Reducing, Voting, Speaking):
         if self._asked_last is not None:
             self._asked_in_vain[self._asked_last] += 1
             self._asked_last = None
+        self.round.following = False
+        return self._advance(now)
+
+    def not_adopted(self, now: float) -> list[Action]:
+        """The state of the certified child is not whole on disk any more (see `undone`): it is made again."""
         self.round.adopting = False
         return self._advance(now)
 
@@ -427,18 +432,24 @@ class Core(Hearing, Reducing, Voting, Speaking):
             self._ahead_since = None
         elif self._ahead_since is None:
             self._ahead_since = now
-        if current.adopting:
+        if current.adopting or current.following:
             return False
         asked = [*strays, *ahead] if ahead and self._is_left_behind(ahead, now) else strays
         not_asked = [contact for contact in asked if self._may_ask(contact.status.peer, now)]
         if not not_asked:
             return False
-        best = max(not_asked, key=lambda contact: (contact.status.round, contact.status.peer))
+        best = max(not_asked, key=self._promise_of)
         self._asked[best.status.peer] = now
         self._asked_last = best.status.peer
-        current.adopting = True
+        current.following = True
         self._out.append(CatchUp(best.status.peer, best.status.round, best.status.head))
         return True
+
+    def _promise_of(self, contact: Contact) -> tuple[bool, int, int, PeerId]:
+        """Sorts whom to catch up with: anybody can claim a round, so members first, and who did not fail us."""
+        status = contact.status
+        is_member = any(member.peer == status.peer for member in self.tip.members)
+        return is_member, -self._asked_in_vain[status.peer], status.round, status.peer
 
     def _may_ask(self, peer: PeerId, now: float) -> bool:
         """Once a deadline; less often who could not give what it says it has."""
@@ -502,7 +513,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         current.building = None
         current.outcome = None
         current.missing = None
-        current.adopting = False
+        current.adopting = current.following = False
         current.close_asked = current.close_asked and current.work.ready
         for index in [index for index, report in current.reports.items() if report.author == self.me]:
             del current.reports[index]

@@ -80,6 +80,8 @@ class CoreState:
         self._given_up: set[PeerId] = set()
         self._kept_waiting: set[PeerId] = set()
         """Whose running step a round waited for in vain, until they are READY."""
+        self._moving_in_vain: set[PeerId] = set()
+        """Whose moving bytes a round waited for in vain, until a slice of theirs comes."""
         self._probed: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self._asked_last: PeerId | None = None
@@ -222,8 +224,9 @@ class CoreState:
         return self.round.staged.get(key) == b"".join(report.wire_hashes)
 
     def _newest_ballot(self) -> int:
-        """The highest ballot of which we know an ordinary proposal; -1 for none."""
-        return max((ballot for heard, ballot in self.round.proposals if not heard), default=-1)
+        """The highest ballot of which we know an ordinary proposal that may be made; -1 for none."""
+        ballots = (ballot for heard, ballot in self.round.proposals if not heard and self._may_act(ballot))
+        return max(ballots, default=-1)
 
     def _unheard(self) -> tuple[PeerId, ...]:
         """Electors that do not reach us: others pass their statuses on."""
@@ -248,7 +251,11 @@ class CoreState:
         if current.decided is not None:
             return self._proposal_of(current.decided.certificate.manifest)
         heard, floor = self.degraded_set, 0 if self.degraded_set else self.record.promised
-        fitting = sorted(ballot for said, ballot in current.proposals if said == heard and ballot >= floor)
+        fitting = sorted(
+            ballot
+            for said, ballot in current.proposals
+            if said == heard and ballot >= floor and (heard or self._may_act(ballot))
+        )
         hopeful = [ballot for ballot in fitting if not self._is_hopeless(current.proposals[(heard, ballot)])]
         return current.proposals[(heard, (hopeful or fitting)[-1])] if fitting else None
 
@@ -324,7 +331,7 @@ class CoreState:
         A leaver need not go on: who has the state brings it when they meet again.
         """
         current = self.round
-        moves = current.adopting or now - current.progress_at <= self.pace.deadline_seconds(0)
+        moves = current.adopting or current.following or now - current.progress_at <= self.pace.deadline_seconds(0)
         if moves or self.intent.leaving or self._can_be_had(commit.certificate.manifest, now):
             current.reachable_at = now
         return now - current.reachable_at > self.pace.lost_state_wait_seconds()
@@ -357,6 +364,7 @@ class CoreState:
         if self.round.plan is not None:
             self.pace.observe_quiet(now - self.round.progress_at)
         self.round.progress_at = now
+        self.round.borrowed = 0.0
 
     def _enter(self, tip: Manifest, now: float) -> None:
         head = manifest_hash(tip)
@@ -416,6 +424,13 @@ class CoreState:
     def _is_reached(self, ballot: int) -> bool:
         """Whether a majority of the electors has promised `ballot` or a later one, as far as we heard."""
         return self._is_majority(sum(promised >= ballot for promised in self._promised()))
+
+    def _may_act(self, ballot: int) -> bool:
+        """Whether somebody may plan or propose at `ballot`: the first leader, or one that a majority promised.
+
+        A word of that may come later than the plan; then both come again.
+        """
+        return ballot == 0 or (ballot > 0 and self._is_reached(ballot))
 
     def _promised(self) -> list[int]:
         """The highest ballot that each elector on our head has promised, ours among them."""

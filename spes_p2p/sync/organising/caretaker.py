@@ -269,9 +269,9 @@ class Caretaker:
         if vigil.is_led(now) or not waiting:
             self._said.clear()
             return
-        if self._following.under_way or self._archiving or vigil.is_outrun(now):
+        if self._following.is_hopeful or self._archiving or vigil.is_outrun(now, self._following.is_hollow):
             return
-        if self._driver is not None and self._driver.core.round.adopting:
+        if self._driver is not None and (self._driver.core.round.adopting or self._driver.core.round.following):
             return
         root, is_lost = self._state_to_go_on_from(vigil, waiting)
         if vigil.silent_seconds(now) > vigil.wait_seconds(is_lost) / 2:  # at first they may be fetching the state

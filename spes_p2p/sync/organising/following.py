@@ -1,10 +1,14 @@
 """How a node without a state follows the run: headers alone, checked, and where histories meet the one that wins.
 
-Which peer is asked comes from what peers say of themselves; one is asked at a time. States are others' business.
+Which peer is asked comes from what peers say of themselves; one is asked at a time. Anybody can say that it is further:
+members of the newest commit that is here go before strangers, and who could not give it is believed less and less.
+States are others' business.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
@@ -18,6 +22,9 @@ from spes_p2p.sync.tasks import Tasks
 
 MOST_REMEMBERED = 256
 """Heads of others of which we remember that their history is not the one to follow."""
+LONGEST_PAUSES = 2**8
+TRIES = 3
+"""Who could not give what it says it has so often is no reason to wait any more."""
 
 
 class Following:
@@ -33,7 +40,7 @@ class Following:
         clock: Clock,
         pause_seconds: float,
     ) -> None:
-        """Who could not give what it says it has is not asked for `pause_seconds`."""
+        """Who could not give what it says it has is not asked for `pause_seconds`, and twice as long the next time."""
         self._chain = chain
         self._catch_up = catch_up
         self._tasks = tasks
@@ -42,19 +49,44 @@ class Following:
         self._clock = clock
         self._pause_seconds = pause_seconds
         self._paused: dict[PeerId, float] = {}
+        self._in_vain: Counter[PeerId] = Counter()
+        self._asked: asyncio.Task[None] | None = None
+        self._asked_peer: PeerId | None = None
+        self._next: Status | None = None
         self._said = ""
         self._outdone: dict[Hash, None] = {}
         self.under_way = False
 
     def hear(self, status: Status) -> None:
         """Follows who is further than we are, or stands on another history that we have not looked at."""
-        if self.under_way or status.head == NO_HASH or status.round < 0 or status.head in self._outdone:
+        if status.head == NO_HASH or status.round < 0 or status.head in self._outdone or self.doubts(status.peer):
             return
-        if self._clock.now() < self._paused.get(status.peer, float("-inf")):
+        if status.round < self._chain.length and self._is_ours(status):
             return
-        if status.round >= self._chain.length or not self._is_ours(status):
+        if not self.under_way:
             self.under_way = True
+            self._asked_peer = status.peer
             self._tasks.spawn(self._follow(status))
+        elif self._asked is not None and self._is_member(status.peer) and not self._is_member(self._asked_peer):
+            self._next = status
+            self._asked.cancel()
+
+    def doubts(self, peer: PeerId) -> bool:
+        """Whether it could not give of late what it says it has."""
+        return self._clock.now() < self._paused.get(peer, float("-inf"))
+
+    def is_hollow(self, peer: PeerId) -> bool:
+        """Whether it could not time and again."""
+        return self._in_vain[peer] >= TRIES
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether somebody is being asked of whom something may come."""
+        return self.under_way and self._asked_peer is not None and not self.is_hollow(self._asked_peer)
+
+    def _is_member(self, peer: PeerId | None) -> bool:
+        newest = self._chain.newest
+        return newest is not None and any(member.peer == peer for member in newest.manifest.members)
 
     def _is_ours(self, status: Status) -> bool:
         newest = self._chain.newest
@@ -63,6 +95,7 @@ class Following:
         return newest is not None and manifest_hash(newest.manifest) == status.head
 
     async def _follow(self, status: Status) -> None:
+        self._asked, before = asyncio.current_task(), self._chain.newest
         try:
             try:
                 if status.round < self._chain.length:
@@ -70,16 +103,22 @@ class Following:
                 await self._catch_up.headers(self._chain.length - 1, status.peer, status.round)
             except Parted:
                 await self._meet(status)
-            self._moved()
+            self._in_vain.pop(status.peer, None)
         except (NetworkError, RemoteProtocolError, StorageFull) as error:
             self._pause(status.peer, f"peer {short(status.peer)} could not give its newest certificates: {error}")
         finally:
-            self.under_way = False
+            self.under_way, self._asked = False, None
+            if self._chain.newest is not before:
+                self._moved()
+            following, self._next = self._next, None
+            if following is not None:
+                self.hear(following)
 
     def _pause(self, peer: PeerId, text: str) -> None:
         now = self._clock.now()
         self._paused = {other: until for other, until in self._paused.items() if until > now}
-        self._paused[peer] = now + self._pause_seconds
+        self._paused[peer] = now + self._pause_seconds * min(2 ** self._in_vain[peer], LONGEST_PAUSES)
+        self._in_vain[peer] += 1
         if text != self._said:
             self._said = text
             self._say(text)

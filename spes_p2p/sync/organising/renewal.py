@@ -7,6 +7,7 @@ waits before it goes on without a majority (`Pace.degraded_wait_seconds`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.ids import NO_HASH, PeerId
@@ -102,10 +103,13 @@ class Vigil:
         """Whether an elector that can vote was heard of late."""
         return self.silent_seconds(now) <= self._pace.suspect_seconds
 
-    def is_outrun(self, now: float) -> bool:
-        """Whether somebody who is heard has gone on without our tip: a renewal of it would undo what they made."""
+    def is_outrun(self, now: float, is_hollow: Callable[[PeerId], bool] = lambda peer: False) -> bool:
+        """Whether somebody who is heard has gone on without our tip: a renewal of it would undo what they made.
+
+        `is_hollow(peer)`: whether it says so, and could not show it time and again.
+        """
         head = manifest_hash(self.tip)
-        fresh = (heard.status for heard in self._heard.values() if self._is_fresh(heard, now))
+        fresh = (h.status for peer, h in self._heard.items() if self._is_fresh(h, now) and not is_hollow(peer))
         return any(s.round > self.tip.round or (s.round == self.tip.round and s.head != head) for s in fresh)
 
     def silent_seconds(self, now: float) -> float:
