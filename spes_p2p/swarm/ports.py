@@ -73,6 +73,11 @@ class Handler(Protocol):
         ...
 
 
+def anybody(peer: PeerId) -> bool:
+    """Where nobody is a stranger."""
+    return True
+
+
 class Transport(Protocol):
     """Calls and byte streams between peers.
 
@@ -92,7 +97,9 @@ class Transport(Protocol):
         """Remembers where a peer may be dialled."""
         ...
 
-    async def serve(self, handler: Handler) -> None: ...
+    async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
+        """Answers through `handler` from now on; who is no member has streams of others, fewer, and waits longer."""
+        ...
 
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         """The handler's answer. The request may arrive although this raises, and may arrive twice."""

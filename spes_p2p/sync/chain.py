@@ -56,6 +56,11 @@ class Chain:
         newest = self._newest
         return newest[0] if newest is not None else None
 
+    def names(self, peer: PeerId) -> bool:
+        """Whether the last commit names `peer` as a member."""
+        newest = self.newest
+        return newest is not None and any(member.peer == peer for member in newest.manifest.members)
+
     @property
     def newest_received(self) -> tuple[Commit, float] | None:
         """The last commit, and when it came here (see `received_at`)."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
+from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.fake_keys import FakeKeys
@@ -53,6 +54,11 @@ async def pair(network: MemoryNetwork) -> tuple[MemoryPeer, MemoryPeer, Echo]:
     one, other = network.peer(A), network.peer(B)
     await other.transport.serve(echo)
     return one, other, echo
+
+
+async def quietly(fetch: Awaitable[object]) -> None:
+    with contextlib.suppress(NetworkError, RemoteProtocolError):
+        await fetch
 
 
 def now() -> float:
@@ -212,6 +218,74 @@ def test_streams_wait_in_line_and_say_so() -> None:
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         assert "too many streams" in str(refused)
         assert echo.most_serving == 2
+
+    run(test)
+
+
+def test_strangers_leave_places_to_members_however_many_they_are() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        member, server, echo = await pair(network)
+        await server.transport.serve(echo, lambda peer: peer == A)
+        echo.pause_seconds = 1000.0
+        crowd = [network.peer(f"stranger {number}") for number in range(20)]
+        for stranger in crowd:
+            for patient in (False, True):
+                for _ in range(20):
+                    stranger.spawn(quietly(stranger.transport.fetch(B, b"x", 5.0, 2**22, patient)))
+        await asyncio.sleep(3.0)
+        assert echo.serving == server.transport._limits.max_strangers
+        began = now()
+        with pytest.raises(RemoteProtocolError, match="too many streams are waiting"):
+            await network.peer("late").transport.fetch(B, b"x", 5.0, 2**22)
+        assert now() - began < 0.2  # at once
+        echo.pause_seconds = 0.0
+        for patient in (False, True):
+            assert await member.transport.fetch(B, b"x", 5.0, 2**22, patient) == (b"head", DATA)
+        assert now() - began < 1.0
+        for peer in (*crowd, server):
+            peer.stop()
+
+    run(test)
+
+
+def test_one_asker_has_so_many_streams_open_and_the_others_are_served() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        greedy, server, echo = await pair(network)
+        other = network.peer("other")
+        echo.pause_seconds = 1.0
+        fetches = [asyncio.create_task(greedy.transport.fetch(B, b"x", 5.0, 2**22)) for _ in range(100)]
+        await asyncio.sleep(0.5)
+        refused = [fetch for fetch in fetches if fetch.done()]
+        assert len(refused) == 100 - server.transport._limits.max_open_per_peer
+        assert all("too many streams" in str(fetch.exception()) for fetch in refused)
+        began = now()
+        assert await other.transport.fetch(B, b"x", 5.0, 2**22) == (b"head", DATA)
+        assert now() - began < 1.5
+        answers = await asyncio.gather(*fetches, return_exceptions=True)
+        assert sum(isinstance(answer, tuple) for answer in answers) == server.transport._limits.max_open_per_peer
+
+    run(test)
+
+
+def test_streams_that_ask_for_nothing_count_too_and_a_flood_of_them_is_closed_unread() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        silent, server, _ = await pair(network)
+        most = server.transport._limits.max_open_per_peer
+        streams = [await silent.transport._open_stream(B) for _ in range(2 * most)]
+        with pytest.raises(PeerClosed):
+            await silent.transport.fetch(B, b"x", 5.0, 2**22)
+        for stream in streams[most:]:
+            stream.close()
+        await asyncio.sleep(0.1)
+        with pytest.raises(RemoteProtocolError, match="too many streams"):
+            await silent.transport.fetch(B, b"x", 5.0, 2**22)
+        await asyncio.sleep(server.transport._limits.stall_seconds)  # they are given up
+        assert await silent.transport.fetch(B, b"x", 5.0, 2**22) == (b"head", DATA)
+        await asyncio.sleep(1.0)  # until it is closed on their side
+        assert not server.transport._server._open  # type: ignore[union-attr]
 
     run(test)
 

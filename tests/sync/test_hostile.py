@@ -16,9 +16,9 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.sync.core.messages import Envelope, Signed
 from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, Request
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from spes_p2p.wire import pack, unpack
-from tests.sync.swarm_cases import check_agreement, in_swarm, small_config
+from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
 
 Path_ = tuple[str | int, ...]
 
@@ -92,6 +92,25 @@ def test_extreme_requests_are_refused(folder: Path) -> None:
             assert not await refused(driver.on_fetch(PeerId("b"), pack(Request(CHAIN, first=first, count=count))))
         for hashes in (b"", b"x", b"x" * 33, bytes(32) * 65, bytes(32)):
             assert await refused(driver.on_fetch(PeerId("b"), pack(Request(TILES, hashes=hashes))))
+
+    in_swarm(folder, play)
+
+
+def test_who_is_no_member_of_the_newest_manifest_is_served_as_a_stranger(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+
+        def known_to(name: str) -> set[str]:
+            server = swarm.network.peer(name).transport._server
+            assert server is not None
+            return {one for one in ("a", "b", "c", "d", ORGANISER) if server._is_member(PeerId(one))}
+
+        assert known_to("a") == {"a", "b", "c", ORGANISER}
+        assert known_to(ORGANISER) == {"a", "b", "c"}
+        await swarm.add("d")
+        await until(lambda: peer(swarm, "d").driver.core.is_member())
+        assert "d" in known_to("d")
 
     in_swarm(folder, play)
 

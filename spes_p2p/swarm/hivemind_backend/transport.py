@@ -33,7 +33,7 @@ from spes_p2p.swarm.hivemind_backend.dial import (
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
 from spes_p2p.swarm.hivemind_backend.relay import RelayDesk
-from spes_p2p.swarm.ports import Handler
+from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.speed import SpeedDesk, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
 from spes_p2p.swarm.streams import fetch_stream
@@ -150,9 +150,9 @@ class HivemindTransport:
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         self._book.learn(peer, addresses)
 
-    async def serve(self, handler: Handler) -> None:
+    async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._handler = handler
-        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id)
+        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
         """Ends what is being served; the daemon is the network's to end."""
