@@ -139,10 +139,10 @@ class Directory(Protocol):
     """The DHT: small signed records under a key, one per publishing peer, that expire."""
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
-        """Stores `value` under (key, own peer id), signed with the own key. `value` is at most 512 KiB.
+        """Stores `value` under (key, own peer id), signed with the own key.
 
         Raises NetworkError when no other peer took it although there are others, and LocalProtocolError when it is too
-        large or lives too long (envelope.MAX_TTL_SECONDS).
+        large for `key`, nothing is kept there (records.bounds_of), or it lives too long (envelope.MAX_TTL_SECONDS).
         """
         ...
 

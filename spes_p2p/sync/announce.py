@@ -23,6 +23,7 @@ from spes_p2p.swarm.records import (
     HeadRecord,
     PeerRecord,
     RunRecord,
+    fitting,
     heads_key,
     parse_all,
     parse_peer,
@@ -92,7 +93,7 @@ class Announcer:
         info = self._info
         run = RunRecord(info.run_id, info.fingerprint, info.organiser, WIRE_VERSION, round, head, addresses)
         await self._directory.publish(RUNS_KEY, pack(run), TTL_SECONDS)
-        peer = replace(self._describe(), written_at_seconds=int(self._wall_clock()))
+        peer = fitting(replace(self._describe(), written_at_seconds=int(self._wall_clock())))
         await self._directory.publish(peers_key(info.run_id), pack(peer), TTL_SECONDS)
         if newest is not None:
             record = head_record(newest[0], int(newest[1]))

@@ -15,10 +15,12 @@ from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.records import peers_key
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.testing.virtual_time import run_virtual
 
 A, B = PeerId("anna"), PeerId("ben")
+KEY = peers_key("run")
 DATA = bytes(range(256)) * 8192  # 2 MiB
 
 
@@ -341,18 +343,18 @@ def test_the_directory_keeps_one_record_a_peer_until_it_expires() -> None:
     async def test() -> None:
         network = MemoryNetwork()
         one, other, _ = await pair(network)
-        await one.directory.publish("key", b"old", 3600.0)
-        await one.directory.publish("key", b"new", 60.0)
-        await other.directory.publish("key", b"ben's", 60.0)
-        assert await other.directory.read("key") == {A: b"new", B: b"ben's"}
+        await one.directory.publish(KEY, b"old", 3600.0)
+        await one.directory.publish(KEY, b"new", 60.0)
+        await other.directory.publish(KEY, b"ben's", 60.0)
+        assert await other.directory.read(KEY) == {A: b"new", B: b"ben's"}
         network.kill(A)
-        assert await other.directory.read("key") == {A: b"new", B: b"ben's"}
+        assert await other.directory.read(KEY) == {A: b"new", B: b"ben's"}
         await asyncio.sleep(100)
-        assert await other.directory.read("key") == {A: b"new"}  # a shorter life does not undo a longer one
+        assert await other.directory.read(KEY) == {A: b"new"}  # a shorter life does not undo a longer one
         with pytest.raises(LocalProtocolError):
-            await other.directory.publish("key", b"x", 1e9)
+            await other.directory.publish(KEY, b"x", 1e9)
         with pytest.raises(LocalProtocolError):
-            await other.directory.publish("key", bytes(2**20), 60.0)
+            await other.directory.publish(KEY, bytes(2**20), 60.0)
 
     run(test)
 
@@ -361,13 +363,13 @@ def test_forged_and_misplaced_records_are_dropped_and_counted() -> None:
     async def test() -> None:
         network = MemoryNetwork()
         one, other, _ = await pair(network)
-        forged = envelope.seal(FakeKeys(b"another secret").signer(B), "key", b"forged", 100.0)
-        misplaced = envelope.seal(other.signer, "another key", b"misplaced", 100.0)
-        endless = envelope.seal(other.signer, "key", b"endless", 1e9)
+        forged = envelope.seal(FakeKeys(b"another secret").signer(B), KEY, b"forged", 100.0)
+        misplaced = envelope.seal(other.signer, peers_key("another"), b"misplaced", 100.0)
+        endless = envelope.seal(other.signer, KEY, b"endless", 1e9)
         for data in (forged, misplaced, endless, b"junk"):
-            one.directory.plant("key", B, data)
-            assert await one.directory.read("key") == {}
-            other.directory.store("key", B, data, 100.0)
+            one.directory.plant(KEY, B, data)
+            assert await one.directory.read(KEY) == {}
+            other.directory.store(KEY, B, data, 100.0)
         assert (one.directory.dropped, other.directory.dropped) == (4, 4)
 
     run(test)
@@ -377,11 +379,11 @@ def test_each_side_of_a_partition_sees_its_own_records_and_healing_merges_them()
     async def test() -> None:
         network = MemoryNetwork()
         one, other, _ = await pair(network)
-        await other.directory.publish("key", b"before", 600.0)
+        await other.directory.publish(KEY, b"before", 600.0)
         network.partition(["anna"], ["ben"])
-        await other.directory.publish("key", b"after", 600.0)
-        assert await one.directory.read("key") == {B: b"before"}
+        await other.directory.publish(KEY, b"after", 600.0)
+        assert await one.directory.read(KEY) == {B: b"before"}
         network.heal()
-        assert await one.directory.read("key") == {B: b"after"}
+        assert await one.directory.read(KEY) == {B: b"after"}
 
     run(test)
