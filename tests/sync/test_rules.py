@@ -13,7 +13,7 @@ from hypothesis import given
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member
+from spes_p2p.swarm.membership import LEAST_NEW, Member, with_votes
 from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, MAX_MEMBERS, Commit, Contribution, Manifest, Merge, Slice
 from spes_p2p.sync.core.plan import plan_slices
@@ -24,6 +24,7 @@ from spes_p2p.sync.core.rules import (
     capped_tokens,
     check_certificate,
     check_child,
+    check_newcomers,
     child_manifest,
     genesis_manifest,
     lost_columns,
@@ -219,6 +220,17 @@ def test_members_are_only_so_many_whoever_names_them() -> None:
     outcome = Outcome((), (), made.wire_root, made.state_root, None)
     with pytest.raises(RemoteProtocolError, match="1025 members, at most 1024"):
         check_child(RUN.rules, PARENT, child_manifest(RUN.rules, PARENT, outcome, tuple(many), {}))
+
+
+def test_electors_vote_for_so_many_new_peers_in_a_round() -> None:
+    def named(new: int) -> Manifest:
+        members = with_votes(MEMBERS, sorted((*MEMBERS, *(Member(PeerId(f"x{at}"), 1, True, 0) for at in range(new)))))
+        return replace(CHILD, members=members)
+
+    check_newcomers(PARENT, named(LEAST_NEW))
+    with pytest.raises(RemoteProtocolError, match="5 new members, at most 4"):
+        check_newcomers(PARENT, named(LEAST_NEW + 1))
+    check_newcomers(PARENT, replace(CHILD, members=tuple(replace(one, incarnation=9) for one in MEMBERS)))
 
 
 def test_only_the_organiser_renews() -> None:

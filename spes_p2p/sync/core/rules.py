@@ -15,7 +15,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish, assign
 from spes_p2p.ownership.expert_map import Ownership, nobody
-from spes_p2p.swarm.membership import LINK_CLASSES, Member, electors, is_majority, trainers, with_votes
+from spes_p2p.swarm.membership import LINK_CLASSES, Member, electors, is_majority, most_new, trainers, with_votes
 from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import (
     DEGRADED,
@@ -227,6 +227,16 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     if rules.exchange and {p for s in child.slices for p in s.contributors} != {entry.peer for entry in child.roster}:
         raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
     _check_merge(rules, parent, child)
+
+
+def check_newcomers(parent: Manifest, child: Manifest) -> None:
+    """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
+    majority has committed, or the organiser renewed, is followed as it is.
+    """
+    new = {member.peer for member in child.members} - {member.peer for member in parent.members}
+    most = most_new(len(parent.members))
+    if len(new) > most:
+        raise RemoteProtocolError(f"manifest of round {child.round}: {len(new)} new members, at most {most} can be")
 
 
 def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
