@@ -90,6 +90,7 @@ def test_strangers_fill_a_key_so_far_and_members_find_room_all_the_same(node: No
         assert await node.store(took[0], LARGE, seconds=120.0)  # who came first stays
         assert not await node.store(MANY[-1], LARGE)
         assert set(node.kept()) == {*took, MEMBER, ME}
+        assert set(list(node.kept())[:2]) == {MEMBER, ME}  # for readers who know nobody
 
     run_virtual(test())
 

@@ -54,12 +54,15 @@ class BoundedStorage(DHTLocalStorage):
         return True
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:
-        """A copy of what is here: a search puts what others have into what it was given first."""
+        """A copy of what is here: a search puts what others have into what it was given first.
+
+        Members come first: a newcomer, who knows none, reads no more than so much.
+        """
         found = super().get(key)
         if found is None:
             return None
         copy = DictionaryDHTValue()
-        for subkey, kept in found.value.items():
+        for subkey, kept in sorted(found.value.items(), key=lambda item: not self._is_at_home(item[0])):
             copy.store(subkey, kept.value, kept.expiration_time)
         return ValueWithExpiration(copy, found.expiration_time)
 
