@@ -39,6 +39,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend import network as network_module
+from spes_p2p.swarm.hivemind_backend.storage import BoundedStorage
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import heads_key, peers_key
 from spes_p2p.testing.processes import stop_process
@@ -278,7 +279,9 @@ def bound_socket(listen: bool) -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def test_the_directory_across_three_nodes_drops_what_is_forged(thread: NetworkThread) -> None:
+def test_the_directory_across_three_nodes_drops_what_is_forged(
+    thread: NetworkThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         async with peers() as start:
             first = await start()
@@ -304,6 +307,11 @@ def test_the_directory_across_three_nodes_drops_what_is_forged(thread: NetworkTh
                 assert not await plant(third, first, KEY, one, data, expiration)
             assert first.directory.dropped == len(forged)
             assert await second.directory.read(KEY) == {one: b"new", two: b"large" * 60_000}
+            assert all(isinstance(each.directory._node.protocol.storage, BoundedStorage) for each in (first, second))
+            with monkeypatch.context() as patch:  # well signed, under a key of nobody's
+                patch.setattr(envelope, "_unfit", lambda key, value: "")
+                stray = envelope.seal(third.signer, "anything", b"value", end)
+            assert not await plant(third, first, "anything", third.transport.peer_id, stray, end)
             with pytest.raises(LocalProtocolError):
                 await first.directory.publish(KEY, bytes(2**20), 60.0)
 
