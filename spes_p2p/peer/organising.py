@@ -20,9 +20,10 @@ from spes_p2p.peer.options import Meeting, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
+from spes_p2p.swarm.records import ending_key
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit
-from spes_p2p.sync.ending import LOOK_SECONDS, TTL_SECONDS, ending_key, read_ending, sign_ending
+from spes_p2p.sync.ending import LOOK_SECONDS, TTL_SECONDS, read_ending, sign_ending
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.report import read_report

@@ -12,9 +12,8 @@ from spes_p2p import wire
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.ports import Signer, Verifier
+from spes_p2p.swarm.records import MAX_VALUE_BYTES, bounds_of
 
-MAX_VALUE_BYTES = 512 * 2**10
-MAX_KEY_CHARACTERS = 256
 MAX_TTL_SECONDS = 3600.0
 """No record lives longer: its publisher repeats it. One that ended later could not be changed by its own publisher."""
 CLOCK_SLACK_SECONDS = 10.0
@@ -53,12 +52,9 @@ class Record:
 
 
 def seal(signer: Signer, key: str, value: bytes, expiration: float) -> bytes:
-    """The envelope of `value` under `key`. Raises LocalProtocolError for what readers would drop for its size."""
-    if len(value) > MAX_VALUE_BYTES or len(key) > MAX_KEY_CHARACTERS:
-        raise LocalProtocolError(
-            f"a record of {len(value)} bytes under a key of {len(key)} characters, "
-            f"at most {MAX_VALUE_BYTES} and {MAX_KEY_CHARACTERS} are allowed"
-        )
+    """The envelope of `value` under `key`. Raises LocalProtocolError for what readers would drop (`bounds_of`)."""
+    if unfit := _unfit(key, value):
+        raise LocalProtocolError(unfit)
     statement = Statement(_PURPOSE, key, signer.peer_id, expiration, value)
     return wire.pack(Envelope(statement, signer.public_key, signer.sign(wire.pack(statement))))
 
@@ -71,10 +67,10 @@ def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId
     """
     envelope = wire.unpack(Envelope, data, max_bytes=MAX_ENVELOPE_BYTES)
     statement = envelope.statement
-    if statement.purpose != _PURPOSE or len(statement.key) > MAX_KEY_CHARACTERS:
+    if statement.purpose != _PURPOSE:
         raise RemoteProtocolError("not a record of the directory")
-    if len(statement.value) > MAX_VALUE_BYTES:
-        raise RemoteProtocolError(f"a record of {len(statement.value)} bytes, at most {MAX_VALUE_BYTES} are allowed")
+    if unfit := _unfit(statement.key, statement.value):
+        raise RemoteProtocolError(unfit)
     if not now < statement.expiration <= _latest_end(now):
         raise RemoteProtocolError(f"a record that ends {statement.expiration - now:.0f} s from now")
     if statement.peer != peer or key not in (None, statement.key):
@@ -82,6 +78,21 @@ def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId
     if not verifier.verify(peer, envelope.public_key, wire.pack(statement), envelope.signature):
         raise RemoteProtocolError(f"a record in the name of {statement.peer!r} that it did not sign")
     return Record(statement.key, peer, statement.expiration, statement.value)
+
+
+def _unfit(key: str, value: bytes) -> str:
+    """Why no node keeps `value` under `key`; "" where they do."""
+    bounds = bounds_of(key)
+    if bounds is None:
+        return f"a record under {key[:80]!r}, where nothing is kept"
+    if len(value) > bounds.record_bytes:
+        return f"a record of {len(value)} bytes under {key!r}, at most {bounds.record_bytes} are allowed"
+    return ""
+
+
+def key_of(data: bytes) -> str:
+    """The key that an envelope is for; unchecked. Raises RemoteProtocolError."""
+    return wire.unpack(Envelope, data, max_bytes=MAX_ENVELOPE_BYTES).statement.key
 
 
 class Ends:

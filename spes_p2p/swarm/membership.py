@@ -17,6 +17,7 @@ LINK_PUBLIC = 0
 LINK_PRIVATE = 1
 """Behind NAT: leads only when nobody better is there."""
 LINK_CLASSES = (LINK_PUBLIC, LINK_PRIVATE)
+LEAST_NEW = 4
 
 
 @dataclass(frozen=True, order=True)
@@ -73,15 +74,27 @@ def next_members(
 ) -> tuple[Member, ...]:
     """Members of the child manifest: everyone heard, with newcomers, without leavers, sorted by peer id.
 
-    Where they would be more than `most`, the last of the newcomers by peer id wait for another round.
-    `heard` and `newcomers` carry what the peers announced of themselves; `with_votes` gives the votes.
+    Of newcomers the first in the order given are named, as many as `most_new` and `most` leave room for; the others
+    wait for another round. `heard` and `newcomers` carry what the peers announced of themselves; `with_votes` gives the
+    votes.
     """
     staying = {member.peer: member for member in heard if member.peer not in leavers}
-    new = sorted(member for member in newcomers if member.peer not in leavers and member.peer not in staying)
+    known = {member.peer for member in current}
+    new = [member for member in newcomers if member.peer not in leavers and member.peer not in staying]
+    back = [member for member in new if member.peer in known]  # in another incarnation
+    new = [*back, *[member for member in new if member.peer not in known][: most_new(len(known))]]
     if most is not None:
         new = new[: max(0, most - len(staying))]
     taking_part = staying | {member.peer: member for member in new}
     return with_votes(current, tuple(member for _, member in sorted(taking_part.items())))
+
+
+def most_new(members: int) -> int:
+    """How many peers a manifest may name that its parent, with so many members, does not.
+
+    Identities cost nothing: who makes a thousand of them takes rounds to outnumber those who are here.
+    """
+    return max(LEAST_NEW, members)
 
 
 def with_votes(current: Iterable[Member], chosen: Iterable[Member]) -> tuple[Member, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerRefused, PeerSilent
@@ -18,7 +18,7 @@ from spes_p2p.swarm import calls
 from spes_p2p.swarm.fake_keys import FakeKeys, FakeSigner
 from spes_p2p.swarm.memory_directory import MemoryDirectory
 from spes_p2p.swarm.memory_links import DEFAULT_SHAPE, LinkShape, MemoryStream, Roads, stream_pair
-from spes_p2p.swarm.ports import Handler
+from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits, StreamServer
 from spes_p2p.swarm.streams import fetch_stream
 
@@ -174,10 +174,10 @@ class MemoryTransport:
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody is found by name here."""
 
-    async def serve(self, handler: Handler) -> None:
+    async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._require_life()
         self.handler = handler
-        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id)
+        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
         self._owner.stop()

@@ -73,6 +73,11 @@ class Handler(Protocol):
         ...
 
 
+def anybody(peer: PeerId) -> bool:
+    """Where nobody is a stranger."""
+    return True
+
+
 class Transport(Protocol):
     """Calls and byte streams between peers.
 
@@ -92,7 +97,9 @@ class Transport(Protocol):
         """Remembers where a peer may be dialled."""
         ...
 
-    async def serve(self, handler: Handler) -> None: ...
+    async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
+        """Answers through `handler` from now on; who is no member has streams of others, fewer, and waits longer."""
+        ...
 
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
         """The handler's answer. The request may arrive although this raises, and may arrive twice."""
@@ -132,10 +139,10 @@ class Directory(Protocol):
     """The DHT: small signed records under a key, one per publishing peer, that expire."""
 
     async def publish(self, key: str, value: bytes, ttl_seconds: float) -> None:
-        """Stores `value` under (key, own peer id), signed with the own key. `value` is at most 512 KiB.
+        """Stores `value` under (key, own peer id), signed with the own key.
 
         Raises NetworkError when no other peer took it although there are others, and LocalProtocolError when it is too
-        large or lives too long (envelope.MAX_TTL_SECONDS).
+        large for `key`, nothing is kept there (records.bounds_of), or it lives too long (envelope.MAX_TTL_SECONDS).
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from spes_p2p import wire
@@ -27,10 +27,9 @@ MAX_SPEED = 1e12
 MAX_COLUMNS = 4096
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 256
-MAX_HEAD_BYTES = 64 * 2**10
+MAX_HEAD_BYTES = 32
 MAX_CERTIFICATE_BYTES = 192 * 2**10
 MAX_MANIFEST_BYTES = 288 * 2**10
-MAX_RECORD_BYTES = 500 * 2**10
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PEER_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _VERSION = re.compile(r"[!-~]{1,64}")
@@ -43,6 +42,38 @@ def peers_key(run_id: str) -> str:
 
 def heads_key(run_id: str) -> str:
     return f"spes-p2p/{run_id}/heads"
+
+
+def ending_key(run_id: str) -> str:
+    return f"spes-p2p/{run_id}/ending"
+
+
+@dataclass(frozen=True)
+class KeyBounds:
+    """What may stand under one key of the directory, in bytes: in a record, and in all those of strangers together."""
+
+    record_bytes: int
+    strangers_bytes: int
+    """Peers of which a node or a reader does not know that they are members of the run."""
+
+
+_RUNS = KeyBounds(6 * 2**10, 2**19)
+_OF_A_RUN = {
+    "peers": KeyBounds(20 * 2**10, 2**20),
+    "heads": KeyBounds(MAX_CERTIFICATE_BYTES + MAX_MANIFEST_BYTES + 2**10, 2**22),
+    "ending": KeyBounds(8 * 2**10, 2**18),
+}
+MAX_VALUE_BYTES = max(bounds.record_bytes for bounds in (_RUNS, *_OF_A_RUN.values()))
+
+
+def bounds_of(key: str) -> KeyBounds | None:
+    """None for a key under which this program keeps nothing."""
+    if key == RUNS_KEY:
+        return _RUNS
+    parts = key.split("/")
+    if len(parts) != 3 or parts[0] != "spes-p2p" or not _RUN_ID.fullmatch(parts[1]):
+        return None
+    return _OF_A_RUN.get(parts[2])
 
 
 @dataclass(frozen=True)
@@ -133,14 +164,22 @@ class HeadRecord:
         _between("seen_at_seconds", self.seen_at_seconds, 0, 2**40)
 
 
+def fitting(record: PeerRecord) -> PeerRecord:
+    """Without the load of its experts where they are too many for the directory."""
+    if len(wire.pack(record)) <= _OF_A_RUN["peers"].record_bytes:
+        return record
+    vitals = replace(record.vitals, load_percent=(), highest_load_percent=(), lowest_load_percent=())
+    return replace(record, vitals=vitals)
+
+
 def parse_run(publisher: PeerId, data: bytes) -> RunRecord:
     """Raises RemoteProtocolError. Anybody in a run may announce it."""
-    return wire.unpack(RunRecord, data, max_bytes=MAX_RECORD_BYTES)
+    return wire.unpack(RunRecord, data, max_bytes=MAX_VALUE_BYTES)
 
 
 def parse_peer(publisher: PeerId, data: bytes) -> PeerRecord:
     """Raises RemoteProtocolError, also where the record describes another peer than its publisher."""
-    record = wire.unpack(PeerRecord, data, max_bytes=MAX_RECORD_BYTES)
+    record = wire.unpack(PeerRecord, data, max_bytes=MAX_VALUE_BYTES)
     if record.peer != publisher:
         raise RemoteProtocolError(f"{publisher} published a record of {record.peer}")
     return record
@@ -148,7 +187,7 @@ def parse_peer(publisher: PeerId, data: bytes) -> PeerRecord:
 
 def parse_head(publisher: PeerId, data: bytes) -> HeadRecord:
     """Raises RemoteProtocolError."""
-    return wire.unpack(HeadRecord, data, max_bytes=MAX_RECORD_BYTES)
+    return wire.unpack(HeadRecord, data, max_bytes=MAX_VALUE_BYTES)
 
 
 def parse_all(

@@ -1,6 +1,7 @@
 """The serving side of the fetch protocol (see `streams`): how many streams at once, who waits, who is refused.
 
-Leaves out where blobs come from (a Handler) and what carries the bytes (a ByteStream).
+Strangers, who are no members of the run, share a few places, so that members always find some. Leaves out where blobs
+come from (a Handler), who is a member, and what carries the bytes (a ByteStream).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +22,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.steps import reached
 from spes_p2p.swarm.calls import MAX_WORDS
 from spes_p2p.swarm.pacing import Pacer
-from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler
+from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler, anybody
 from spes_p2p.swarm.streams import (
     BLOB,
     FRAME_SLACK,
@@ -39,6 +41,8 @@ from spes_p2p.swarm.streams import (
 KEEPALIVE_SECONDS = 1.0
 NOBODY = PeerId("")
 _HASHES_PER_TURN = 4
+_NO_WORDS = 2
+"""Where so many times more are open than there may be, a further stream is closed without being read."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -49,9 +53,15 @@ class StreamLimits:
 
     max_streams: int = 16
     max_streams_per_peer: int = 8
+    max_open_per_peer: int = 64
+    """Streams of one asker that are served or wait, or whose request has not come: above what a peer ever asks for."""
     max_waiting: int = 256
+    """Beside those that are served: of members. Strangers have places of their own."""
     max_patient: int = 4
-    """Streams at once to askers that can wait: the others are for the running round."""
+    """Streams at once to members that can wait: the others are for the running round."""
+    max_strangers: int = 8
+    """Of `max_streams`, those that may go to strangers; at most `max_patient` to those that can wait."""
+    max_strangers_waiting: int = 120
     stall_seconds: float = 60.0
     """An asker that takes no byte for so long loses its stream; so does one whose blob takes so long to be made."""
     upload_bytes_per_second: float | None = None
@@ -66,38 +76,70 @@ class StreamLimits:
 DEFAULT_LIMITS = StreamLimits()
 
 
+class _Places:
+    """What the askers of one kind, members or strangers, share."""
+
+    def __init__(self, streams: int, waiting: int, patient: int) -> None:
+        self.slots = asyncio.Semaphore(streams)
+        self.patient_slots = asyncio.Semaphore(patient)
+        self.room = streams + waiting
+        self.open = 0
+
+
 class StreamServer:
-    """Serves the blobs of one handler: `max_streams` at once, the others wait in line."""
+    """Serves the blobs of one handler: `max_streams` at once, the others wait in line.
+
+    `is_member` is asked as each stream comes.
+    """
 
     def __init__(
-        self, handler: Handler, traffic: Traffic, limits: StreamLimits = DEFAULT_LIMITS, me: PeerId = NOBODY
+        self,
+        handler: Handler,
+        traffic: Traffic,
+        limits: StreamLimits = DEFAULT_LIMITS,
+        me: PeerId = NOBODY,
+        is_member: Callable[[PeerId], bool] = anybody,
     ) -> None:
         self._handler, self._traffic, self._limits, self._me = handler, traffic, limits, me
+        self._is_member = is_member
         self._slots = asyncio.Semaphore(limits.max_streams)
-        self._patient_slots = asyncio.Semaphore(limits.max_patient)
+        self._members = _Places(limits.max_streams, limits.max_waiting, limits.max_patient)
+        self._strangers = _Places(limits.max_strangers, limits.max_strangers_waiting, limits.max_patient)
         self._peer_slots: dict[PeerId, asyncio.Semaphore] = {}
-        self._users: dict[PeerId, int] = {}
+        self._open: Counter[PeerId] = Counter()
         self.lost = 0
         """Streams that ended before the asker had everything."""
 
     async def serve(self, caller: PeerId, stream: ByteStream) -> None:
         """Serves one stream to its end; never raises because of what the other side does."""
+        places = self._members if self._is_member(caller) else self._strangers
+        crowd = max(self._open[caller] / self._limits.max_open_per_peer, places.open / places.room)
+        self._open[caller] += 1
+        places.open += 1
         try:
-            await self._serve(caller, stream)
+            if crowd < _NO_WORDS:
+                await self._serve(caller, stream, places, crowd < 1)
         except (NetworkError, RemoteProtocolError, TimeoutError) as error:
             self.lost += 1
             logger.debug("a stream to %s ended early: %s", caller, error)
         finally:
             stream.close()
+            places.open -= 1
+            self._open[caller] -= 1
+            if not self._open[caller]:
+                del self._open[caller]
+                self._peer_slots.pop(caller, None)
 
-    async def _serve(self, caller: PeerId, stream: ByteStream) -> None:
+    async def _serve(self, caller: PeerId, stream: ByteStream, places: _Places, has_place: bool) -> None:
         kind, body = await self._in_time(read_frame(stream, MAX_REQUEST_BYTES + FRAME_SLACK))
         with contextlib.ExitStack() as measured:
             try:
                 if kind != REQUEST:
                     raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
                 request = wire.unpack(FetchRequest, body)
-                async with self._slot(caller, stream, request.patient):
+                if not has_place:
+                    raise RemoteProtocolError("too many streams are waiting here")
+                async with self._slot(caller, stream, places, request.patient):
                     blob = await self._found(caller, stream, request)
                     if not request.patient:
                         measured.enter_context(self._traffic.meter.sending())
@@ -157,20 +199,14 @@ class StreamServer:
         await self._in_time(stream.write(digest.digest()))
 
     @asynccontextmanager
-    async def _slot(self, caller: PeerId, stream: ByteStream, patient: bool) -> AsyncIterator[None]:
-        if sum(self._users.values()) >= self._limits.max_streams + self._limits.max_waiting:
-            raise RemoteProtocolError("too many streams are waiting here")
+    async def _slot(self, caller: PeerId, stream: ByteStream, places: _Places, patient: bool) -> AsyncIterator[None]:
         mine = self._peer_slots.setdefault(caller, asyncio.Semaphore(self._limits.max_streams_per_peer))
-        self._users[caller] = self._users.get(caller, 0) + 1
-        try:
-            async with AsyncExitStack() as held:
-                for slots in (mine, self._patient_slots, self._slots) if patient else (mine, self._slots):
-                    await held.enter_async_context(self._acquired(slots, stream))
-                yield
-        finally:
-            self._users[caller] -= 1
-            if not self._users[caller]:
-                del self._users[caller], self._peer_slots[caller]
+        # the shared ones last: strangers wait for their own places without being in the way of members
+        order = (mine, *((places.patient_slots,) if patient else ()), places.slots, self._slots)
+        async with AsyncExitStack() as held:
+            for slots in order:
+                await held.enter_async_context(self._acquired(slots, stream))
+            yield
 
     @asynccontextmanager
     async def _acquired(self, slots: asyncio.Semaphore, stream: ByteStream) -> AsyncIterator[None]:

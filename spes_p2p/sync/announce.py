@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from spes_p2p.errors import NetworkError
+from spes_p2p.errors import NetworkError, PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.ports import Directory, Transport
 from spes_p2p.swarm.records import (
@@ -23,6 +23,7 @@ from spes_p2p.swarm.records import (
     HeadRecord,
     PeerRecord,
     RunRecord,
+    fitting,
     heads_key,
     parse_all,
     parse_peer,
@@ -74,8 +75,13 @@ class Announcer:
         self.known: dict[PeerId, PeerRecord] = {}
 
     async def start(self) -> None:
-        """Announces once, so that others find us from now on, then goes on beside."""
-        await self.announce()
+        """Announces once, so that others find us from now on, then goes on beside.
+
+        Raises PeerSilent when nobody answers. Where nobody takes our records, since strangers have filled what there is
+        for them, we know who is there all the same, and try again.
+        """
+        with contextlib.suppress(NetworkError):
+            await self.announce()
         await self.learn()
         self._task = asyncio.get_running_loop().create_task(self._for_ever())
 
@@ -85,18 +91,26 @@ class Announcer:
             await asyncio.wait([self._task])
 
     async def announce(self) -> None:
-        """Publishes all records. Raises NetworkError when nobody takes them."""
+        """Publishes all records, each where there is room for it. Raises NetworkError when nobody takes one of them."""
         addresses = self._transport.addresses[:MAX_ADDRESSES]
         newest = self._newest()
         round, head = (newest[0].manifest.round, manifest_hash(newest[0].manifest)) if newest else (0, b"")
         info = self._info
         run = RunRecord(info.run_id, info.fingerprint, info.organiser, WIRE_VERSION, round, head, addresses)
-        await self._directory.publish(RUNS_KEY, pack(run), TTL_SECONDS)
-        peer = replace(self._describe(), written_at_seconds=int(self._wall_clock()))
-        await self._directory.publish(peers_key(info.run_id), pack(peer), TTL_SECONDS)
+        peer = fitting(replace(self._describe(), written_at_seconds=int(self._wall_clock())))
+        records = {RUNS_KEY: pack(run), peers_key(info.run_id): pack(peer)}
         if newest is not None:
-            record = head_record(newest[0], int(newest[1]))
-            await self._directory.publish(heads_key(info.run_id), pack(record), TTL_SECONDS)
+            records[heads_key(info.run_id)] = pack(head_record(newest[0], int(newest[1])))
+        refused: NetworkError | None = None
+        for key, value in records.items():
+            try:
+                await self._directory.publish(key, value, TTL_SECONDS)
+            except PeerSilent:  # so would be those who should take the others
+                raise
+            except NetworkError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     async def learn(self) -> None:
         """Reads who is there and where; keeps what was known when nobody answers."""

@@ -48,6 +48,7 @@ class Chain:
             raise StateError(f"{directory} lacks the commit of round {missing}", fix=_JOIN_AGAIN)
         self._length = len(rounds)
         self._newest: tuple[Commit, float] | None = None
+        self._members = frozenset[PeerId]()
         self._end_with(self._length)
 
     @property
@@ -55,6 +56,10 @@ class Chain:
         """The last commit, None before genesis."""
         newest = self._newest
         return newest[0] if newest is not None else None
+
+    def names(self, peer: PeerId) -> bool:
+        """Whether the last commit names `peer` as a member."""
+        return peer in self._members
 
     @property
     def newest_received(self) -> tuple[Commit, float] | None:
@@ -140,6 +145,8 @@ class Chain:
     def _end_with(self, length: int, newest: Commit | None = None) -> None:
         last = length - 1
         self._newest = (newest or self.commit(last), self.received_at(last)) if length else None
+        members = self._newest[0].manifest.members if self._newest is not None else ()
+        self._members = frozenset(member.peer for member in members)
         self._length = length
 
     def _end_switch(self) -> None:

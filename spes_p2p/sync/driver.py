@@ -216,7 +216,7 @@ class Driver:
     async def start(self) -> None:
         """Serves others and begins to tick. The Core must stand on the chain's newest commit whose state is here."""
         self._recover()
-        await self._transport.serve(self)
+        await self._transport.serve(self, self._is_no_stranger)
         self._tasks.spawn(self._tick_for_ever())
         self._tasks.spawn(self._scrubber().run())
 
@@ -267,6 +267,10 @@ class Driver:
         if self._is_behind(caller):
             self._retention.asked(caller, asked)
         return blob
+
+    def _is_no_stranger(self, caller: PeerId) -> bool:
+        """Our own tip may be older than the chain, where we catch up; the organiser archives."""
+        return caller == self._info.organiser or self._disk.chain.names(caller)
 
     def _is_behind(self, caller: PeerId) -> bool:
         """Whether it may need a state for longer than we would keep it anyway; a stranger may."""

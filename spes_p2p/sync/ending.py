@@ -16,6 +16,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.files import write_whole
 from spes_p2p.swarm.ports import Directory, Signer
+from spes_p2p.swarm.records import ending_key
 from spes_p2p.sync.core.messages import signing_bytes
 from spes_p2p.sync.core.rules import CheckSignature
 from spes_p2p.sync.genesis import RunInfo
@@ -42,10 +43,6 @@ class SignedEnding:
     author: PeerId
     public_key: bytes
     signature: bytes
-
-
-def ending_key(run_id: str) -> str:
-    return f"spes-p2p/{run_id}/ending"
 
 
 def sign_ending(info: RunInfo, last_round: int, signer: Signer) -> SignedEnding:

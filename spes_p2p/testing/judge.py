@@ -14,7 +14,14 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.membership import electors, is_weighty_half
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
-from spes_p2p.sync.core.rules import RunRules, check_certificate, check_child, lost_columns
+from spes_p2p.sync.core.rules import (
+    RunRules,
+    check_certificate,
+    check_child,
+    idle_members,
+    lost_columns,
+    neglected_columns,
+)
 from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.testing.sim_state import (
     Disk,
@@ -162,9 +169,10 @@ class Judge:
         self._check_siblings(certificate, name, siblings)
 
     def _check_turns(self, parent: Manifest, child: Manifest) -> None:
-        """An owner may be rounds ahead of what it handed out: who stays keeps its column until it did."""
+        """An owner may be rounds ahead of what it handed out: who stays keeps its column until it did, or is idle."""
         members = {member.peer for member in child.members}
-        for column in lost_columns(parent, child) if self.rules.expert_rounds > 1 else ():
+        neglected = neglected_columns(self.rules, parent, idle_members(parent, child.roster, child.members))
+        for column in set(lost_columns(parent, child)) - neglected if self.rules.expert_rounds > 1 else ():
             if members & set(parent.ownership[column]) - set(child.ownership[column]):
                 raise Violation("turns", f"round {child.round} takes column {column} from one who did not hand it out")
 

@@ -39,7 +39,9 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend import network as network_module
+from spes_p2p.swarm.hivemind_backend.storage import BoundedStorage
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.records import heads_key, peers_key
 from spes_p2p.testing.processes import stop_process
 
 pytestmark = pytest.mark.swarm
@@ -47,6 +49,7 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 CHILD = Path(__file__).parent / "peer_process.py"
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 30.0
+KEY, OTHER_KEY = heads_key("run"), heads_key("another")
 NOBODY = "QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64"
 
 
@@ -276,34 +279,41 @@ def bound_socket(listen: bool) -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def test_the_directory_across_three_nodes_drops_what_is_forged(thread: NetworkThread) -> None:
+def test_the_directory_across_three_nodes_drops_what_is_forged(
+    thread: NetworkThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         async with peers() as start:
             first = await start()
             second = await start(first)
             third = await start(first)
-            await first.directory.publish("key", b"old", 600.0)
-            await first.directory.publish("key", b"new", 60.0)
-            await second.directory.publish("key", b"large" * 60_000, 60.0)
+            await first.directory.publish(KEY, b"old", 600.0)
+            await first.directory.publish(KEY, b"new", 60.0)
+            await second.directory.publish(KEY, b"large" * 60_000, 60.0)
             one, two = first.transport.peer_id, second.transport.peer_id
-            assert await third.directory.read("key") == {one: b"new", two: b"large" * 60_000}
-            assert await third.directory.read("another key") == {}
+            assert await third.directory.read(KEY) == {one: b"new", two: b"large" * 60_000}
+            assert await third.directory.read(OTHER_KEY) == {}
 
             # as `one`, signed by the third; under another key; with an end far away; not an envelope at all
             end = time.time() + 100
             forger = _Pretender(third.signer, one)
             forged = [
-                (end, envelope.seal(forger, "key", b"forged", end)),
-                (end, envelope.seal(third.signer, "another key", b"moved", end)),
-                (end + 10**6, envelope.seal(third.signer, "key", b"for ever", end + 10**6)),
+                (end, envelope.seal(forger, KEY, b"forged", end)),
+                (end, envelope.seal(third.signer, OTHER_KEY, b"moved", end)),
+                (end + 10**6, envelope.seal(third.signer, KEY, b"for ever", end + 10**6)),
                 (float("inf"), b"junk"),
             ]
             for expiration, data in forged:
-                assert not await plant(third, first, "key", one, data, expiration)
+                assert not await plant(third, first, KEY, one, data, expiration)
             assert first.directory.dropped == len(forged)
-            assert await second.directory.read("key") == {one: b"new", two: b"large" * 60_000}
+            assert await second.directory.read(KEY) == {one: b"new", two: b"large" * 60_000}
+            assert all(isinstance(each.directory._node.protocol.storage, BoundedStorage) for each in (first, second))
+            with monkeypatch.context() as patch:  # well signed, under a key of nobody's
+                patch.setattr(envelope, "_unfit", lambda key, value: "")
+                stray = envelope.seal(third.signer, "anything", b"value", end)
+            assert not await plant(third, first, "anything", third.transport.peer_id, stray, end)
             with pytest.raises(LocalProtocolError):
-                await first.directory.publish("key", bytes(2**20), 60.0)
+                await first.directory.publish(KEY, bytes(2**20), 60.0)
 
     thread.run(scenario())
 
@@ -344,15 +354,15 @@ def test_a_clock_that_was_ahead_and_went_back_hides_no_record(
             second = await start(first)
             third = await start(first)
             ours = second.directory
-            await ours.publish("key", b"old", 60.0)
+            await ours.publish(KEY, b"old", 60.0)
             with monkeypatch.context() as patch:
                 patch.setattr(ours, "_wall_clock", lambda: time.time() + 3 * 3600)
                 with pytest.raises(NetworkError, match="nobody took"):
-                    await ours.publish("key", b"ahead", 60.0)
+                    await ours.publish(KEY, b"ahead", 60.0)
             for value in (b"back", b"later"):
-                await ours.publish("key", value, 60.0)
+                await ours.publish(KEY, value, 60.0)
                 for reader in (first, second, third):
-                    assert await reader.directory.read("key") == {second.transport.peer_id: value}
+                    assert await reader.directory.read(KEY) == {second.transport.peer_id: value}
 
     thread.run(scenario())
 
@@ -363,11 +373,11 @@ def test_newcomers_join_through_any_peer_once_the_first_is_gone(thread: NetworkT
             with child() as bootstrap:
                 first = await start(initial_peers=[bootstrap.address])
                 second = await start(initial_peers=[bootstrap.address])
-                await first.directory.publish("key", b"value", 600.0)
+                await first.directory.publish(KEY, b"value", 600.0)
                 bootstrap.process.kill()
                 await asyncio.to_thread(until, lambda: is_gone(bootstrap.daemon))
                 newcomer = await start(second)
-                assert await newcomer.directory.read("key") == {first.transport.peer_id: b"value"}
+                assert await newcomer.directory.read(KEY) == {first.transport.peer_id: b"value"}
                 newcomer.transport.learn(first.transport.peer_id, first.transport.addresses)
                 assert await newcomer.transport.call(first.transport.peer_id, b"x", 10.0) == b"x"
 
@@ -380,8 +390,8 @@ def test_a_peer_that_listens_nowhere_is_called_over_its_own_connection(thread: N
             public = await start()
             private = await start(public, client_mode=True, use_relay=False)
             assert private.transport.addresses == ()
-            await private.directory.publish("key", b"value", 60.0)
-            assert await public.directory.read("key") == {private.transport.peer_id: b"value"}
+            await private.directory.publish(KEY, b"value", 60.0)
+            assert await public.directory.read(KEY) == {private.transport.peer_id: b"value"}
             assert await public.transport.call(private.transport.peer_id, b"x", 10.0) == b"x"
             assert not await public.transport.check_refused(private.transport.peer_id)
 
@@ -417,8 +427,8 @@ def test_a_peer_whose_daemon_died_says_so_and_ends_cleanly(thread: NetworkThread
             for attempt in (
                 second.transport.call(name, b"x", 1.0),
                 second.transport.fetch(name, b"8", 1.0, 8),
-                second.directory.read("key"),
-                second.directory.publish("key", b"value", 60.0),
+                second.directory.read(KEY),
+                second.directory.publish(KEY, b"value", 60.0),
             ):
                 with pytest.raises(NetworkError, match="the libp2p daemon has ended"):
                     await attempt
@@ -450,8 +460,8 @@ def test_a_daemon_that_ended_is_replaced_under_the_same_identity(thread: Network
                 assert await broken.transport.call(other_name, b"hello", 10.0) == b"hello"
                 assert await other.transport.call(name, b"hello", 10.0) == b"hello"
                 assert await other.transport.fetch(name, b"100000", 10.0, 10**6) == (b"head", pattern(100_000))
-                await broken.directory.publish(f"key of {name}", b"value", 60.0)
-                assert await other.directory.read(f"key of {name}") == {name: b"value"}
+                await broken.directory.publish(peers_key(name), b"value", 60.0)
+                assert await other.directory.read(peers_key(name)) == {name: b"value"}
 
     thread.run(scenario())
 

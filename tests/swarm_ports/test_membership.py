@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -85,6 +87,24 @@ def test_leavers_are_out_and_if_no_elector_is_left_all_vote() -> None:
 def test_votes_follow_from_the_members_alone() -> None:
     claimed = (member("anna"), member("bea"))
     assert with_votes((member("anna"),), claimed) == (member("anna"), member("bea", elector=False))
+
+
+def test_one_round_names_so_many_new_peers_and_a_swarm_grows_all_the_same() -> None:
+    crowd = [member(f"new {number:02}") for number in range(64)]
+    here: tuple[Member, ...] = (member("anna"), member("bea"))
+    sizes = []
+    for _ in range(7):
+        waiting = [one for one in crowd if one.peer not in {m.peer for m in here}]
+        here = next_members(here, here, [member("anna", 9), *waiting], [])
+        sizes.append(len(here))
+    assert sizes == [6, 12, 24, 48, 66, 66, 66]
+
+
+def test_who_comes_back_in_another_incarnation_takes_no_place_of_a_new_peer() -> None:
+    here = tuple(member(name) for name in ("anna", "bea", "carl", "dora", "emil"))
+    again, new = [replace(one, incarnation=7) for one in here], [member(f"new {number}") for number in range(9)]
+    named = next_members(here, [], [*new, *again], [])
+    assert {m.peer for m in named} == {m.peer for m in (*here, *new[:5])}
 
 
 def test_where_there_is_no_room_for_all_the_newcomers_wait() -> None:

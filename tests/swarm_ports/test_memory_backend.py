@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
+from spes_p2p.errors import LocalProtocolError, NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.records import peers_key
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.testing.virtual_time import run_virtual
 
 A, B = PeerId("anna"), PeerId("ben")
+KEY = peers_key("run")
 DATA = bytes(range(256)) * 8192  # 2 MiB
 
 
@@ -53,6 +56,11 @@ async def pair(network: MemoryNetwork) -> tuple[MemoryPeer, MemoryPeer, Echo]:
     one, other = network.peer(A), network.peer(B)
     await other.transport.serve(echo)
     return one, other, echo
+
+
+async def quietly(fetch: Awaitable[object]) -> None:
+    with contextlib.suppress(NetworkError, RemoteProtocolError):
+        await fetch
 
 
 def now() -> float:
@@ -216,6 +224,74 @@ def test_streams_wait_in_line_and_say_so() -> None:
     run(test)
 
 
+def test_strangers_leave_places_to_members_however_many_they_are() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        member, server, echo = await pair(network)
+        await server.transport.serve(echo, lambda peer: peer == A)
+        echo.pause_seconds = 1000.0
+        crowd = [network.peer(f"stranger {number}") for number in range(20)]
+        for stranger in crowd:
+            for patient in (False, True):
+                for _ in range(20):
+                    stranger.spawn(quietly(stranger.transport.fetch(B, b"x", 5.0, 2**22, patient)))
+        await asyncio.sleep(3.0)
+        assert echo.serving == server.transport._limits.max_strangers
+        began = now()
+        with pytest.raises(RemoteProtocolError, match="too many streams are waiting"):
+            await network.peer("late").transport.fetch(B, b"x", 5.0, 2**22)
+        assert now() - began < 0.2  # at once
+        echo.pause_seconds = 0.0
+        for patient in (False, True):
+            assert await member.transport.fetch(B, b"x", 5.0, 2**22, patient) == (b"head", DATA)
+        assert now() - began < 1.0
+        for peer in (*crowd, server):
+            peer.stop()
+
+    run(test)
+
+
+def test_one_asker_has_so_many_streams_open_and_the_others_are_served() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        greedy, server, echo = await pair(network)
+        other = network.peer("other")
+        echo.pause_seconds = 1.0
+        fetches = [asyncio.create_task(greedy.transport.fetch(B, b"x", 5.0, 2**22)) for _ in range(100)]
+        await asyncio.sleep(0.5)
+        refused = [fetch for fetch in fetches if fetch.done()]
+        assert len(refused) == 100 - server.transport._limits.max_open_per_peer
+        assert all("too many streams" in str(fetch.exception()) for fetch in refused)
+        began = now()
+        assert await other.transport.fetch(B, b"x", 5.0, 2**22) == (b"head", DATA)
+        assert now() - began < 1.5
+        answers = await asyncio.gather(*fetches, return_exceptions=True)
+        assert sum(isinstance(answer, tuple) for answer in answers) == server.transport._limits.max_open_per_peer
+
+    run(test)
+
+
+def test_streams_that_ask_for_nothing_count_too_and_a_flood_of_them_is_closed_unread() -> None:
+    async def test() -> None:
+        network = MemoryNetwork()
+        silent, server, _ = await pair(network)
+        most = server.transport._limits.max_open_per_peer
+        streams = [await silent.transport._open_stream(B) for _ in range(2 * most)]
+        with pytest.raises(PeerClosed):
+            await silent.transport.fetch(B, b"x", 5.0, 2**22)
+        for stream in streams[most:]:
+            stream.close()
+        await asyncio.sleep(0.1)
+        with pytest.raises(RemoteProtocolError, match="too many streams"):
+            await silent.transport.fetch(B, b"x", 5.0, 2**22)
+        await asyncio.sleep(server.transport._limits.stall_seconds)  # they are given up
+        assert await silent.transport.fetch(B, b"x", 5.0, 2**22) == (b"head", DATA)
+        await asyncio.sleep(1.0)  # until it is closed on their side
+        assert not server.transport._server._open  # type: ignore[union-attr]
+
+    run(test)
+
+
 def test_who_asks_is_told_while_the_blob_is_made() -> None:
     """Reading and encoding take longer than a silence may, but not for ever."""
 
@@ -267,18 +343,18 @@ def test_the_directory_keeps_one_record_a_peer_until_it_expires() -> None:
     async def test() -> None:
         network = MemoryNetwork()
         one, other, _ = await pair(network)
-        await one.directory.publish("key", b"old", 3600.0)
-        await one.directory.publish("key", b"new", 60.0)
-        await other.directory.publish("key", b"ben's", 60.0)
-        assert await other.directory.read("key") == {A: b"new", B: b"ben's"}
+        await one.directory.publish(KEY, b"old", 3600.0)
+        await one.directory.publish(KEY, b"new", 60.0)
+        await other.directory.publish(KEY, b"ben's", 60.0)
+        assert await other.directory.read(KEY) == {A: b"new", B: b"ben's"}
         network.kill(A)
-        assert await other.directory.read("key") == {A: b"new", B: b"ben's"}
+        assert await other.directory.read(KEY) == {A: b"new", B: b"ben's"}
         await asyncio.sleep(100)
-        assert await other.directory.read("key") == {A: b"new"}  # a shorter life does not undo a longer one
+        assert await other.directory.read(KEY) == {A: b"new"}  # a shorter life does not undo a longer one
         with pytest.raises(LocalProtocolError):
-            await other.directory.publish("key", b"x", 1e9)
+            await other.directory.publish(KEY, b"x", 1e9)
         with pytest.raises(LocalProtocolError):
-            await other.directory.publish("key", bytes(2**20), 60.0)
+            await other.directory.publish(KEY, bytes(2**20), 60.0)
 
     run(test)
 
@@ -287,13 +363,13 @@ def test_forged_and_misplaced_records_are_dropped_and_counted() -> None:
     async def test() -> None:
         network = MemoryNetwork()
         one, other, _ = await pair(network)
-        forged = envelope.seal(FakeKeys(b"another secret").signer(B), "key", b"forged", 100.0)
-        misplaced = envelope.seal(other.signer, "another key", b"misplaced", 100.0)
-        endless = envelope.seal(other.signer, "key", b"endless", 1e9)
+        forged = envelope.seal(FakeKeys(b"another secret").signer(B), KEY, b"forged", 100.0)
+        misplaced = envelope.seal(other.signer, peers_key("another"), b"misplaced", 100.0)
+        endless = envelope.seal(other.signer, KEY, b"endless", 1e9)
         for data in (forged, misplaced, endless, b"junk"):
-            one.directory.plant("key", B, data)
-            assert await one.directory.read("key") == {}
-            other.directory.store("key", B, data, 100.0)
+            one.directory.plant(KEY, B, data)
+            assert await one.directory.read(KEY) == {}
+            other.directory.store(KEY, B, data, 100.0)
         assert (one.directory.dropped, other.directory.dropped) == (4, 4)
 
     run(test)
@@ -303,11 +379,11 @@ def test_each_side_of_a_partition_sees_its_own_records_and_healing_merges_them()
     async def test() -> None:
         network = MemoryNetwork()
         one, other, _ = await pair(network)
-        await other.directory.publish("key", b"before", 600.0)
+        await other.directory.publish(KEY, b"before", 600.0)
         network.partition(["anna"], ["ben"])
-        await other.directory.publish("key", b"after", 600.0)
-        assert await one.directory.read("key") == {B: b"before"}
+        await other.directory.publish(KEY, b"after", 600.0)
+        assert await one.directory.read(KEY) == {B: b"before"}
         network.heal()
-        assert await one.directory.read("key") == {B: b"after"}
+        assert await one.directory.read(KEY) == {B: b"after"}
 
     run(test)

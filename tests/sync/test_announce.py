@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
+from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.records import (
@@ -108,6 +111,28 @@ def test_a_partition_is_waited_out() -> None:
         await asyncio.sleep(2 * EVERY_SECONDS)
         assert await other.announcer.sources() == [A]
         assert (one.failures, other.failures) == ([], [])
+
+    story(play)
+
+
+def test_who_finds_no_room_for_its_records_learns_who_is_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
+        late = Node(run, network.peer("late"))
+        publish = late.peer.directory.publish
+
+        async def full(key: str, value: bytes, ttl_seconds: float) -> None:
+            if key == RUNS_KEY:
+                raise NetworkError(f"nobody took the record {key!r}")
+            await publish(key, value, ttl_seconds)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(late.peer.directory, "publish", full)
+            await late.announcer.start()
+        assert set(late.announcer.known) == {A, B, "late"}  # there was room for its other record
+        assert "late" not in await one.peer.directory.read(RUNS_KEY)
+        await asyncio.sleep(2 * EVERY_SECONDS)
+        assert "late" in await one.peer.directory.read(RUNS_KEY)  # there was room again
+        await late.announcer.stop()
 
     story(play)
 

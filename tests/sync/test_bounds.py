@@ -14,7 +14,7 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.fake_keys import FakeKeys
-from spes_p2p.swarm.membership import Member, leader_order
+from spes_p2p.swarm.membership import LEAST_NEW, Member, leader_order, with_votes
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.core.hearing import MOST_BORROWED
 from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES
@@ -37,7 +37,7 @@ from spes_p2p.sync.core.messages import (
     plan_hash,
 )
 from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import genesis_manifest
+from spes_p2p.sync.core.rules import Outcome, child_manifest, genesis_manifest
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.requests import ChainPart, Request
@@ -129,6 +129,21 @@ def test_proposals_of_thousands_of_ballots_but_never_what_somebody_is_bound_to()
     assert len(core.round.proposals) <= MOST_VOTES + 1
     assert ((), accepted.value.ballot) in core.round.proposals
     assert ((), 189) in core.round.proposals
+
+
+@pytest.mark.parametrize("new", [LEAST_NEW, LEAST_NEW + 1])
+def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int) -> None:
+    core = walk_until(lambda core: core.record.accepted is not None and core.round.decided is None and core.me != "p0")
+    accepted = core.record.accepted
+    assert accepted is not None
+    made = accepted.value.manifest
+    crowd = (Member(PeerId(f"new {number}"), 1, False, 0) for number in range(new))
+    members = with_votes(core.tip.members, sorted((*core.tip.members, *crowd)))
+    outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge)
+    manifest = child_manifest(core.rules, core.tip, outcome, members, {})
+    proposal = Proposal(core.head, 3, accepted.author, manifest, accepted.value.wire_hashes)
+    core.receive(Envelope(accepted.author, proposals=(FakeSealer(accepted.author).seal(proposal),)), 0.0)
+    assert (((), 3) in core.round.proposals) == (new == LEAST_NEW)
 
 
 def test_ever_new_plans_do_not_hold_up_a_round(core: Core) -> None:

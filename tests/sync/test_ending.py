@@ -11,6 +11,7 @@ import pytest
 
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.records import ending_key
 from spes_p2p.sync.ending import (
     LOOK_SECONDS,
     TTL_SECONDS,
@@ -18,7 +19,6 @@ from spes_p2p.sync.ending import (
     EndingWatch,
     SignedEnding,
     check_ending,
-    ending_key,
     keep_ending,
     load_ending,
     read_ending,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,9 @@ class Liar:
 def lie(patch: pytest.MonkeyPatch, liar: Liar) -> None:
     real = StreamServer._serve
 
-    async def serve(server: StreamServer, caller: PeerId, stream: ByteStream) -> None:
+    async def serve(server: StreamServer, caller: PeerId, stream: ByteStream, *places: Any) -> None:
         if server._me != LIAR:
-            await real(server, caller, stream)
+            await real(server, caller, stream, *places)
         else:
             await liar.serve(server, caller, stream)
 

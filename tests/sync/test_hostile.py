@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.sync.core.messages import Envelope, Signed
 from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, Request
 from spes_p2p.sync.sealing import KeySealer
-from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from spes_p2p.wire import pack, unpack
-from tests.sync.swarm_cases import check_agreement, in_swarm, small_config
+from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config, until
 
 Path_ = tuple[str | int, ...]
 
@@ -94,6 +95,43 @@ def test_extreme_requests_are_refused(folder: Path) -> None:
             assert await refused(driver.on_fetch(PeerId("b"), pack(Request(TILES, hashes=hashes))))
 
     in_swarm(folder, play)
+
+
+def test_who_is_no_member_of_the_newest_manifest_is_served_as_a_stranger(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(1)
+
+        def known_to(name: str) -> set[str]:
+            server = swarm.network.peer(name).transport._server
+            assert server is not None
+            return {one for one in ("a", "b", "c", "d", ORGANISER) if server._is_member(PeerId(one))}
+
+        assert known_to("a") == {"a", "b", "c", ORGANISER}
+        assert known_to(ORGANISER) == {"a", "b", "c"}
+        await swarm.add("d")
+        await until(lambda: peer(swarm, "d").driver.core.is_member())
+        assert "d" in known_to("d")
+
+    in_swarm(folder, play)
+
+
+def test_a_crowd_of_new_identities_is_named_in_several_rounds(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b"])
+        await swarm.until_round(1)
+        crowd = [f"new {number}" for number in range(11)]
+        for name in crowd:
+            await swarm.add(name)
+        await until(lambda: all(peer(swarm, name).driver.core.is_member() for name in crowd), 300.0)
+        named = [{member.peer for member in commit.manifest.members} for commit in commits(swarm)]
+        for before, after in pairwise(named):
+            assert len(after - before) <= max(4, len(before))
+        assert sum(after != before for before, after in pairwise(named)) >= 3  # 2, 6, 12, 13
+        await swarm.until_round(len(named) + 1)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(peers=2))
 
 
 def test_forged_and_tampered_words_are_refused(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,17 +13,21 @@ from hypothesis import given
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.core.fragments import due_tiles
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.swarm.membership import LEAST_NEW, Member, with_votes
+from spes_p2p.sync.core.fragments import due_columns, due_tiles
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, MAX_MEMBERS, Commit, Contribution, Manifest, Merge, Slice
 from spes_p2p.sync.core.plan import plan_slices
 from spes_p2p.sync.core.rules import (
+    IDLE_TURNS,
     MOST_ROUNDS,
     NOBODY,
     Outcome,
+    RunRules,
     capped_tokens,
     check_certificate,
     check_child,
+    check_newcomers,
     child_manifest,
     genesis_manifest,
     lost_columns,
@@ -219,6 +223,58 @@ def test_members_are_only_so_many_whoever_names_them() -> None:
     outcome = Outcome((), (), made.wire_root, made.state_root, None)
     with pytest.raises(RemoteProtocolError, match="1025 members, at most 1024"):
         check_child(RUN.rules, PARENT, child_manifest(RUN.rules, PARENT, outcome, tuple(many), {}))
+
+
+def rounds_of(roster: Sequence[PeerId], parent: Manifest, count: int, rules: RunRules = RUN.rules) -> list[Manifest]:
+    """Rounds that count the work of `roster` alone, while all stay members."""
+    made = []
+    for _ in range(count):
+        work = tuple(Contribution(peer, LENGTH, 1, 1) for peer in roster)
+        overdue = {at for at, last in enumerate(parent.column_rounds) if parent.round + 1 - last >= rules.expert_rounds}
+        due = due_columns(rules.num_columns, parent.round + 1, rules.expert_rounds) | overdue
+        slices = plan_slices(roster, parent.ownership, {}, rules.block_tiles, rules.slice_tiles, due)
+        outcome = Outcome(work, slices, sha256(b"wire"), sha256(b"state"), None)
+        parent = child_manifest(rules, parent, outcome, MEMBERS, WISHES)
+        made.append(parent)
+    return made
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_who_trains_nothing_loses_its_columns_and_has_them_back_when_it_trains_again(turns: int) -> None:
+    rules = replace(RUN.rules, expert_rounds=turns)
+    begun = rounds_of((A, B), PARENT, 2 * turns, rules)[-1]
+    theirs = columns_of(begun.ownership, B)
+    assert theirs
+    rounds = rounds_of((A,), begun, 4 * turns + 4, rules)
+    kept = [bool(columns_of(manifest.ownership, B)) for manifest in rounds]
+    lost_at = kept.index(False)
+    assert 2 * turns <= lost_at < IDLE_TURNS * turns + turns
+    assert not any(kept[lost_at:])  # it is given no others in their place
+    assert all(A in owners for owners in rounds[-1].ownership)
+    assert all(rounds[-1].round - last <= turns for last in rounds[-1].column_rounds)
+    assert columns_of(rounds_of((A, B), rounds[-1], 1 + turns, rules)[-1].ownership, B)
+
+
+def test_where_nobody_trains_everybody_keeps_what_it_has() -> None:
+    assert rounds_of((), PARENT, 9)[-1].ownership == PARENT.ownership
+
+
+def test_a_round_that_was_missed_costs_no_column() -> None:
+    chain = rounds_of((A, B), PARENT, 1)
+    for roster in ((A,), (A,), (A, B)) * 4:
+        chain += rounds_of(roster, chain[-1], 1)
+        assert chain[-1].ownership == PARENT.ownership
+
+
+def test_electors_vote_for_so_many_new_peers_in_a_round() -> None:
+    def named(new: int) -> Manifest:
+        members = with_votes(MEMBERS, sorted((*MEMBERS, *(Member(PeerId(f"x{at}"), 1, True, 0) for at in range(new)))))
+        return replace(CHILD, members=members)
+
+    check_newcomers(PARENT, named(LEAST_NEW))
+    with pytest.raises(RemoteProtocolError, match="5 new members, at most 4"):
+        check_newcomers(PARENT, named(LEAST_NEW + 1))
+    check_newcomers(PARENT, replace(CHILD, members=tuple(replace(one, incarnation=9) for one in MEMBERS)))
 
 
 def test_only_the_organiser_renews() -> None:

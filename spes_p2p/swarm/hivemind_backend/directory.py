@@ -11,13 +11,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
 import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 
@@ -25,10 +24,9 @@ from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import envelope
 from spes_p2p.swarm.ports import Signer, Verifier
+from spes_p2p.swarm.records import bounds_of
 
 T = TypeVar("T")
-MAX_RECORDS = 10_000
-"""A key with more publishers than this is read in part."""
 _PUBLISH_SECONDS = 10.0
 _TRIES = 3
 _FEW_NODES = 20
@@ -63,14 +61,16 @@ class EnvelopeValidator(RecordValidatorBase):
     def _check(self, record: DHTRecord) -> None:
         if len(record.value) > envelope.MAX_ENVELOPE_BYTES + 16 or len(record.subkey) > 256:
             raise RemoteProtocolError("a record that is too large")
-        peer, data = _plain(record.subkey, str), _plain(record.value, bytes)
+        peer, data = plain(record.subkey, str), plain(record.value, bytes)
         opened = envelope.open_envelope(self._verifier, data, None, PeerId(peer), time.time())
         if DHTID.generate(source=opened.key).to_bytes() != record.key or opened.expiration != record.expiration_time:
             raise RemoteProtocolError("a record of another key, or with another end")
 
 
-def _plain(packed: bytes, kind: type[T]) -> T:
-    """Without hivemind's extension types: what a stranger packed is never turned into objects."""
+def plain(packed: bytes, kind: type[T]) -> T:
+    """What `packed` holds, of this kind; raises RemoteProtocolError.
+
+    Without hivemind's extension types: what a stranger packed is never turned into objects."""
     try:
         value = msgpack.unpackb(packed, raw=False, max_ext_len=0)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
@@ -78,15 +78,6 @@ def _plain(packed: bytes, kind: type[T]) -> T:
     if type(value) is not kind:
         raise RemoteProtocolError(f"a record with {type(value).__name__} where {kind.__name__} belongs")
     return value
-
-
-def _forget_later(storage: DHTLocalStorage, key_id: DHTID, subkey: str, expiration: float) -> None:
-    """Our own copy of a record with an end that nobody takes must not stand in the way of the next."""
-    found = storage.get(key_id)
-    if found is not None and isinstance(found.value, DictionaryDHTValue):
-        own = found.value.get(subkey)
-        if own is not None and own.expiration_time >= expiration:
-            del found.value[subkey]
 
 
 class HivemindDirectory:
@@ -100,9 +91,13 @@ class HivemindDirectory:
         validator: EnvelopeValidator,
         daemon_ended: asyncio.Event,
         connect: Callable[[PeerId], Awaitable[None]],
+        is_member: Callable[[PeerId], bool],
     ) -> None:
-        """`connect` opens a connection to a peer, or raises NetworkError."""
+        """`connect` opens a connection to a peer, or raises NetworkError. `is_member`: of our run, as far as known."""
         self._connect = connect
+        self._is_member = is_member
+        self._read: dict[str, frozenset[PeerId]] = {}
+        """Whose records under a key were read the last time."""
         self._node, self._signer, self._verifier, self.validator = node, signer, verifier, validator
         self._daemon_ended = daemon_ended
         self._ends = envelope.Ends()
@@ -142,7 +137,7 @@ class HivemindDirectory:
         protocol, key_id, subkey = self._node.protocol, DHTID.generate(source=key), self._signer.peer_id
         packed = protocol.serializer.dumps(data)
         if not protocol.client_mode:
-            _forget_later(protocol.storage, key_id, subkey, expiration)
+            protocol.storage.forget_later(key_id, subkey, expiration)
             protocol.storage.store(key_id, packed, expiration, subkey=subkey)
         nearest = await self._node.find_nearest_nodes([key_id], k_nearest=self._node.num_replicas, exclude_self=True)
         nodes = nearest[key_id].values()
@@ -170,14 +165,28 @@ class HivemindDirectory:
         if found is None or not isinstance(found.value, dict):
             return {}
         records = {}
-        for subkey, item in list(found.value.items())[:MAX_RECORDS]:
+        for peer, data in self._in_bounds(key, {PeerId(subkey): item.value for subkey, item in found.value.items()}):
             try:
-                opened = envelope.open_envelope(self._verifier, item.value, key, PeerId(subkey), time.time())
+                opened = envelope.open_envelope(self._verifier, data, key, peer, time.time())
             except RemoteProtocolError:
                 self._dropped += 1
             else:
                 records[opened.peer] = opened.value
+        self._read[key] = frozenset(records)
         return records
+
+    def _in_bounds(self, key: str, found: Mapping[PeerId, bytes]) -> Iterator[tuple[PeerId, bytes]]:
+        """Members, then strangers while there is room for them, first those that were read before."""
+        before, bounds = self._read.get(key, frozenset()), bounds_of(key)
+        room = bounds.strangers_bytes if bounds is not None else 0
+        home = {peer for peer in found if peer == self._signer.peer_id or self._is_member(peer)}
+        for peer, data in sorted(found.items(), key=lambda item: (item[0] not in home, item[0] not in before)):
+            if peer not in home:
+                room -= len(data)
+            if peer in home or room >= 0:
+                yield peer, data
+            else:
+                self._dropped += 1
 
     async def acquaint(self, peers: Collection[PeerId]) -> None:
         table = self._node.protocol.routing_table

@@ -30,10 +30,11 @@ from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, Rs
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, Reach, find_reach
 from spes_p2p.swarm.hivemind_backend.relay import RelayDesk, RelayFinding, try_relays
+from spes_p2p.swarm.hivemind_backend.storage import bound
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 
-MAX_MESSAGE_BYTES = 32 * 2**20
+MAX_MESSAGE_BYTES = 16 * 2**20
 """A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
 _DAEMON_END_SECONDS = 5.0
 _LOOKUP_SECONDS = 3.0
@@ -143,8 +144,9 @@ class HivemindNetwork:
         validator = EnvelopeValidator(self.verifier)
         node = await self._join_dht(p2p, reached, validator)
         self.directory = HivemindDirectory(
-            node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connect
-        )
+            node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connect,
+            self.transport.is_member,
+        )  # fmt: skip
         self.reached = tuple(reached)
         for one in reached:
             self.transport.learn(one.peer, (one.address,))
@@ -206,6 +208,7 @@ class HivemindNetwork:
         except (RuntimeError, ValidationError, P2PDaemonError) as error:
             raise NetworkError(f"joining the DHT failed: {error}", fix="try again, or another initial peer") from error
         self._life.push_async_callback(_leave_dht, node, self.daemon_ended)
+        bound(node.protocol, validator, lambda peer: peer == self.signer.peer_id or self.transport.is_member(peer))
         return node
 
     async def restart(self) -> None:

@@ -33,7 +33,7 @@ from spes_p2p.swarm.hivemind_backend.dial import (
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
 from spes_p2p.swarm.hivemind_backend.relay import RelayDesk
-from spes_p2p.swarm.ports import Handler
+from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.speed import SpeedDesk, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
 from spes_p2p.swarm.streams import fetch_stream
@@ -111,6 +111,7 @@ class HivemindTransport:
         self._traffic = limits.traffic()
         self._speed_desk = SpeedDesk(self._traffic)
         self._handler: Handler | None = None
+        self._is_member: Callable[[PeerId], bool] = lambda peer: False
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -123,6 +124,10 @@ class HivemindTransport:
         await p2p.add_binary_stream_handler(_SPEED_NAME, self._serve_speed)
         await self.refresh_addresses()
         self._spawn(self._follow_addresses(p2p))
+
+    def is_member(self, peer: PeerId) -> bool:
+        """Whether who serves takes `peer` for no stranger."""
+        return self._is_member(peer)
 
     def known_addresses(self) -> list[str]:
         """Where other peers may be dialled, as far as we know; with their ids."""
@@ -150,9 +155,9 @@ class HivemindTransport:
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         self._book.learn(peer, addresses)
 
-    async def serve(self, handler: Handler) -> None:
-        self._handler = handler
-        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id)
+    async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
+        self._handler, self._is_member = handler, is_member
+        self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
         """Ends what is being served; the daemon is the network's to end."""

@@ -29,7 +29,7 @@ from spes_p2p.sync.core.messages import (
 )
 from spes_p2p.sync.core.plan import reducer_order
 from spes_p2p.sync.core.round_state import CoreState
-from spes_p2p.sync.core.rules import check_certificate, check_child, check_plan
+from spes_p2p.sync.core.rules import check_certificate, check_child, check_newcomers, check_plan
 
 MOST_BORROWED = 16
 """So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""
@@ -225,6 +225,7 @@ class Hearing(CoreState):
             return False
         try:
             check_child(self.rules, current.tip, proposal.manifest)
+            check_newcomers(current.tip, proposal.manifest)
         except RemoteProtocolError as error:
             self._note("refused", str(error), proposal.leader)
             return True

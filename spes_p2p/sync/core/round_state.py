@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members, trainers
+from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members, rank, trainers
 from spes_p2p.sync.core.actions import Action, Notice, Persist
 from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, MOST_TURNS, Contact, Heard, Key, RoundState, Wanted
 from spes_p2p.sync.core.messages import (
@@ -529,6 +529,7 @@ class CoreState:
         if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
             heard = [m for m in self.tip.members if m.peer in leavers]
             leavers = set()
+        newcomers.sort(key=lambda member: rank(self.round.head, member.peer))  # a low peer id is no privilege
         members = next_members(self.tip.members, heard, newcomers, leavers, MAX_MEMBERS)
         named = {member.peer for member in members}
         return members, {peer: wish for peer, wish in wishes.items() if peer in named}

@@ -14,8 +14,8 @@ from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish, assign
-from spes_p2p.ownership.expert_map import Ownership, nobody
-from spes_p2p.swarm.membership import LINK_CLASSES, Member, electors, is_majority, trainers, with_votes
+from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
+from spes_p2p.swarm.membership import LINK_CLASSES, Member, electors, is_majority, most_new, trainers, with_votes
 from spes_p2p.sync.core.fragments import due_tiles
 from spes_p2p.sync.core.messages import (
     DEGRADED,
@@ -37,6 +37,8 @@ from spes_p2p.sync.core.messages import (
 )
 
 NOBODY = PeerId("")
+IDLE_TURNS = 3
+"""So often a column may have no new version before owners that train nothing lose it, as if they were gone."""
 MOST_ROUNDS = 8
 """Rounds of work that one claim may be worth. An honest peer brings two at most (its own, and what it trained ahead
 while the last one was synced), and more only after rounds that did not count it."""
@@ -143,11 +145,40 @@ def child_manifest(
     rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], wishes: Mapping[PeerId, Wish]
 ) -> Manifest:
     """The manifest that commits `outcome` on top of `parent`, with `members` for the next round."""
+    idle = idle_members(parent, outcome.roster, members)
+    neglected = neglected_columns(rules, parent, idle)
     kept: frozenset[int] = frozenset()
     if rules.expert_rounds > 1:  # an owner may be rounds ahead: nobody takes over what was not handed out
-        kept = frozenset(range(rules.num_columns)) - {piece.block - 1 for piece in outcome.slices}
-    ownership = assign(parent.ownership, wishes, rules.target_replicas, kept)
+        kept = frozenset(range(rules.num_columns)) - {piece.block - 1 for piece in outcome.slices} - neglected
+    fitting = {
+        peer: _without_more(wish, columns_of(parent.ownership, peer), neglected) if peer in idle else wish
+        for peer, wish in wishes.items()
+    }
+    ownership = assign(parent.ownership, fitting, rules.target_replicas, kept)
     return _derived(rules, parent, outcome, members, ownership)
+
+
+def idle_members(parent: Manifest, roster: Sequence[Contribution], members: Sequence[Member]) -> frozenset[PeerId]:
+    """Who trained nothing that this round or the one before it counted, while others did and it was a member."""
+    if not (roster and parent.roster):
+        return frozenset()
+    trained = {entry.peer for entry in (*roster, *parent.roster)}
+    known = {(member.peer, member.incarnation) for member in parent.members}
+    return frozenset(m.peer for m in members if (m.peer, m.incarnation) in known and m.peer not in trained)
+
+
+def neglected_columns(rules: RunRules, parent: Manifest, idle: Collection[PeerId]) -> frozenset[int]:
+    """Columns with idle owners only, and no new version for IDLE_TURNS turns, with that of the child of `parent`."""
+    oldest = parent.round + 1 - IDLE_TURNS * rules.expert_rounds
+    columns = enumerate(zip(parent.ownership, parent.column_rounds, strict=True))
+    return frozenset(at for at, (owners, last) in columns if owners and last <= oldest and set(owners) <= set(idle))
+
+
+def _without_more(wish: Wish, owned: Collection[int], neglected: Collection[int]) -> Wish:
+    """The wish of one that is idle: what it has, less what it neglects; else it would be the first to be given more."""
+    left = set(owned) - set(neglected)
+    releases = tuple(sorted({*wish.releases, *set(owned) & set(neglected)}))
+    return replace(wish, max_columns=min(wish.max_columns, len(left)), releases=releases)
 
 
 def _derived(
@@ -227,6 +258,16 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     if rules.exchange and {p for s in child.slices for p in s.contributors} != {entry.peer for entry in child.roster}:
         raise RemoteProtocolError(f"round {child.round}: the roster counts work that went into no slice")
     _check_merge(rules, parent, child)
+
+
+def check_newcomers(parent: Manifest, child: Manifest) -> None:
+    """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
+    majority has committed, or the organiser renewed, is followed as it is.
+    """
+    new = {member.peer for member in child.members} - {member.peer for member in parent.members}
+    most = most_new(len(parent.members))
+    if len(new) > most:
+        raise RemoteProtocolError(f"manifest of round {child.round}: {len(new)} new members, at most {most} can be")
 
 
 def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:

@@ -93,7 +93,7 @@ class Organiser:
     async def start(self) -> None:
         """Begins to answer."""
         self._caretaker.start()
-        await self._transport.serve(self)
+        await self._transport.serve(self, self.chain.names)
         self._take_seat()
 
     async def stop(self) -> None:
