@@ -213,12 +213,11 @@ class Joining:
                     return found
                 self._say_once(f"waiting until {self._config.swarm.min_peers} peers have come")
         except asyncio.CancelledError:
+            await _end(asking.values())
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
             raise
         finally:
-            for task in asking.values():
-                task.cancel()
-            await asyncio.gather(*asking.values(), return_exceptions=True)
+            await _end(asking.values())
 
     async def _first_genesis(self, asking: dict[PeerId, asyncio.Task[Commit | None]], seconds: float) -> Commit | None:
         """What one of those who are asked has given within `seconds`; those who have answered are taken out."""
@@ -346,6 +345,12 @@ class Joining:
         if newer is None:
             raise version.damage(left[0])
         return newer
+
+
+async def _end(tasks: Iterable[asyncio.Task[Commit | None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
