@@ -130,7 +130,7 @@ def _record_reader(kind: type, arguments: tuple[Any, ...]) -> _Reader:
             raise _Mismatch(f"expected {len(names)} fields of {kind.__name__}, got {_brief(plain)}")
         values, at = plain.copy(), 0
         try:
-            for at, reader in unclear if tuple(map(type, plain)) == usual else readers:  # noqa: B007
+            for at, reader in unclear if tuple(map(type, plain)) == usual else readers:
                 values[at] = reader(plain[at])
         except _Mismatch as error:
             error.path.append(names[at])
