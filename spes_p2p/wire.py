@@ -136,7 +136,7 @@ def _record_reader(kind: type, arguments: tuple[Any, ...]) -> _Reader:
             error.path.append(names[at])
             raise
         if is_plain:
-            made = object.__new__(kind)
+            made: Any = object.__new__(kind)
             made.__dict__.update(zip(names, values))  # the __init__ of a frozen class sets each field by a call
             return made
         try:
