@@ -76,7 +76,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path, temporary: Pat
         swarm.wait_for_round(last_round(swarm.processes["p0"]) + 2, NAMES, 120.0)
 
         for process in swarm.processes.values():
-            told.shared |= shared_memory_of(process.pid, told.folder)
+            told.shared |= shared_memory_of(process.pid, told.folder.parent)
         kill_a_rank(swarm.processes["p0"])
         told.rank_code = swarm.processes["p0"].wait(60.0)
         swarm.wait_for_round(last_round(swarm.processes["p1"]) + 2, ["p1"], 120.0)
