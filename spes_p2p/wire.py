@@ -45,8 +45,9 @@ def unpack(kind: type[T], data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     if len(data) > max_bytes:
         raise RemoteProtocolError(f"{kind.__name__} of {len(data)} bytes is larger than the {max_bytes} allowed")
     try:
+        lists = _counted() if len(data) > MAX_LISTS else None  # each takes a byte at least
         plain = msgpack.unpackb(
-            data, raw=False, list_hook=_counted(), object_pairs_hook=_no_map, max_map_len=0, max_ext_len=0
+            data, raw=False, list_hook=lists, object_pairs_hook=_no_map, max_map_len=0, max_ext_len=0
         )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise RemoteProtocolError(f"not a msgpack value where {kind.__name__} was expected: {error}") from error
@@ -118,18 +119,26 @@ def _reader(kind: Any) -> _Reader:
 def _record_reader(kind: type, arguments: tuple[Any, ...]) -> _Reader:
     hints, names = typing.get_type_hints(kind), _names_of(kind)
     bound = dict(zip(getattr(kind, "__parameters__", ()), arguments, strict=True))
-    readers = [_reader(bound.get(hints[name], hints[name])) for name in names]
+    kinds = [bound.get(hints[name], hints[name]) for name in names]
+    readers = list(enumerate(_reader(kind) for kind in kinds))
+    is_plain = not (hasattr(kind, "__post_init__") or hasattr(kind, "__slots__"))
+    usual = tuple(_type_of(kind) for kind in kinds)
+    unclear = [(at, reader) for at, reader in readers if usual[at] not in (bool, str, bytes)]
 
     def read(plain: Any) -> Any:
         if type(plain) is not list or len(plain) != len(names):
             raise _Mismatch(f"expected {len(names)} fields of {kind.__name__}, got {_brief(plain)}")
-        values: list[Any] = []
+        values, at = plain.copy(), 0
         try:
-            for reader, item in zip(readers, plain):
-                values.append(reader(item))
+            for at, reader in unclear if tuple(map(type, plain)) == usual else readers:
+                values[at] = reader(plain[at])
         except _Mismatch as error:
-            error.path.append(names[len(values)])
+            error.path.append(names[at])
             raise
+        if is_plain:
+            made: Any = object.__new__(kind)
+            made.__dict__.update(zip(names, values))  # the __init__ of a frozen class sets each field by a call
+            return made
         try:
             return kind(*values)
         except ValueError as error:  # raised by a __post_init__ that checks a range
@@ -138,9 +147,20 @@ def _record_reader(kind: type, arguments: tuple[Any, ...]) -> _Reader:
     return read
 
 
+def _type_of(kind: Any) -> type | None:
+    """The one type that the plain value of an annotation can have; None where there are several."""
+    if isinstance(kind, typing.NewType):
+        return _type_of(kind.__supertype__)
+    if get_origin(kind) in (Union, types.UnionType):
+        return None
+    return kind if kind in (bool, str, bytes, int, float) else list
+
+
 def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        one = _reader(arguments[0])
+        one, usual = _reader(arguments[0]), {_type_of(arguments[0])}
+        if usual <= {bool, str, bytes}:
+            return lambda plain: tuple(plain if set(map(type, _list(plain))) <= usual else map(one, plain))
         return lambda plain: tuple([one(item) for item in _list(plain)])
     readers = [_reader(argument) for argument in arguments]
 
@@ -162,13 +182,19 @@ def _scalar_reader(kind: Any) -> _Reader:
     def read(plain: Any) -> Any:
         if type(plain) is not kind:
             raise _Mismatch(f"expected {kind.__name__}, got {_brief(plain)}")
-        if kind is int and not -_INT64 <= plain < _INT64:
-            raise _Mismatch(f"{plain} does not fit in 64 bits")
-        if kind is float and not math.isfinite(plain):
-            raise _Mismatch(f"{plain} is not finite")
         return plain
 
-    return read
+    def read_int(plain: Any) -> Any:
+        if type(plain) is int and -_INT64 <= plain < _INT64:
+            return plain
+        raise _Mismatch(f"{read(plain)} does not fit in 64 bits")
+
+    def read_float(plain: Any) -> Any:
+        if type(plain) is float and math.isfinite(plain):
+            return plain
+        raise _Mismatch(f"{read(plain)} is not finite")
+
+    return {int: read_int, float: read_float}.get(kind, read)
 
 
 def _brief(plain: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import runpy
@@ -30,6 +31,34 @@ def has_torch_for_cuda() -> bool:
 
 if shutil.which("nvidia-smi") is None or not has_torch_for_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton loads: its kernels run on the CPU here
+
+
+LONGEST = (
+    "tests/sync/test_explorer.py",
+    "tests/swarm/test_kill_anywhere.py",
+    "tests/swarm/test_life_of_a_swarm.py",
+    "tests/testing/test_exhaustive.py",
+    "tests/swarm/",
+    "tests/cli/test_processes.py",
+    "tests/sync/test_kill_in_memory.py",
+    "tests/sync/",
+)
+"""What takes minutes begins first, so that no worker is left alone with it at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadfile --no-loadscope-reorder`, which hands out files in the order of their tests."""
+
+    def place(item: pytest.Item) -> int:
+        return next((at for at, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported stays: nobody who collects garbage needs to walk through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -125,4 +125,4 @@ def test_the_layers_are_those_that_are_checked() -> None:
 def test_every_error_and_warning_is_in_the_troubleshooting_page() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "make_error_docs.py"))
     assert script["render"]() == text_of(script["PAGE"]), "run: python scripts/make_error_docs.py"
-    assert len(script["messages"]()) > 300
+    assert len(re.findall(r"^\|", text_of(script["PAGE"]), re.M)) > 300

@@ -86,6 +86,33 @@ def test_anything_else_is_refused_and_the_place_named(plain: object, complaint: 
         unpack(Outer, msgpack.packb(plain, use_bin_type=True))
 
 
+@dataclass(frozen=True)
+class Flat:
+    count: int
+    share: float
+    names: tuple[Name, ...]
+    flag: bool
+
+
+@pytest.mark.parametrize(
+    ("plain", "complaint"),
+    [
+        ([2**63, 0.5, [], True], r"Flat\.count: 9223372036854775808 does not fit in 64 bits"),
+        ([1, float("nan"), [], True], r"Flat\.share: nan is not finite"),
+        ([1, 0.5, ["a", b"b"], True], r"Flat\.names: expected str, got b'b'"),
+        ([1, 0.5, "ab", True], r"Flat\.names: expected a list, got 'ab'"),
+        ([1, 0.5, [], 1], r"Flat\.flag: expected bool, got 1"),
+        ([True, 0.5, [], True], r"Flat\.count: expected int, got True"),
+    ],
+)
+def test_so_it_is_where_every_field_has_one_type(plain: object, complaint: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=complaint):
+        unpack(Flat, msgpack.packb(plain, use_bin_type=True))
+    good = Flat(-(2**63), 0.5, (Name("a"), Name("b")), True)
+    assert unpack(Flat, pack(good)) == good
+    assert hash(unpack(Flat, pack(good))) == hash(good)
+
+
 def test_bytes_that_are_too_many_are_refused_unread() -> None:
     with pytest.raises(RemoteProtocolError, match="larger than the 10 allowed"):
         unpack(Outer, pack(EXAMPLE), max_bytes=10)

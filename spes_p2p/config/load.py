@@ -9,6 +9,8 @@ import difflib
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +131,17 @@ _Loader.add_implicit_resolver(
 
 def _parse(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return deepcopy(_read(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}", fix="mend that line") from error
+    except RecursionError as error:
+        raise ConfigError(f"{origin} is nested too deeply", fix="write sections of plain values") from error
+
+
+@lru_cache(maxsize=64)
+def _read(text: str) -> Any:
+    """The same few texts are read again and again, each for some 10 ms."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def _dump(tree: dict[str, Any]) -> str:

@@ -116,8 +116,10 @@ class RankTrainer:
             self.model.set_owned(owned)
             self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
         if changed:
+            was_wrapped = self._forward not in (None, self.model)
             self._forward, self._rehearsed = None, False
-            gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
+            if was_wrapped:
+                gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
             compiled = self.config.model.torch_compile
             # DDP wants gradients of the parameters' dtype
             self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)

@@ -63,6 +63,7 @@ def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, messag
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
+        ("[" * 5000, "is nested too deeply"),
         ("3", "not a tree of sections"),
         ("model: 3", "model is 3, not a section"),
         ("model:\n  d_model: 3\n  d_model: 4", "d_model stands twice"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from spes_p2p.planning.memory import Workload, predict
 from spes_p2p.planning.options import KEYS, Options, is_agreed
@@ -16,6 +16,8 @@ from spes_p2p.planning.search import MOST_BF16_SUMS, most_columns, one_step_down
 from spes_p2p.planning.units import GIB
 from tests.planning.runs import PUBLISHED, run_named
 
+FEW = settings(max_examples=40)
+"""Each example searches a whole ladder of options."""
 MEMORIES = st.integers(2, 200).map(lambda size: size * GIB)
 
 
@@ -25,6 +27,7 @@ def work_of(name: str, owned: int | None = None, **options: object) -> Workload:
     return Workload.of(config, wanted, replace(Options.of(config), **options))  # type: ignore[arg-type]
 
 
+@FEW
 @given(st.sampled_from(PUBLISHED), st.integers(0, 8), MEMORIES)
 def test_what_is_chosen_fits_and_so_does_what_is_nearest(name: str, owned: int, memory: int) -> None:
     work = work_of(name, owned)
@@ -42,6 +45,7 @@ def test_what_is_chosen_fits_and_so_does_what_is_nearest(name: str, owned: int, 
         assert found.nearest.owned < owned
 
 
+@FEW
 @given(st.sampled_from(PUBLISHED), MEMORIES, MEMORIES)
 def test_more_memory_never_holds_fewer_columns(name: str, one: int, other: int) -> None:
     work, (less, more) = work_of(name), sorted((one, other))
@@ -49,6 +53,7 @@ def test_more_memory_never_holds_fewer_columns(name: str, one: int, other: int) 
     assert few <= many
 
 
+@FEW
 @given(st.sampled_from(PUBLISHED), MEMORIES)
 def test_the_rungs_say_what_fits_and_what_does_not(name: str, memory: int) -> None:
     work = work_of(name)
@@ -130,6 +135,7 @@ def test_one_sentence_says_whether_it_fits(name: str, gib: int, words: str) -> N
         assert told.search.nearest.memory.total <= usable(gib * GIB)
 
 
+@FEW
 @given(st.sampled_from(PUBLISHED), st.sampled_from([1, 2, 8]), st.integers(4, 80).map(lambda size: size * GIB))
 def test_gradients_in_bf16_are_chosen_for_few_micro_batches_only(name: str, ranks: int, memory: int) -> None:
     work = replace(work_of(name), ranks=ranks)

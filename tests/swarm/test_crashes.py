@@ -76,7 +76,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path, temporary: Pat
         swarm.wait_for_round(last_round(swarm.processes["p0"]) + 2, NAMES, 120.0)
 
         for process in swarm.processes.values():
-            told.shared |= shared_memory_of(process.pid)
+            told.shared |= shared_memory_of(process.pid, told.folder.parent)
         kill_a_rank(swarm.processes["p0"])
         told.rank_code = swarm.processes["p0"].wait(60.0)
         swarm.wait_for_round(last_round(swarm.processes["p1"]) + 2, ["p1"], 120.0)
@@ -115,15 +115,15 @@ def kill_a_rank(process: Process) -> None:
     rank.kill()
 
 
-def shared_memory_of(pid: int) -> set[str]:
-    """Files in memory, and semaphores, that a process and all below it have mapped or open."""
+def shared_memory_of(pid: int, folder: Path) -> set[str]:
+    """Files in memory, and semaphores, that a process and all below it have mapped or open outside `folder`."""
     found: set[str] = set()
     for process in (pid, *children(pid)):
         lines = Path(f"/proc/{process}/maps").read_text().splitlines()
         paths = [line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line]
         paths += [file.path for file in psutil.Process(process).open_files()]
         found.update(path for path in paths if path.startswith("/dev/shm/") and Path(path).exists())
-    return found
+    return {path for path in found if not Path(path).is_relative_to(folder)}
 
 
 def damage(folder: Path) -> str:

@@ -31,7 +31,7 @@ def config_of(codec: tuple[str, ...], *more: str, peers: int = 3) -> Config:
 
 @pytest.mark.parametrize("codec", CODECS, ids=" ".join)
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_every_round_is_what_the_books_say(tmp_path: Path, codec: tuple[str, ...], replicas: int) -> None:
+def test_every_round_is_what_the_books_say(folder: Path, codec: tuple[str, ...], replicas: int) -> None:
     async def play(swarm: MemorySwarm) -> None:
         books = Books(swarm)
         await swarm.start(["a", "b", "c"])
@@ -40,14 +40,14 @@ def test_every_round_is_what_the_books_say(tmp_path: Path, codec: tuple[str, ...
         assert books.check() > 0
         assert books.merges == 3
 
-    in_swarm(tmp_path, play, config_of(codec, f"swarm.target_replicas={replicas}"))
+    in_swarm(folder, play, config_of(codec, f"swarm.target_replicas={replicas}"))
 
 
 FAULTY = (("sync.codec=int4",), ("sync.codec=topk",), ("sync.codec=int8", "sync.expert_codec=int4"))
 
 
 @pytest.mark.parametrize("codec", FAULTY, ids=" ".join)
-def test_the_books_are_right_while_peers_die_come_back_and_leave(tmp_path: Path, codec: tuple[str, ...]) -> None:
+def test_the_books_are_right_while_peers_die_come_back_and_leave(folder: Path, codec: tuple[str, ...]) -> None:
     """Reducers change, ballots are tried again, a column passes to its second owner and to a stranger."""
 
     async def play(swarm: MemorySwarm) -> None:
@@ -67,7 +67,7 @@ def test_the_books_are_right_while_peers_die_come_back_and_leave(tmp_path: Path,
         assert books.check() > 0
         assert books.merges > 3
 
-    in_swarm(tmp_path, play, config_of(codec, "swarm.target_replicas=2", peers=4))
+    in_swarm(folder, play, config_of(codec, "swarm.target_replicas=2", peers=4))
 
 
 async def kill_the_leader(swarm: MemorySwarm) -> None:
@@ -81,7 +81,7 @@ async def kill_the_leader(swarm: MemorySwarm) -> None:
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
-def test_nothing_that_was_trained_is_lost(tmp_path: Path, codec: str) -> None:
+def test_nothing_that_was_trained_is_lost(folder: Path, codec: str) -> None:
     """What was committed of a column, and what its owner is still ahead, is what the owner trained from the start."""
 
     async def play(swarm: MemorySwarm) -> None:
@@ -100,7 +100,7 @@ def test_nothing_that_was_trained_is_lost(tmp_path: Path, codec: str) -> None:
                 committed = recorder.blocks[life.round][block]
                 assert np.abs(committed - initial.block(block)).max() > 10 * np.abs(difference).max()
 
-    in_swarm(tmp_path, play, small_config(f"sync.codec={codec}", "sync.merge_alpha=0.0"))
+    in_swarm(folder, play, small_config(f"sync.codec={codec}", "sync.merge_alpha=0.0"))
 
 
 TURNS = (("sync.codec=fp32",), ("sync.codec=int8",))
@@ -108,7 +108,7 @@ TURNS = (("sync.codec=fp32",), ("sync.codec=int8",))
 
 @pytest.mark.parametrize("codec", TURNS, ids=" ".join)
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_columns_take_turns(tmp_path: Path, codec: tuple[str, ...], replicas: int) -> None:
+def test_columns_take_turns(folder: Path, codec: tuple[str, ...], replicas: int) -> None:
     """Each in every third round; its owners go on from their own values, and the merge moves those too."""
 
     async def play(swarm: MemorySwarm) -> None:
@@ -125,10 +125,10 @@ def test_columns_take_turns(tmp_path: Path, codec: tuple[str, ...], replicas: in
         assert not any(event.stale_columns for life in swarm.up for event in life.applied_events)
         assert books.merges > 3
 
-    in_swarm(tmp_path, play, config_of(codec, "sync.expert_rounds=3", f"swarm.target_replicas={replicas}"))
+    in_swarm(folder, play, config_of(codec, "sync.expert_rounds=3", f"swarm.target_replicas={replicas}"))
 
 
-def test_who_leaves_hands_its_columns_out_first_and_who_dies_takes_some_along(tmp_path: Path) -> None:
+def test_who_leaves_hands_its_columns_out_first_and_who_dies_takes_some_along(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         recorder = Recorder(swarm)
         await swarm.start(["a", "b", "c"])
@@ -148,4 +148,4 @@ def test_who_leaves_hands_its_columns_out_first_and_who_dies_takes_some_along(tm
         assert said
         assert all("are lost with its owner" in text for text in said)
 
-    in_swarm(tmp_path, play, small_config("sync.expert_rounds=4"))
+    in_swarm(folder, play, small_config("sync.expert_rounds=4"))

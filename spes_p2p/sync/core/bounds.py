@@ -18,7 +18,7 @@ def is_sane_work(work: Work) -> bool:
     """Whether every number is one that a peer can honestly tell."""
     counts = (work.tokens, work.steps, work.sequences, work.expected_tokens)
     return (
-        all(0 <= count < MAX_COUNT for count in counts)
+        0 <= min(counts) <= max(counts) < MAX_COUNT
         and 0 <= work.seconds <= MAX_TRAINED_SECONDS  # false for NaN
         and 0 <= work.ready_in_seconds <= MAX_STEP_SECONDS
     )

@@ -117,11 +117,10 @@ class Hearing(CoreState):
 
     def _is_sane(self, status: Status) -> bool:
         """Nothing in it is longer or larger than it can be."""
-        slices, intent = sum(self.rules.block_tiles), status.intent
-        hashes = (status.head, status.plan, status.ballots.accepted_manifest)
+        intent = status.intent
         return (
-            all(len(name) == len(NO_HASH) for name in hashes)
-            and max(len(status.reports), len(status.staged)) <= slices
+            len(status.head) == len(status.plan) == len(status.ballots.accepted_manifest) == len(NO_HASH)
+            and max(len(status.reports), len(status.staged)) <= sum(self.rules.block_tiles)
             and max(len(intent.claims), len(intent.releases)) <= self.rules.num_columns
             and len(status.unheard) <= MAX_MEMBERS
             and status.round >= -1  # before genesis

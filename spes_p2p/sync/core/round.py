@@ -422,11 +422,13 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """
         current = self.round
         ahead, strays = [], []
+        head = current.head
         for peer, contact in self.contacts.items():
-            if contact.status.head != current.head and contact.status.head not in self._outdone:
-                if contact.status.round > current.tip.round and self.alive(peer, now):
+            status = contact.signed.value
+            if status.head != head and status.head not in self._outdone:
+                if status.round > current.tip.round and self.alive(peer, now):
                     ahead.append(contact)
-                elif self._is_stray(contact.status) and self.alive(peer, now):
+                elif self._is_stray(status) and self.alive(peer, now):
                     strays.append(contact)
         if not ahead:
             self._ahead_since = None

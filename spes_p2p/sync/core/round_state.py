@@ -166,11 +166,13 @@ class CoreState:
 
     def _electors_here(self) -> list[Status]:
         """Statuses of other electors that stand on our head, in the incarnation that may vote."""
-        found = []
+        found, head, contacts = [], self.round.head, self.contacts
         for peer, incarnation in self._elector.items():
-            contact = self.contacts.get(peer)
-            if contact and contact.status.head == self.round.head and contact.status.incarnation == incarnation:
-                found.append(contact.status)
+            contact = contacts.get(peer)
+            if contact is not None:
+                status = contact.signed.value
+                if status.head == head and status.incarnation == incarnation:
+                    found.append(status)
         return found
 
     def _trainers_here(self, now: float) -> list[Status]:
