@@ -315,7 +315,7 @@ def test_what_was_made_without_a_lost_commit_is_not_undone_by_a_renewal(
         await until(other.driver.core.is_elector, 300.0)
         await last.kill()
         reached = other.round
-        await asyncio.sleep(100.0)
+        await asyncio.sleep(300.0)
         assert other.round > reached + 3
         assert not [notice for notice in other.notices if notice.kind == "fork"]
 
