@@ -181,7 +181,7 @@ class Making:
             return LOST
         return await self._tasks.in_thread(lambda: self._values_of(piece, data, base))
 
-    def _values_of(self, piece: Slice, data: bytes, base: Version) -> Values:
+    def _values_of(self, piece: Slice, data: memoryview, base: Version) -> Values:
         """The values that a contribution stands for."""
         codec = self._layout.codec_of(piece.block)
         if codec == "fp32":
@@ -193,7 +193,7 @@ class Making:
                 at + self._layout.wire_bytes(tile),
                 slice(tile.start - tiles[0].start, tile.stop - tiles[0].start),
             )
-            values[part] = changed_values(codec, memoryview(data)[at:end], before[tile.start : tile.stop])
+            values[part] = changed_values(codec, data[at:end], before[tile.start : tile.stop])
             at = end
         return values
 
@@ -262,7 +262,7 @@ class Making:
         def is_wanted() -> bool:
             return self._core.head == head and self._core.wants_staged(key, action.hashes)
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             async with self.lock:
                 if is_wanted():
                     self._open_bench()
@@ -334,7 +334,7 @@ class Making:
         self._open_bench()
         missing = await self._tasks.in_thread(lambda: self._bench.gather(slices, joined))
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
         await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take, wire=True)
@@ -347,7 +347,7 @@ class Making:
         self._notice(do.Notice("arithmetic", f"{len(differ)} tiles came out differently here", others[0]))
         self._bench.begin_repair()
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._bench.mend(tiles))
 
         await self._transfers.tiles({at: theirs[at] for at in differ}, others, take)
