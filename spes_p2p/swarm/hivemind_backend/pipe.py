@@ -74,11 +74,12 @@ class Incoming(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         assert isinstance(writer.transport, asyncio.Transport)
         self._transport = writer.transport
+        self._opened = reader, writer  # asyncio ends a stream when one of them is gone
         self._room: memoryview | None = None
         self._filled = 0
         self._full: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._ahead = memoryview(b"")
+        self._ahead = self._spare = memoryview(b"")
         self._ended = reader.at_eof() or self._transport.is_closing()
         self._error: Exception | None = None
         self._transport.set_protocol(self)
@@ -121,12 +122,12 @@ class Incoming(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._room is not None:
             return self._room[self._filled :]
-        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
-        return self._ahead
+        self._spare = memoryview(bytearray(_AHEAD_BYTES))
+        return self._spare
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._room is None:
-            self._ahead = self._ahead[:nbytes]
+            self._ahead = self._spare[:nbytes]
             self._transport.pause_reading()
             return
         self._filled += nbytes
