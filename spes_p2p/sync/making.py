@@ -200,12 +200,15 @@ class Making:
     def _average(
         self,
         piece: Slice,
-        found: Mapping[PeerId, Values],
+        found: dict[PeerId, Values],
         roster: Mapping[PeerId, Contribution],
         base: Version,
         out: dict[PeerId, str],
     ) -> tuple[list[_Tile] | None, tuple[PeerId, ...]]:
-        """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`."""
+        """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`.
+
+        `found` is used up: the mean takes the place of somebody's values.
+        """
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
         lossy, rules = self._layout.codec_of(piece.block) != "fp32", self._core.rules
@@ -216,7 +219,9 @@ class Making:
         fit = tuple(peer for peer in piece.contributors if peer not in out)
         if not fit:
             return None, fit
-        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit])
+        spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
+        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit], spent)
+        found.clear()
         parts = [slice(tile.start - tiles[0].start, tile.stop - tiles[0].start) for tile in tiles]
         made = [self._handed_out(tile, mean[part], before[part]) for tile, part in zip(tiles, parts, strict=True)]
         if not all(tile.left is None or np.isfinite(tile.left).all() for tile in made):

@@ -33,8 +33,6 @@ TILES_A_FETCH = 4
 """Tiles asked for at once where they are small: large enough for the way, small enough for the memory of both sides."""
 IN_FLIGHT_BYTES = 32 * 2**20
 """What tiles that are being fetched may take of memory; four streams there are in any case."""
-FETCH_BYTES = 4 * 2**20
-"""What tiles that are asked for at once take together, where it is more than one."""
 TakeTiles = Callable[[list[tuple[int, memoryview, Hash]]], Awaitable[None]]
 """Is given tiles as (id, bytes, hash), the bytes checked."""
 
@@ -297,7 +295,7 @@ class Transfers:
 
     def _at_once(self, tile_bytes: int) -> int:
         """How many tiles of this size to ask for at once: who has them copies them together."""
-        return max(1, min(TILES_A_FETCH, FETCH_BYTES // tile_bytes))
+        return max(1, min(TILES_A_FETCH, requests.MAX_JOINED_BYTES // tile_bytes))
 
 
 async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:
