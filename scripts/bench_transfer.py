@@ -4,9 +4,11 @@
     python scripts/bench_transfer.py --mib 128 --peers 4
 
 One to one: tiles that are checked by hash, beside plain TCP and `load_state_from_peers`. All to all: a round of real
-peers that exchange shared parameters, from the moment when the round closes to its commit on disk (with votes, hashes
-and files), beside `AllReduceRunner` for a tensor of the same size with as many processes (which leaves the values in
-memory, and agrees on nothing). Memory is what a peer's process had beyond what it held when it stopped training.
+peers that exchange shared parameters, from the moment when the last of them has trained to the last one's commit on
+disk (with votes, hashes and files), beside `AllReduceRunner` for a tensor of the same size with as many processes, from
+the moment when all begin to the last one's end (which leaves the values in memory, and agrees on nothing). Both move
+every value 2 (n - 1) / n times from each peer, by libp2p daemons of the same kind. Memory is what a peer's process and
+its daemon took at most in the sync beyond what they had right before it: values, gradients and moments do not count.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 MIB = 2**20
+WIDTH = 512
 TILE_BYTES = 4 * MIB
 PARALLEL = 4
 WORKERS = multiprocessing.get_context("spawn")
@@ -47,20 +52,36 @@ def main() -> None:
     ours = _best(_pair(_serve_tiles, _ask_tiles, size, arguments.rounds))
     _row("our tiles, checked by hash", size / ours, size / theirs)
 
-    moved = 2 * (arguments.peers - 1) * size
+    peers = arguments.peers
+    moved = 2 * (peers - 1) * size
     print(
-        f"\n{arguments.peers} peers average {arguments.mib} MiB each; all of them together move {moved / MIB:.0f} MiB:"
+        f"\n{peers} peers average {arguments.mib} MiB each, by the formula {moved / peers / MIB:.1f} MiB up for each:"
     )
-    theirs = statistics.median(_all_reduce(arguments.peers, size, arguments.rounds)[1:])
-    _row("hivemind AllReduceRunner", moved / theirs, None)
-    ours, memory = _our_rounds(arguments.peers, size, arguments.rounds)
-    _row("our round: close to commit on disk", moved / ours, moved / theirs)
-    print(f"  memory of a peer beyond that at the end of training: {memory / MIB:.0f} MiB (target: below 128)")
+    theirs = _all_reduce(peers, size, arguments.rounds)[1:]
+    reference = moved / statistics.median(found.seconds for found in theirs)
+    _row("hivemind AllReduceRunner", reference, None)
+    _costs(theirs, moved)
+    ours = _our_rounds(peers, size, arguments.rounds)
+    rate = moved / statistics.median(found.seconds for found in ours)
+    _row("our round: trained to commit on disk", rate, reference)
+    _costs(ours, moved)
+    up = statistics.median(found.sent for found in ours) / peers / MIB
+    print(f"  of {len(ours)} rounds; {up:.1f} MiB up for each peer, messages and columns among them")
+    memory = max(found.memory for found in ours) / MIB
+    print(f"  memory of a peer in the sync beyond that right before it: {memory:.0f} MiB (target: below 128)")
 
 
 def _row(what: str, rate: float, reference: float | None) -> None:
     beside = "" if reference is None else f"  {rate / reference:5.2f} times hivemind's"
     print(f"  {what:36} {rate / MIB:7.0f} MiB/s{beside}", flush=True)
+
+
+def _costs(found: Sequence[_Cost], moved: int) -> None:
+    python, daemon = (statistics.median(getattr(cost, name) for cost in found) for name in ("python", "daemon"))
+    per = 1000 * MIB / moved
+    print(
+        f"    processor: {python * per:.1f} ms a MiB in Python, {daemon * per:.1f} in the libp2p daemons, of all peers"
+    )
 
 
 def _best(seconds: Sequence[float]) -> float:
@@ -213,8 +234,19 @@ async def _ask_state(pipe: Connection, size: int, times: int) -> None:
 # ---- all to all ----
 
 
-def _all_reduce(peers: int, size: int, times: int) -> list[float]:
-    """Seconds of each all-reduce: from the moment when all processes begin to the last one's end."""
+@dataclass(frozen=True)
+class _Cost:
+    """Of one round, all peers together: wall time, processor time, bytes up, and of one peer at most memory."""
+
+    seconds: float
+    python: float
+    daemon: float
+    sent: int = 0
+    memory: int = 0
+
+
+def _all_reduce(peers: int, size: int, times: int) -> list[_Cost]:
+    """Each all-reduce, from the moment when all processes begin to the last one's end."""
     pipes, processes = [], []
     for _ in range(peers):
         here, there = WORKERS.Pipe()
@@ -227,23 +259,24 @@ def _all_reduce(peers: int, size: int, times: int) -> list[float]:
     for pipe in pipes[1:]:
         pipe.send(names[0][1])
         names.append(pipe.recv())
-    found = []
+    watch, spans = _Watch([process.pid for process in processes if process.pid]), []
     for at in range(times):
         for pipe in pipes:
             pipe.send(([name for name, _ in names], at))
         for pipe in pipes:
             pipe.recv()
-        began = time.perf_counter()
+        began = time.time()
         for pipe in pipes:
             pipe.send("go")
         for pipe in pipes:
             pipe.recv()
-        found.append(time.perf_counter() - began)
+        spans.append((began, time.time()))
+    watch.stop()
     for pipe in pipes:
         pipe.send(None)
     for process in processes:
         process.join()
-    return found
+    return [_Cost(end - began, *watch.processor(began, end)) for began, end in spans]
 
 
 async def _reduce_with_others(pipe: Connection, size: int, times: int) -> None:
@@ -269,62 +302,111 @@ async def _reduce_with_others(pipe: Connection, size: int, times: int) -> None:
     await p2p.shutdown()
 
 
-def _our_rounds(peers: int, size: int, times: int) -> tuple[float, int]:
-    """(median seconds from the close of a round to its commit on disk, most anonymous memory beyond training's)."""
+def _our_rounds(peers: int, size: int, times: int) -> list[_Cost]:
+    """Each round that counted everybody, without the first two, from the last READY to the last commit on disk."""
     from spes_p2p.observe.events import Round
     from spes_p2p.observe.sinks import EventReader
     from spes_p2p.testing.processes import LocalSwarm
     from spes_p2p.testing.quickstart import CONFIG, QuickstartOptions, prepare
 
-    rows = size // 4 // 2 // 512  # embedding and head, with 512 values a row
+    others = 4 * WIDTH * WIDTH + (8 + 3) * WIDTH  # attention, router, norms
+    rows = (size // 4 - others) // 2 // WIDTH  # embedding and head
     overrides = (
-        "model.d_model=512", "model.num_heads=8", "model.num_layers=1", "model.expert_ffn=8", "model.num_experts=8",
-        f"model.embedding_rows={rows}", "data.sequence_length=32", "data.block_sequences=4", "sync.steps_per_round=1",
-        "optimizer.batch_sequences=1", "sync.merge_alpha=0", "sync.tile_values=1048576", "eval.sequences=1",
+        f"model.d_model={WIDTH}", "model.num_heads=8", "model.num_layers=1", "model.expert_ffn=8",
+        "model.num_experts=8", f"model.embedding_rows={rows}", "data.sequence_length=32", "data.block_sequences=4",
+        "sync.steps_per_round=1", "optimizer.batch_sequences=1", "sync.merge_alpha=0", "sync.tile_values=1048576",
+        "eval.sequences=1",
     )  # fmt: skip
+    rounds = times + 1
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as folder:
-        options = QuickstartOptions(Path(folder) / "swarm", peers, times + 1, overrides=overrides)
+        options = QuickstartOptions(Path(folder) / "swarm", peers, rounds, overrides=overrides)
         data, _, agreed, local = prepare(options, lambda text: None)
         with LocalSwarm(options.output) as swarm:
             swarm.bootstrap(CONFIG, data, agreed)
             names = [f"peer-{index}" for index in range(peers)]
-            running = [swarm.peer(name, data, ["--rounds", str(times + 1), *local]) for name in names]
-            memory = _Memory([process.pid for process in running])
+            running = [swarm.peer(name, data, ["--rounds", str(rounds), *local]) for name in names]
+            watch = _Watch([process.pid for process in running])
             for process in running:
                 if process.wait(600.0) != 0:
                     raise SystemExit(f"a peer failed: {process.last_words()}")
-            grown = memory.stop()
-        seconds = []
-        for name in names:
-            for _, event in EventReader(options.output / name / "metrics.jsonl").read():
-                if isinstance(event, Round) and event.round > 2:
-                    seconds.append(sum(value for phase, value in event.seconds.items() if phase != "train"))
-    return statistics.median(seconds), grown
+            watch.stop()
+        spans: dict[int, list[tuple[int, float, float, int]]] = {}
+        for name, process in zip(names, running, strict=True):
+            for at, event in EventReader(options.output / name / "metrics.jsonl").read():
+                if isinstance(event, Round) and event.round > 2 and event.roster_size == peers:
+                    ready = at - sum(value for phase, value in event.seconds.items() if phase != "train")
+                    spans.setdefault(event.round, []).append((process.pid, ready, at, event.bytes_sent))
+    found = []
+    for span in (span for span in spans.values() if len(span) == peers):
+        began, end = max(ready for _, ready, _, _ in span), max(at for _, _, at, _ in span)
+        memory = max(watch.growth(pid, ready, at) for pid, ready, at, _ in span)
+        sent = sum(sent for _, _, _, sent in span)
+        found.append(_Cost(end - began, *watch.processor(began, end), sent, memory))
+    if not found:
+        raise SystemExit("no round counted everybody: try again, or with more --rounds")
+    return found
 
 
-class _Memory:
-    """Samples the anonymous memory of processes; what they have beyond their usual (their median) counts."""
+class _Watch:
+    """Samples processes and the daemons that they started: anonymous memory, processor time."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        self._samples: dict[int, list[int]] = {pid: [] for pid in pids}
+        self._peers = {pid: psutil.Process(pid) for pid in pids}
+        self._samples: list[tuple[float, dict[int, _Sample]]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
     def _watch(self) -> None:
+        looks = 0
+        families: dict[int, list[psutil.Process]] = {}
         while not self._ended.wait(0.02):
-            for pid, samples in self._samples.items():
-                try:
-                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                except OSError:  # it has ended
-                    continue
-                samples += [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")]
+            if looks % 25 == 0:
+                families = {pid: _family(peer) for pid, peer in self._peers.items()}
+            looks += 1
+            self._samples.append((time.time(), {pid: _sample(family) for pid, family in families.items()}))
 
-    def stop(self) -> int:
+    def stop(self) -> None:
         self._ended.set()
         self._thread.join()
-        late = [samples[len(samples) // 2 :] for samples in self._samples.values() if len(samples) > 1]
-        return max(max(samples) - min(samples) for samples in late)
+
+    def growth(self, pid: int, began: float, end: float) -> int:
+        """Bytes of memory, at most, beyond those at the last look before."""
+        before = [samples[pid].memory for at, samples in self._samples if at <= began][-1]
+        return max((samples[pid].memory - before for at, samples in self._samples if began < at <= end), default=0)
+
+    def processor(self, began: float, end: float) -> tuple[float, float]:
+        """Seconds of all, (Python, daemons)."""
+        first = [samples for at, samples in self._samples if at <= began][-1]
+        last = next((samples for at, samples in self._samples if at >= end), self._samples[-1][1])
+        python = sum(last[pid].python - first[pid].python for pid in self._peers)
+        return python, sum(last[pid].daemon - first[pid].daemon for pid in self._peers)
+
+
+class _Sample(NamedTuple):
+    memory: int
+    python: float
+    daemon: float
+
+
+def _family(peer: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [peer, *(child for child in peer.children() if child.name() == "p2pd")]
+    except psutil.Error:  # it has ended
+        return []
+
+
+def _sample(family: Sequence[psutil.Process]) -> _Sample:
+    memory, spent = 0, [0.0, 0.0]
+    for at, process in enumerate(family):
+        try:
+            usage = process.memory_info()
+            memory += usage.rss - usage.shared  # without what is mapped from files
+            times = process.cpu_times()
+        except psutil.Error:  # it has ended
+            continue
+        spent[at > 0] += times.user + times.system
+    return _Sample(memory, *spent)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def pack(value: Any) -> bytes:
     return packed
 
 
-def unpack(kind: type[T], data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
+def unpack(kind: type[T], data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     """The `kind` that `data` encodes.
 
     Raises RemoteProtocolError where the bytes are not exactly one such value or exceed `max_bytes`. Takes at most some

@@ -34,6 +34,6 @@ def hash_tiles(tiles: Iterable[bytes | memoryview], threads: int = HASH_THREADS)
         yield from pool.map(hash_tile, batch)
 
 
-def split_hashes(joined: bytes) -> tuple[Hash, ...]:
+def split_hashes(joined: bytes | memoryview) -> tuple[Hash, ...]:
     """The tile hashes that a hash file or message holds one after the other."""
-    return tuple(Hash(joined[at : at + HASH_BYTES]) for at in range(0, len(joined), HASH_BYTES))
+    return tuple(Hash(bytes(joined[at : at + HASH_BYTES])) for at in range(0, len(joined), HASH_BYTES))

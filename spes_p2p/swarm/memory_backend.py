@@ -240,7 +240,7 @@ class MemoryTransport:
 
     async def fetch(
         self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
-    ) -> tuple[bytes, bytes]:
+    ) -> tuple[bytes, memoryview]:
         self._require_life()
 
         async def open_stream() -> MemoryStream:

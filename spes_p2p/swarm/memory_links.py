@@ -179,6 +179,11 @@ class MemoryStream:
     async def read(self, max_bytes: int) -> bytes:
         return await self._incoming.read(max_bytes)
 
+    async def read_into(self, room: memoryview) -> int:
+        piece = await self._incoming.read(len(room))
+        room[: len(piece)] = piece
+        return len(piece)
+
     async def write(self, data: bytes | memoryview) -> None:
         await self._outgoing.write(data)
 

@@ -107,14 +107,14 @@ class Transport(Protocol):
 
     async def fetch(
         self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
-    ) -> tuple[bytes, bytes]:
-        """(header, data) of the Blob that the peer's handler answers.
+    ) -> tuple[bytes, memoryview]:
+        """(header, data) of the Blob that the peer's handler answers; the data is in memory of its own.
 
         `patient` says that others may go first: on both sides it gets few streams, and little of a limited rate.
 
         `timeout_seconds` is the longest pause between two chunks, not the whole transfer. The stream carries its length
-        and SHA-256; a cut stream is resumed at its offset a few times before PeerClosed is raised. A Blob larger than
-        `max_bytes` is refused (RemoteProtocolError) before it is read.
+        and a checksum; a cut stream is resumed at its offset a few times before PeerClosed is raised. A Blob larger
+        than `max_bytes` is refused (RemoteProtocolError) before it is read.
         """
         ...
 

@@ -5,20 +5,24 @@ Knows no network library: a backend brings a ByteStream and gets `fetch_stream`;
 
     asker   REQUEST (offset, max_bytes, body)
     server  WAIT*                      one a second while the request waits for a free slot, or its blob is made
-            REFUSED words | BLOB (total_bytes, header), then the bytes from offset to the end, then SHA-256
+            REFUSED words | BLOB (total_bytes, header), then the bytes from offset to the end, then CRC-32
     asker   closes; the server holds the stream open until then, since closing it earlier may cut off its tail
 
-The SHA-256 goes over the blob's head and all its bytes, also those of earlier attempts, and follows the data, so that
-neither side has to read the data twice. A stream that ends early has no valid hash and is never taken for a whole one.
+The CRC-32 goes over the blob's head and all its bytes, also those of earlier attempts, and follows the data, so that
+neither side has to read the data twice. A stream that ends early has no valid one and is never taken for a whole one.
+It is against mistakes, not against liars: libp2p authenticates every stream, who sends may send what it likes, and what
+must be certain bytes (tiles, lists, pieces of data) is hashed by who asked for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
+
+import numpy as np
 
 from spes_p2p import wire
 from spes_p2p.errors import LocalProtocolError, PeerClosed, PeerSilent, RemoteProtocolError
@@ -31,7 +35,7 @@ MAX_REQUEST_BYTES = 64 * 2**10
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_RESUMES = 4
 _RESUME_PAUSE_SECONDS = 0.05
-DIGEST_BYTES = 32
+CHECKSUM_BYTES = 4
 REQUEST, WAIT, REFUSED, BLOB = b"Q", b"W", b"N", b"B"
 FRAME_SLACK = 64
 
@@ -47,6 +51,10 @@ class ByteStream(Protocol):
 
     async def read(self, max_bytes: int) -> bytes:
         """The next 1 to `max_bytes` bytes; b"" at the end, which may also mean that the stream was cut."""
+        ...
+
+    async def read_into(self, room: memoryview) -> int:
+        """The same, into `room`: how many bytes of it are filled now, 0 at the end. Not touched after that."""
         ...
 
     async def write(self, data: bytes | memoryview) -> None:
@@ -124,6 +132,11 @@ async def read_exactly(stream: ByteStream, size: int) -> bytes:
     return b"".join(pieces)
 
 
+def checksum_bytes(checksum: int) -> bytes:
+    """A CRC-32 as it travels."""
+    return checksum.to_bytes(CHECKSUM_BYTES, "big")
+
+
 async def fetch_stream(
     open_stream: Callable[[], Awaitable[ByteStream]],
     peer: PeerId,
@@ -132,12 +145,12 @@ async def fetch_stream(
     max_bytes: int,
     traffic: Traffic,
     patient: bool = False,
-) -> tuple[bytes, bytes]:
+) -> tuple[bytes, memoryview]:
     """(header, data) of the blob of `peer` that `request` names.
 
     Opens a stream, and another one at the offset reached when it is cut, at most MAX_RESUMES times. Raises PeerClosed,
     PeerSilent (no byte for `timeout_seconds`), RemoteProtocolError (refused, too large, wrong hash) and what
-    `open_stream` raises. Holds the received bytes, and once more as much for the moment of joining them.
+    `open_stream` raises. Nothing is copied: the bytes lie where they came from the stream.
     """
     if len(request) > MAX_REQUEST_BYTES:
         raise LocalProtocolError(f"a fetch request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are allowed")
@@ -166,24 +179,26 @@ class _Download:
         self._patient = patient
         self._traffic = traffic
         self._head: BlobHead | None = None
-        self._digest = hashlib.sha256()
-        self._pieces: list[bytes] = []
+        self._checksum = 0
+        self._data = memoryview(b"")
         self._received = 0
 
-    async def run(self, stream: ByteStream) -> tuple[bytes, bytes]:
+    async def run(self, stream: ByteStream) -> tuple[bytes, memoryview]:
         ask = FetchRequest(self._received, self._max_bytes, self._request, self._patient)
         await self._in_time(write_frame(stream, REQUEST, wire.pack(ask)))
         head = self._accept(await self._read_head(stream))
         while self._received < head.total_bytes:
-            most = min(self._traffic.download.piece_bytes, head.total_bytes - self._received)
-            piece = await self._in_time(stream.read(most))
-            if not piece:
+            room = self._data[self._received : self._received + self._traffic.download.piece_bytes]
+            count = await self._in_time(stream.read_into(room))
+            if not count:
                 raise PeerClosed(f"{self._name} cut the stream after {self._received} of {head.total_bytes} bytes")
-            self._take(piece)
-            await self._traffic.download.take(len(piece), not self._patient)
-        if await self._in_time(read_exactly(stream, DIGEST_BYTES)) != self._digest.digest():
-            raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong SHA-256")
-        return head.header, b"".join(self._pieces)
+            self._checksum = zlib.crc32(room[:count], self._checksum)
+            self._received += count
+            self._traffic.received += count
+            await self._traffic.download.take(count, not self._patient)
+        if await self._in_time(read_exactly(stream, CHECKSUM_BYTES)) != checksum_bytes(self._checksum):
+            raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong checksum")
+        return head.header, self._data
 
     async def _read_head(self, stream: ByteStream) -> BlobHead:
         kind, body = await self._in_time(read_frame(stream, MAX_HEADER_BYTES + FRAME_SLACK))
@@ -202,16 +217,11 @@ class _Download:
             )
         if self._head is None:
             self._head = head
-            self._digest.update(wire.pack(head))
+            self._checksum = zlib.crc32(wire.pack(head))
+            self._data = np.empty(head.total_bytes, np.uint8).data  # memory is taken as it is written to
         if head != self._head:
             raise RemoteProtocolError(f"the blob of {self._name} changed while it was fetched")
         return head
-
-    def _take(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._digest.update(piece)
-        self._received += len(piece)
-        self._traffic.received += len(piece)
 
     async def _in_time(self, step: Awaitable[T]) -> T:
         try:

@@ -191,7 +191,7 @@ class CatchUp:
         await self._in_thread(lambda: [staging.write_state(*tile) for tile in self._store.recall(wanted)])
         missing = {tile_id: tile_hash for tile_id, tile_hash in wanted.items() if not staging.has(tile_id)}
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
 
         await self._transfers.tiles(missing, holders, take, spread=True)
@@ -283,7 +283,7 @@ class CatchUp:
             for tile in tiles:
                 stage_tile(staging, self._outer, *tile)
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._in_thread(lambda: write(tiles))
 
         missing = {tile_id: name for tile_id, name in wanted.items() if not staging.has_wire(tile_id)}

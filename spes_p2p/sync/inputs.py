@@ -99,7 +99,10 @@ class _Frozen:
 
 
 def on_disk(path: Path, values: Values) -> Values:
-    """The same values, written to `path`, whose folder is made, and mapped; a copy in memory where the disk is full."""
+    """The same values, written to `path`, whose folder is made, and mapped; a copy in memory where the disk is full.
+
+    Read-only in either case.
+    """
     kept = np.ascontiguousarray(values, DTYPE)
     try:
         with storing(path, kept.nbytes):
@@ -108,7 +111,9 @@ def on_disk(path: Path, values: Values) -> Values:
         write_at(path, 0, bytes_of(kept))
     except StorageFull:
         path.unlink(missing_ok=True)
-        return np.array(kept)
+        held = np.array(kept)
+        held.flags.writeable = False
+        return held
     return map_block(path, kept.size)
 
 

@@ -181,7 +181,7 @@ class Making:
             return LOST
         return await self._tasks.in_thread(lambda: self._values_of(piece, data, base))
 
-    def _values_of(self, piece: Slice, data: bytes, base: Version) -> Values:
+    def _values_of(self, piece: Slice, data: memoryview, base: Version) -> Values:
         """The values that a contribution stands for."""
         codec = self._layout.codec_of(piece.block)
         if codec == "fp32":
@@ -193,19 +193,22 @@ class Making:
                 at + self._layout.wire_bytes(tile),
                 slice(tile.start - tiles[0].start, tile.stop - tiles[0].start),
             )
-            values[part] = changed_values(codec, memoryview(data)[at:end], before[tile.start : tile.stop])
+            values[part] = changed_values(codec, data[at:end], before[tile.start : tile.stop])
             at = end
         return values
 
     def _average(
         self,
         piece: Slice,
-        found: Mapping[PeerId, Values],
+        found: dict[PeerId, Values],
         roster: Mapping[PeerId, Contribution],
         base: Version,
         out: dict[PeerId, str],
     ) -> tuple[list[_Tile] | None, tuple[PeerId, ...]]:
-        """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`."""
+        """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`.
+
+        `found` is used up: the mean takes the place of somebody's values.
+        """
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
         lossy, rules = self._layout.codec_of(piece.block) != "fp32", self._core.rules
@@ -216,7 +219,9 @@ class Making:
         fit = tuple(peer for peer in piece.contributors if peer not in out)
         if not fit:
             return None, fit
-        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit])
+        spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
+        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit], spent)
+        found.clear()
         parts = [slice(tile.start - tiles[0].start, tile.stop - tiles[0].start) for tile in tiles]
         made = [self._handed_out(tile, mean[part], before[part]) for tile, part in zip(tiles, parts, strict=True)]
         if not all(tile.left is None or np.isfinite(tile.left).all() for tile in made):
@@ -262,7 +267,7 @@ class Making:
         def is_wanted() -> bool:
             return self._core.head == head and self._core.wants_staged(key, action.hashes)
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             async with self.lock:
                 if is_wanted():
                     self._open_bench()
@@ -334,7 +339,7 @@ class Making:
         self._open_bench()
         missing = await self._tasks.in_thread(lambda: self._bench.gather(slices, joined))
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._bench.add(tiles))
 
         await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take, wire=True)
@@ -347,7 +352,7 @@ class Making:
         self._notice(do.Notice("arithmetic", f"{len(differ)} tiles came out differently here", others[0]))
         self._bench.begin_repair()
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._bench.mend(tiles))
 
         await self._transfers.tiles({at: theirs[at] for at in differ}, others, take)

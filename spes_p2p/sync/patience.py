@@ -64,7 +64,7 @@ async def fetch_within(
     max_bytes: int,
     limit_seconds: Callable[[], float],
     patient: bool = False,
-) -> tuple[bytes, bytes]:
+) -> tuple[bytes, memoryview]:
     """`Transport.fetch` that raises NeverEnding when it takes longer than `limit_seconds()`, asked now and then."""
     loop = asyncio.get_running_loop()
     started = loop.time()

@@ -69,7 +69,7 @@ async def fetch_catalogue(
             reasons.append(f"{short(holder)}: {error}")
             continue
         try:
-            return Catalogue.checked(data, dataset)
+            return Catalogue.checked(bytes(data), dataset)
         except RemoteProtocolError as error:
             tell(Notice("data", f"sent {error}; it is not asked for data again", holder))
             reasons.append(f"{short(holder)}: {error}")
@@ -206,7 +206,7 @@ class PieceFetcher:
         def check() -> None:
             try:
                 head = unpack(PiecesHead, header, HEADER_BYTES)
-                found.extend(given_pieces(self._grid, numbers, head.given, data))
+                found.extend(given_pieces(self._grid, numbers, head.given, bytes(data)))
             except RemoteProtocolError as error:
                 raise Lie(f"sent data that is not what was asked for: {error}") from error
 

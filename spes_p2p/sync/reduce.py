@@ -6,7 +6,7 @@ Plain fp32 on the host, in roster order; only the reducer computes it, everyone 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -19,6 +19,8 @@ NORM_LIMIT = 20.0
 NON_FINITE = "non-finite values"
 WRONG_SIZE = "values of the wrong size"
 TOO_LARGE = "a change far larger than the others'"
+_AT_ONCE = 2**16
+"""Values that one step takes: what is made of them on the way stays in the processor's cache."""
 LARGEST_ENCODED = 1e30
 """Beyond this a lossy codec's scale, a sum with what was left before, or an outer optimizer's momentum may not be
 finite: it would spoil the mean."""
@@ -34,9 +36,9 @@ def screen(
     are (None). Sizes can only be judged against others: with fewer than three contributors only values that are not
     finite, or beyond `largest`, are refused.
     """
-    refused = {peer: NON_FINITE for peer, array in values.items() if not np.isfinite(array).all()}
+    refused = {peer: NON_FINITE for peer, array in values.items() if not _is_finite(array)}
     if math.isfinite(largest):
-        refused |= {p: TOO_LARGE for p, array in values.items() if p not in refused and np.abs(array).max() > largest}
+        refused |= {p: TOO_LARGE for p, array in values.items() if p not in refused and _is_beyond(array, largest)}
     if steps is None:
         return refused
     norms = {peer: _norm(array, base) / max(1, steps[peer]) for peer, array in values.items() if peer not in refused}
@@ -46,18 +48,42 @@ def screen(
     return refused
 
 
-def weighted_mean(values: Sequence[Values], weights: Sequence[int]) -> Values:
-    """sum_p w_p * x_p / sum_p w_p in fp32, in the given order (design 3.2); one contributor: exactly its values."""
+def weighted_mean(values: Sequence[Values], weights: Sequence[int], into: Values | None = None) -> Values:
+    """sum_p w_p * x_p / sum_p w_p in fp32, in the given order (design 3.2); one contributor: exactly its values.
+
+    `into`: where to put it; one of `values` will do, and is lost then.
+    """
     if len(values) == 1:
         return values[0]
     total = sum(weights)
-    mean: Values = np.multiply(values[0], np.float32(weights[0] / total))
-    for array, weight in zip(values[1:], weights[1:], strict=True):
-        mean += array * np.float32(weight / total)
+    shares = [np.float32(weight / total) for weight in weights]
+    mean = np.empty(values[0].shape, np.float32) if into is None else into
+    sums, product = np.empty((2, min(_AT_ONCE, len(mean))), np.float32)
+    for part in _parts(mean):
+        size = len(mean[part])
+        np.multiply(values[0][part], shares[0], out=sums[:size])
+        for array, share in zip(values[1:], shares[1:], strict=True):
+            np.add(sums[:size], np.multiply(array[part], share, out=product[:size]), out=sums[:size])
+        mean[part] = sums[:size]
     return mean
 
 
+def _parts(array: Values) -> Iterator[slice]:
+    return (slice(at, at + _AT_ONCE) for at in range(0, len(array), _AT_ONCE))
+
+
+def _is_finite(array: Values) -> bool:
+    return all(np.isfinite(array[part]).all() for part in _parts(array))
+
+
+def _is_beyond(array: Values, largest: float) -> bool:
+    return any(np.abs(array[part]).max() > largest for part in _parts(array))
+
+
 def _norm(array: Values, base: Values) -> float:
+    square = 0.0
     with np.errstate(over="ignore"):  # an infinite norm is far too large, whatever the exact one
-        change = np.subtract(array, base)
-        return float(np.sqrt(np.dot(change, change)))
+        for part in _parts(array):
+            change = np.subtract(array[part], base[part])
+            square += float(np.dot(change, change))
+    return math.sqrt(square)

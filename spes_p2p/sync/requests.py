@@ -30,7 +30,7 @@ RUN = "run"
 CATALOGUE = "catalogue"
 PIECES = "pieces"
 MAX_TILES_AT_ONCE = 64
-MAX_JOINED_BYTES = 32 * 2**20
+MAX_JOINED_BYTES = 4 * 2**20
 """Of several tiles in one answer: they are copied together, for each stream that is served."""
 MAX_COMMITS_AT_ONCE = 64
 MAX_CHAIN_BYTES = 2**20

@@ -50,7 +50,7 @@ class Mender:
             version.mend(tile_id, data)
 
     async def _fetch(self, version: Version, tile_id: int, tile_hash: Hash, holders: Sequence[PeerId]) -> None:
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             for at, data, _ in tiles:
                 await self._in_thread(partial(version.mend, at, data))
 

@@ -66,7 +66,7 @@ async def _fetch(
     staging = store.staged(0) or store.stage(0, None)  # of a try before
     missing = {tile_id: name for tile_id, name in wanted.items() if not staging.has(tile_id)}
 
-    async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+    async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
         await in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
 
     await transfers.tiles(missing, holders, take, spread=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,10 @@ from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
 TILES_A_FETCH = 4
-"""Tiles asked for at once: large enough for the way, small enough for the memory of both sides."""
-IN_FLIGHT_BYTES = 64 * 2**20
+"""Tiles asked for at once where they are small: large enough for the way, small enough for the memory of both sides."""
+IN_FLIGHT_BYTES = 32 * 2**20
 """What tiles that are being fetched may take of memory; four streams there are in any case."""
-TakeTiles = Callable[[list[tuple[int, bytes, Hash]]], Awaitable[None]]
+TakeTiles = Callable[[list[tuple[int, memoryview, Hash]]], Awaitable[None]]
 """Is given tiles as (id, bytes, hash), the bytes checked."""
 
 
@@ -72,14 +73,14 @@ class Transfers:
         self._stall_seconds = stall_seconds
         self._on_bytes = on_bytes
         self._on_refused = on_refused
-        largest = max((tile.size for tile in layout.tiles), default=1) * VALUE_BYTES * TILES_A_FETCH
-        self._parallel = min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // largest))
+        largest = max((tile.size for tile in layout.tiles), default=1) * VALUE_BYTES
+        self._parallel = min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // (largest * self._at_once(largest))))
         self._turns = Turns(self._parallel)
 
     async def contribution(
         self, peer: PeerId, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
-    ) -> bytes:
-        """What `peer` has for a slice, its tiles one after the other as they travel.
+    ) -> memoryview:
+        """What `peer` has for a slice, its tiles one after the other as they travel; its memory is the caller's.
 
         Raises NetworkError, RemoteProtocolError or WrongSize. `is_wanted` is asked when its turn has come; PeerSilent
         is raised where it is not any more.
@@ -102,8 +103,9 @@ class Transfers:
         block, tiles = self._layout.blocks[1 + column], self._layout.tiles_of(1 + column)
         mean, square = np.empty(block.size, np.float32), np.empty(block.size, np.float32)
         seen: set[int] = set()
-        for at in range(0, len(tiles), TILES_A_FETCH):
-            some = tiles[at : at + TILES_A_FETCH]
+        at_once = self._at_once(max((2 * tile.size * VALUE_BYTES for tile in tiles), default=1))
+        for at in range(0, len(tiles), at_once):
+            some = tiles[at : at + at_once]
             part = slice(some[0].start, some[-1].stop)
             steps, values = await self._some_moments(peer, head, some[0].id, len(some), part.stop - part.start)
             seen.add(steps)
@@ -154,15 +156,19 @@ class Transfers:
         ids, poor = list(wanted), set[PeerId]()
         have = sure or (lambda: holders if spread else holders[:1])
 
+        def size_of(tile_id: int) -> int:
+            tile = self._layout.tiles[tile_id]
+            return self._layout.wire_bytes(tile) if wire else tile.size * VALUE_BYTES
+
         async def some(number: int, part: Sequence[int]) -> None:
             turn = number % len(holders) if spread and holders else 0
             in_turn = [*holders[turn:], *holders[:turn]]
-            tiles = [self._layout.tiles[tile_id] for tile_id in part]
-            sizes = [self._layout.wire_bytes(tile) if wire else tile.size * VALUE_BYTES for tile in tiles]
-            data = await self._some_tiles(part, sizes, [wanted[tile_id] for tile_id in part], in_turn, poor, have)
+            sizes, hashes = [size_of(tile_id) for tile_id in part], [wanted[tile_id] for tile_id in part]
+            data = await self._some_tiles(part, sizes, hashes, in_turn, poor, have)
             await take([(tile_id, tile, wanted[tile_id]) for tile_id, tile in zip(part, data, strict=True)])
 
-        parts = [ids[at : at + TILES_A_FETCH] for at in range(0, len(ids), TILES_A_FETCH)]
+        at_once = self._at_once(max(map(size_of, ids), default=1))
+        parts = [ids[at : at + at_once] for at in range(0, len(ids), at_once)]
         await all_of(some(number, part) for number, part in enumerate(parts))
 
     async def _some_tiles(
@@ -173,13 +179,14 @@ class Transfers:
         holders: Sequence[PeerId],
         poor: set[PeerId],
         have: Callable[[], Sequence[PeerId]],
-    ) -> list[bytes]:
+    ) -> list[memoryview]:
         request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
         async with self._turns.turn(lambda: len(have())):  # whom to ask is decided when our turn comes
             for holder in self._in_order(holders, have(), poor, sum(sizes)):
                 try:
-                    return self._checked(holder, await self._fetch(holder, request, sum(sizes)), sizes, hashes)
+                    data = await self._fetch(holder, request, sum(sizes))
+                    return await self._checked(holder, data, sizes, hashes)
                 except (NetworkError, RemoteProtocolError) as error:
                     poor.add(holder)
                     reasons.append(f"{short(holder)}: {error}")
@@ -249,18 +256,18 @@ class Transfers:
 
     async def _ask(
         self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> bytes:
+    ) -> memoryview:
         async with self._turns.turn():
             if not is_wanted():
                 raise PeerSilent(f"{short(peer)} is not waited for any more")
             return await self._fetch(peer, request, max_bytes)
 
-    async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> bytes:
+    async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> memoryview:
         return (await self._fetch_blob(peer, request, max_bytes))[1]
 
     async def _fetch_blob(
         self, peer: PeerId, request: Request, max_bytes: int, usual_bytes: int = 0
-    ) -> tuple[bytes, bytes]:
+    ) -> tuple[bytes, memoryview]:
         """`usual_bytes`: where the answer may be up to `max_bytes`, and is hardly ever more than this."""
 
         def limit_seconds() -> float:  # who can wait may have a link that is slow for all its streams together
@@ -283,17 +290,22 @@ class Transfers:
         self._on_bytes()
         return header, data
 
-    def _checked(self, holder: PeerId, data: bytes, sizes: Sequence[int], hashes: Sequence[Hash]) -> list[bytes]:
+    async def _checked(
+        self, holder: PeerId, data: memoryview, sizes: Sequence[int], hashes: Sequence[Hash]
+    ) -> list[memoryview]:
         if len(data) != sum(sizes):
             raise RemoteProtocolError(f"{short(holder)} sent {len(data)} bytes instead of {sum(sizes)}")
-        parts: list[bytes] = []
-        at = 0
-        for size in sizes:
-            parts.append(data[at : at + size])
-            at += size
-        if [hash_tile(part) for part in parts] != list(hashes):
+        ends = list(accumulate(sizes))
+        parts = [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        # in a thread: the streams go on meanwhile, on another core
+        found = await asyncio.get_running_loop().run_in_executor(None, lambda: [hash_tile(part) for part in parts])
+        if found != list(hashes):
             raise RemoteProtocolError(f"{short(holder)} sent tiles that do not hash to what was asked for")
         return parts
+
+    def _at_once(self, tile_bytes: int) -> int:
+        """How many tiles of this size to ask for at once: who has them copies them together."""
+        return max(1, min(TILES_A_FETCH, requests.MAX_JOINED_BYTES // tile_bytes))
 
 
 async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:
@@ -302,7 +314,7 @@ async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) 
     _, data = await fetch_within(
         transport, peer, request, timeout_seconds, 2**20, lambda: LONGEST_STALLS * timeout_seconds
     )
-    return data
+    return bytes(data)
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:

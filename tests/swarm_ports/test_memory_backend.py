@@ -24,6 +24,11 @@ KEY = peers_key("run")
 DATA = bytes(range(256)) * 8192  # 2 MiB
 
 
+def whole(answer: tuple[bytes, memoryview]) -> tuple[bytes, bytes]:
+    """What a fetch gave, to be compared."""
+    return answer[0], bytes(answer[1])
+
+
 class Echo:
     """Answers with what it got; refuses "no"; serves DATA, or as many bytes as the request says."""
 
@@ -78,7 +83,7 @@ def test_call_and_fetch() -> None:
     async def test() -> None:
         one, other, _ = await pair(MemoryNetwork())
         assert await one.transport.call(B, b"hello", 1.0) == b"anna:hello"
-        assert await one.transport.fetch(B, b"x", 1.0, 2**22) == (b"head", DATA)
+        assert whole(await one.transport.fetch(B, b"x", 1.0, 2**22)) == (b"head", DATA)
         assert one.transport.bytes_received == other.transport.bytes_sent == len(DATA) + len(b"anna:hello") + 1
 
     run(test)
@@ -184,7 +189,7 @@ def test_a_cut_stream_is_resumed_where_it_ended() -> None:
         one, _, _ = await pair(network)
         for place in (1_000_000, 500_000, 3):
             network.cut_stream("ben", after_bytes=place)
-        assert await one.transport.fetch(B, b"x", 1.0, 2**22) == (b"head", DATA)
+        assert whole(await one.transport.fetch(B, b"x", 1.0, 2**22)) == (b"head", DATA)
         assert one.transport.bytes_received == len(DATA)  # nothing was sent for twice
         network.cut_stream("ben", after_bytes=100, times=5)
         with pytest.raises(PeerClosed):
@@ -243,7 +248,7 @@ def test_strangers_leave_places_to_members_however_many_they_are() -> None:
         assert now() - began < 0.2  # at once
         echo.pause_seconds = 0.0
         for patient in (False, True):
-            assert await member.transport.fetch(B, b"x", 5.0, 2**22, patient) == (b"head", DATA)
+            assert whole(await member.transport.fetch(B, b"x", 5.0, 2**22, patient)) == (b"head", DATA)
         assert now() - began < 1.0
         for peer in (*crowd, server):
             peer.stop()
@@ -263,7 +268,7 @@ def test_one_asker_has_so_many_streams_open_and_the_others_are_served() -> None:
         assert len(refused) == 100 - server.transport._limits.max_open_per_peer
         assert all("too many streams" in str(fetch.exception()) for fetch in refused)
         began = now()
-        assert await other.transport.fetch(B, b"x", 5.0, 2**22) == (b"head", DATA)
+        assert whole(await other.transport.fetch(B, b"x", 5.0, 2**22)) == (b"head", DATA)
         assert now() - began < 1.5
         answers = await asyncio.gather(*fetches, return_exceptions=True)
         assert sum(isinstance(answer, tuple) for answer in answers) == server.transport._limits.max_open_per_peer
@@ -285,7 +290,7 @@ def test_streams_that_ask_for_nothing_count_too_and_a_flood_of_them_is_closed_un
         with pytest.raises(RemoteProtocolError, match="too many streams"):
             await silent.transport.fetch(B, b"x", 5.0, 2**22)
         await asyncio.sleep(server.transport._limits.stall_seconds)  # they are given up
-        assert await silent.transport.fetch(B, b"x", 5.0, 2**22) == (b"head", DATA)
+        assert whole(await silent.transport.fetch(B, b"x", 5.0, 2**22)) == (b"head", DATA)
         await asyncio.sleep(1.0)  # until it is closed on their side
         assert not server.transport._server._open  # type: ignore[union-attr]
 
@@ -299,7 +304,7 @@ def test_who_asks_is_told_while_the_blob_is_made() -> None:
         network = MemoryNetwork()
         one, other, echo = await pair(network)
         echo.pause_seconds = 12.0
-        assert await one.transport.fetch(B, b"x", 2.0, 2**22) == (b"head", DATA)
+        assert whole(await one.transport.fetch(B, b"x", 2.0, 2**22)) == (b"head", DATA)
         other.transport._limits = StreamLimits(stall_seconds=5.0)
         await other.transport.serve(echo)
         with pytest.raises(RemoteProtocolError, match="could not be made in time"):

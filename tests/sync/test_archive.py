@@ -422,7 +422,7 @@ def test_the_archive_fetches_one_state_at_a_time_in_shares(folder: Path) -> None
         asked: dict[str, int] = {}
         real = MemoryTransport.fetch
 
-        async def counted(self: MemoryTransport, peer: PeerId, *rest: Any) -> tuple[bytes, bytes]:
+        async def counted(self: MemoryTransport, peer: PeerId, *rest: Any) -> tuple[bytes, memoryview]:
             nonlocal under_way, most
             if self.peer_id != ORGANISER_ID:
                 return await real(self, peer, *rest)

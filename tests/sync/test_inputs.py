@@ -71,6 +71,7 @@ def test_a_full_disk_leaves_the_snapshot_in_memory(tmp_path: Path) -> None:
     with file_size_limit(8):
         inputs.take(P, (0, 1), source.block)
     assert np.array_equal(inputs.block(0), source.block(0))
+    assert not inputs.block(0).flags.writeable  # what may be written to is spent for means
     assert not any(path.is_file() for path in (tmp_path / "inputs").rglob("*"))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
-from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
+from spes_p2p.sync.reduce import _AT_ONCE, LARGEST_ENCODED, NON_FINITE, NORM_LIMIT, TOO_LARGE, screen, weighted_mean
 
 BASE = np.zeros(8, np.float32)
 
@@ -53,6 +53,30 @@ def test_the_mean_is_computed_in_the_given_order_and_leaves_the_inputs() -> None
         expected = part if at == 0 else np.float32(expected + part)
     assert first[0] == expected
     assert all(np.array_equal(array, copy) for array, copy in zip(arrays, copies, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, _AT_ONCE - 1, _AT_ONCE, 2 * _AT_ONCE + 3])
+def test_the_mean_may_take_the_place_of_any_of_its_values(size: int) -> None:
+    rng = np.random.default_rng(size)
+    arrays = [rng.standard_normal(size, np.float32) for _ in range(3)]
+    mean = weighted_mean(arrays, [1, 2, 3])
+    whole = arrays[0] * np.float32(1 / 6) + arrays[1] * np.float32(2 / 6) + arrays[2] * np.float32(3 / 6)
+    assert mean.tobytes() == whole.tobytes()
+    for at in range(3):
+        copies = [array.copy() for array in arrays]
+        assert weighted_mean(copies, [1, 2, 3], copies[at]) is copies[at]
+        assert copies[at].tobytes() == mean.tobytes()
+
+
+@pytest.mark.parametrize("place", [0, _AT_ONCE, 2 * _AT_ONCE + 2])
+def test_what_is_wrong_anywhere_in_a_long_slice_is_found(place: int) -> None:
+    base = np.zeros(2 * _AT_ONCE + 3, np.float32)
+    values = {PeerId(f"p{at}"): np.ones_like(base) for at in range(5)}
+    values[PeerId("p1")][place] = np.nan
+    values[PeerId("p2")][place] = 1e35
+    values[PeerId("p3")][place] = 1e25
+    expected = {PeerId("p1"): NON_FINITE, PeerId("p2"): TOO_LARGE, PeerId("p3"): TOO_LARGE}
+    assert screen(values, base, dict.fromkeys(values, 10), LARGEST_ENCODED) == expected
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])

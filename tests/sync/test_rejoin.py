@@ -27,7 +27,9 @@ class Fetched:
         self.commits: set[int] = set()
         real = MemoryTransport.fetch
 
-        async def fetch(transport: MemoryTransport, peer: PeerId, request: bytes, *others: Any) -> tuple[bytes, bytes]:
+        async def fetch(
+            transport: MemoryTransport, peer: PeerId, request: bytes, *others: Any
+        ) -> tuple[bytes, memoryview]:
             header, data = await real(transport, peer, request, *others)
             if transport.peer_id == name:
                 self._note(unpack(Request, request), data)
@@ -35,7 +37,7 @@ class Fetched:
 
         patch.setattr(MemoryTransport, "fetch", fetch)
 
-    def _note(self, asked: Request, data: bytes) -> None:
+    def _note(self, asked: Request, data: memoryview) -> None:
         if asked.kind == TILES:
             self.tiles += len(asked.hashes) // 32
             self.bytes += len(data)

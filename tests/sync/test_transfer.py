@@ -89,10 +89,10 @@ def nothing(request: Request) -> bytes:
 async def fetched(site: Site, *holders: PeerId) -> dict[int, bytes]:
     got: dict[int, bytes] = {}
 
-    async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+    async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
         for tile_id, data, tile_hash in tiles:
             assert WANTED[tile_id] == tile_hash
-            got[tile_id] = data
+            got[tile_id] = bytes(data)
 
     await site.transfers.tiles(WANTED, holders, take)
     return got
@@ -165,7 +165,7 @@ def test_a_state_is_fetched_from_several_holders() -> None:
         holders = [await site.holder(B, right), await site.holder(C, right)]
         got: list[int] = []
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             got.extend(tile_id for tile_id, _, _ in tiles)
 
         await site.transfers.tiles(WANTED, [B, C], take, spread=True)
@@ -187,7 +187,7 @@ def test_streams_are_few_at_once() -> None:
     busy, most = [0], [0]
 
     async def story(site: Site) -> None:
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             busy[0] -= 1
 
         def answer(request: Request) -> bytes:
@@ -299,7 +299,7 @@ def test_the_fastest_holder_gives_most_and_the_slow_one_holds_nothing_up() -> No
         site.network.set_link(C, A, LinkShape((0.001, 0.002), size / 20))
         came: list[int] = []
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             came.extend(tile_id for tile_id, _, _ in tiles)
 
         for _ in range(3):
@@ -326,7 +326,7 @@ def test_a_holder_that_dies_in_the_middle_costs_only_what_was_on_its_way() -> No
             site.network.set_link(name, A, LinkShape((0.001, 0.002), size / 6))
         came: dict[int, int] = {}
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             for tile_id, data, _ in tiles:
                 assert data == tile(tile_id)
                 came[tile_id] = came.get(tile_id, 0) + 1
@@ -349,7 +349,7 @@ def test_what_fewest_have_is_fetched_first() -> None:
         await site.holder(B, right)
         await site.holder(C, right)
 
-        async def take(tiles: list[tuple[int, bytes, Hash]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             order.extend(tile_id for tile_id, _, _ in tiles)
 
         async def one(tile_id: int, *sure: PeerId) -> None:

@@ -31,6 +31,7 @@ from spes_p2p.swarm.hivemind_backend.dial import (
     said_of,
 )
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
+from spes_p2p.swarm.hivemind_backend.pipe import Incoming, PipeStream
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
 from spes_p2p.swarm.hivemind_backend.relay import RelayDesk
 from spes_p2p.swarm.ports import Handler, anybody
@@ -50,29 +51,6 @@ _DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
 """What its socket says when it is no more."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-class PipeStream:
-    """A stream through the daemon's socket (streams.ByteStream)."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    async def read(self, max_bytes: int) -> bytes:
-        try:
-            return await self._reader.read(max_bytes)
-        except OSError as error:
-            raise PeerClosed(f"the stream broke: {error}") from error
-
-    async def write(self, data: bytes | memoryview) -> None:
-        try:
-            self._writer.write(data)
-            await self._writer.drain()
-        except OSError as error:
-            raise PeerClosed(f"the stream broke: {error}") from error
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class SwarmServicer(ServicerBase):
@@ -189,10 +167,10 @@ class HivemindTransport:
 
     async def fetch(
         self, peer: PeerId, request: bytes, timeout_seconds: float, max_bytes: int, patient: bool = False
-    ) -> tuple[bytes, bytes]:
-        async def open_stream() -> PipeStream:
+    ) -> tuple[bytes, memoryview]:
+        async def open_stream() -> Incoming:
             opened = self._reach(peer, lambda: self._open_stream(peer))
-            return await self._in_time(peer, timeout_seconds, opened)
+            return Incoming(*await self._in_time(peer, timeout_seconds, opened))
 
         return await fetch_stream(open_stream, peer, request, timeout_seconds, max_bytes, self._traffic, patient)
 
@@ -201,13 +179,15 @@ class HivemindTransport:
 
         async def open_stream() -> PipeStream:
             opened = self._reach(peer, lambda: self._open_stream(peer, _SPEED_NAME))
-            return await self._in_time(peer, timeout_seconds, opened)
+            return PipeStream(*await self._in_time(peer, timeout_seconds, opened))
 
         return await measure_speed(open_stream, upload)
 
-    async def _open_stream(self, peer: PeerId, name: str = _STREAM_NAME) -> PipeStream:
+    async def _open_stream(
+        self, peer: PeerId, name: str = _STREAM_NAME
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         _, reader, writer = await self._p2p.call_binary_stream_handler(_identity(peer), name)
-        return PipeStream(reader, writer)
+        return reader, writer
 
     async def check_refused(self, peer: PeerId) -> bool:
         evidence = self._book.evidence(peer)
