@@ -13,6 +13,7 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync import requests
 from spes_p2p.sync.choosing import Turns
 from spes_p2p.sync.core.messages import Slice
 from spes_p2p.sync.requests import ChainPart, Request
@@ -96,6 +97,18 @@ async def fetched(site: Site, *holders: PeerId) -> dict[int, bytes]:
 
     await site.transfers.tiles(WANTED, holders, take)
     return got
+
+
+@pytest.mark.parametrize(("room", "most"), [(0, 1), (2, 2), (99, TILES_A_FETCH)])
+def test_large_tiles_come_one_by_one(monkeypatch: pytest.MonkeyPatch, room: int, most: int) -> None:
+    monkeypatch.setattr(requests, "MAX_JOINED_BYTES", room * 4 * max(LAYOUT.tiles[at].size for at in WANTED))
+
+    async def story(site: Site) -> None:
+        holder = await site.holder(B, right)
+        assert await fetched(site, B) == {tile_id: tile(tile_id) for tile_id in WANTED}
+        assert max(len(request.hashes) // 32 for request in holder.asked) == most
+
+    play(story)
 
 
 def test_tiles_come_a_few_at_a_time() -> None:
