@@ -28,8 +28,8 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 4 * 2**20
 EVENTS = (
     *("receive", "tick", "trained", "reduced", "reduce_failed", "staged", "fetch_failed", "built", "verified"),
-    *("verify_failed", "unstaged", "gone", "moved", "applied", "switched", "stays", "catch_up_failed", "disk_full"),
-    *("disk_has_room", "wish", "greet", "reply_to"),
+    *("verify_failed", "unstaged", "gone", "moved", "applied", "switched", "stays", "catch_up_failed"),
+    *("not_adopted", "disk_full", "disk_has_room", "wish", "greet", "reply_to"),
 )
 """Methods of `Core` that are recorded; all others only ask."""
 NEWEST, BEFORE = "flight.recording", "flight-before.recording"

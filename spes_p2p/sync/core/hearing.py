@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.swarm.membership import LINK_CLASSES
 from spes_p2p.sync.core.bounds import MAX_UPLINK, is_sane_work
 from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
@@ -54,6 +54,7 @@ class Hearing(CoreState):
             if not self._has_room_for(peer, now):
                 return False
             self.contacts[peer] = Contact(signed, now, now if sender == peer else float("-inf"))
+            self.round.missing = None
             self._heard_from(status, now)
             self._poked.add(peer)
             return True
@@ -66,6 +67,8 @@ class Hearing(CoreState):
             self.pace.observe_gap(now - known.direct_at)
             known.direct_at = now
         known.signed, known.at = signed, now
+        if _stand(status) != _stand(last):  # which proposals may be made hangs on it
+            self.round.missing = None
         self._heard_from(status, now)
         if status.moved > last.moved and status.head == last.head == self.round.head and self._takes_part(status):
             self._moved_at(peer, now)
@@ -309,6 +312,10 @@ class Hearing(CoreState):
             return True
         self._take_decision(commit, now)
         return True
+
+
+def _stand(status: Status) -> tuple[int, Hash, int]:
+    return status.incarnation, status.head, status.ballots.promised
 
 
 def _drop(votes: dict[Key, dict[PeerId, Vote]], key: Key, author: PeerId) -> None:
