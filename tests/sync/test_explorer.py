@@ -23,7 +23,7 @@ from tests.sync import planted
 
 SCHEDULES = int(os.environ.get("SPES_SCHEDULES", "5000"))
 FIRST_SEED = int(os.environ.get("SPES_FIRST_SEED", "0"))
-HUNT_LIMIT_SECONDS = 60 + SCHEDULES // 10
+HUNT_LIMIT_SECONDS = 60 + SCHEDULES // 3
 
 
 @pytest.mark.timeout(HUNT_LIMIT_SECONDS)
