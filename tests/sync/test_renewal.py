@@ -152,3 +152,4 @@ def test_nothing_is_renewed_while_somebody_has_gone_on_without_the_newest_manife
     assert not story.vigil.is_outrun(story.now)
     story.passes(1, status(D, tip=replace(TIP, round=TIP.round + 1)))
     assert story.vigil.is_outrun(story.now)
+    assert not story.vigil.is_outrun(story.now, is_hollow=lambda peer: peer == D)  # it could not show it

@@ -23,6 +23,7 @@ from spes_p2p.sync.tasks import Tasks
 MOST_REMEMBERED = 256
 """Heads of others of which we remember that their history is not the one to follow."""
 LONGEST_PAUSES = 2**8
+"""A pause doubles up to so many times the first."""
 TRIES = 3
 """Who could not give what it says it has so often is no reason to wait any more."""
 
