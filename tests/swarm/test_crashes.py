@@ -23,7 +23,7 @@ from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, p
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
 TWO = ("swarm.min_peers=2", "sync.steps_per_round=10", "sync.merge_interval=20")
 NAMES = ("p0", "p1")
-LEAVE_SECONDS = 15.0
+LEAVE_SECONDS = 30.0
 
 
 @dataclass
