@@ -411,7 +411,8 @@ class Driver:
             self._run(self.core.catch_up_failed(self._clock.now()))
             return
         finally:
-            self._fetching = None
+            if self._fetching is asyncio.current_task():
+                self._fetching = None
         async with self._making.lock:
             if self.core.head != head:  # our own child was committed meanwhile
                 return
@@ -611,6 +612,8 @@ class Driver:
         if not self._was_full:
             self._was_full = True
             self._hooks.notice(do.Notice("disk", f"{error}; training goes on, but this peer cannot vote until then"))
+        if self._fetching is not None:  # asked for again when there is room
+            self._fetching.cancel()
         self._retention.clear()
         self._tasks.spawn(self._make_room())
         self._full_until = self._clock.now() + 10 * self.core.pace.heartbeat_seconds

@@ -8,7 +8,6 @@ States are others' business.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
@@ -22,7 +21,7 @@ from spes_p2p.sync.tasks import Tasks
 
 MOST_REMEMBERED = 256
 """Heads of others of which we remember that their history is not the one to follow."""
-LONGEST_PAUSES = 2**8
+LONGEST_PAUSES = 2**6
 """A pause doubles up to so many times the first."""
 TRIES = 3
 """Who could not give what it says it has so often is no reason to wait any more."""
@@ -41,7 +40,7 @@ class Following:
         clock: Clock,
         pause_seconds: float,
     ) -> None:
-        """Who could not give what it says it has is not asked for `pause_seconds`, and twice as long the next time."""
+        """Who could not give what it has is not asked for `pause_seconds`; a stranger for twice as long each time."""
         self._chain = chain
         self._catch_up = catch_up
         self._tasks = tasks
@@ -50,7 +49,7 @@ class Following:
         self._clock = clock
         self._pause_seconds = pause_seconds
         self._paused: dict[PeerId, float] = {}
-        self._in_vain: Counter[PeerId] = Counter()
+        self._in_vain: dict[PeerId, int] = {}
         self._asked: asyncio.Task[None] | None = None
         self._asked_peer: PeerId | None = None
         self._next: Status | None = None
@@ -77,8 +76,8 @@ class Following:
         return self._clock.now() < self._paused.get(peer, float("-inf"))
 
     def is_hollow(self, peer: PeerId) -> bool:
-        """Whether it could not time and again."""
-        return self._in_vain[peer] >= TRIES
+        """Whether a stranger could not time and again. A member may be one that cannot be dialled."""
+        return self._in_vain.get(peer, 0) >= TRIES and not self._is_member(peer)
 
     @property
     def is_hopeful(self) -> bool:
@@ -118,8 +117,11 @@ class Following:
     def _pause(self, peer: PeerId, text: str) -> None:
         now = self._clock.now()
         self._paused = {other: until for other, until in self._paused.items() if until > now}
-        self._paused[peer] = now + self._pause_seconds * min(2 ** self._in_vain[peer], LONGEST_PAUSES)
-        self._in_vain[peer] += 1
+        vain = self._in_vain.pop(peer, 0)  # to the end: the oldest is forgotten
+        if len(self._in_vain) >= MOST_REMEMBERED:
+            del self._in_vain[next(iter(self._in_vain))]
+        self._in_vain[peer] = vain + 1
+        self._paused[peer] = now + self._pause_seconds * (1 if self._is_member(peer) else min(2**vain, LONGEST_PAUSES))
         if text != self._said:
             self._said = text
             self._say(text)
