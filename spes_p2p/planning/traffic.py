@@ -9,8 +9,8 @@ with O columns sends, and receives, in values:
 
 where E_o columns have an owner. With r = 1 and E = N O that is 2(N-1)/N P_s + (N-1)/N P_e both ways. Any holder may
 hand a tile on, so that one peer may send more and another less; the sum stays. The momentum of an outer optimizer is no
-part of this: all peers compute it, and only who fetches a state gets it from others. Leaves out what messages and
-streams add to the values (below 1%).
+part of this: all peers compute it, and only who fetches a state gets it from others. Leaves out what messages add: the
+same for any model, 130 KB a round and peer among four, and 900 bytes a heartbeat for each other member both ways.
 """
 
 from __future__ import annotations

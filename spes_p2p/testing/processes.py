@@ -30,6 +30,8 @@ from spes_p2p.testing.nursery import Child, Nursery
 PROGRAM = "spes_p2p.cli.main"
 FAULTY_PROGRAM = "spes_p2p.testing.faulty_peer"
 START_SECONDS = 90.0
+LONG_SECONDS = 180.0
+"""For some rounds of a tiny swarm, on a machine that has much else to do."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported between fork and exec
 
@@ -221,7 +223,7 @@ class LocalSwarm:
         found: Callable[[], bool],
         what: str,
         names: Sequence[str],
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = LONG_SECONDS,
         fine: tuple[int | None, ...] = (None,),
     ) -> None:
         """Until `found()`. Raises SpesError when one of `names` has an exit code that is not `fine`, or late."""
@@ -236,7 +238,7 @@ class LocalSwarm:
                 raise SpesError(f"{what}: not in {timeout_seconds:g} s; {words}", fix=f"see the logs in {self.folder}")
             time.sleep(0.05)
 
-    def wait_for_round(self, round: int, names: Sequence[str], timeout_seconds: float = 60.0) -> None:
+    def wait_for_round(self, round: int, names: Sequence[str], timeout_seconds: float = LONG_SECONDS) -> None:
         """Until each of these peers has applied `round`. Raises SpesError when one ends before, or time is over."""
 
         def found() -> bool:

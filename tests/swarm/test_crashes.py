@@ -20,7 +20,7 @@ from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.processes import LocalSwarm, Process, children
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 TWO = ("swarm.min_peers=2", "sync.steps_per_round=10", "sync.merge_interval=20")
 NAMES = ("p0", "p1")
 LEAVE_SECONDS = 30.0
@@ -67,19 +67,19 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path, temporary: Pat
 
         for name in ("p1", "bootstrap"):
             crash_daemon(swarm, told, name)
-        swarm.wait_for_round(last_round(swarm.processes["p0"]) + 3, NAMES, 120.0)
+        swarm.wait_for_round(last_round(swarm.processes["p0"]) + 3, NAMES, 180.0)
 
         swarm.processes["p1"].end()
         told.damaged = damage(told.folder / "p1")
         swarm.peer("p1", tokens, [*LOCAL, "--resume"])
-        swarm.wait_until(lambda: lives(swarm.processes["p1"]) == 2, "p1 again", NAMES, 120.0)
-        swarm.wait_for_round(last_round(swarm.processes["p0"]) + 2, NAMES, 120.0)
+        swarm.wait_until(lambda: lives(swarm.processes["p1"]) == 2, "p1 again", NAMES, 180.0)
+        swarm.wait_for_round(last_round(swarm.processes["p0"]) + 2, NAMES, 180.0)
 
         for process in swarm.processes.values():
             told.shared |= shared_memory_of(process.pid, told.folder.parent)
         kill_a_rank(swarm.processes["p0"])
         told.rank_code = swarm.processes["p0"].wait(60.0)
-        swarm.wait_for_round(last_round(swarm.processes["p1"]) + 2, ["p1"], 120.0)
+        swarm.wait_for_round(last_round(swarm.processes["p1"]) + 2, ["p1"], 180.0)
 
         for name, number in (("p1", signal.SIGINT), ("bootstrap", signal.SIGTERM)):
             swarm.processes[name].send(number)
@@ -106,7 +106,7 @@ def crash_daemon(swarm: LocalSwarm, told: Story, name: str) -> None:
     before = daemon_of(process)
     os.kill(before, signal.SIGKILL)
     words = "another one runs in its place"
-    swarm.wait_until(lambda: words in process.output(), f"another daemon of {name}", [name], 60.0)
+    swarm.wait_until(lambda: words in process.output(), f"another daemon of {name}", [name], 180.0)
     told.daemons[name] = (before, daemon_of(process))
 
 

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from spes_p2p.observe.events import Eval, Round
 from tests import oracle
-from tests.swarm.micro import Finished, dump_initial_state, recomputed_state, run_to_the_end
+from tests.swarm.micro import MOST, Finished, dump_initial_state, recomputed_state, run_to_the_end
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 5
 OWN_TWO = ("swarm.experts_per_peer=2",)
@@ -37,7 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished:
 def test_every_round_is_what_the_formulas_give(exchanged: Finished) -> None:
     dump_initial_state(exchanged.folder, exchanged.config, "p0")
     dumps = exchanged.folder / "dumps"
-    assert oracle.check_dumps(dumps, exchanged.config.sync.tile_values) == list(range(ROUNDS + 1))
+    assert oracle.check_dumps(dumps, exchanged.config.sync.tile_values, MOST) == list(range(ROUNDS + 1))
     rounds = oracle.read_dumps(dumps)
     about = [next(iter(rounds[round].values())).about for round in range(1, ROUNDS + 1)]
     assert sum(one["merge_alpha"] > 0 for one in about) >= 2

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spes_p2p.testing.processes import LocalSwarm
 from tests.peer.real import ALONE, WAIT_SECONDS, make_tokens
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 
 def test_a_live_run_and_a_checkpoint_give_the_same_model(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
         swarm.bootstrap("tiny", tokens, [*MICRO, *OVERRIDES])
         for name in NAMES:
             swarm.peer(name, tokens, LOCAL, faults=FAULTS)
-        swarm.wait_for_round(2, NAMES, 120.0)
+        swarm.wait_for_round(2, NAMES, 180.0)
         told.ids = {name: peer_id_of(swarm.processes[name]) for name in NAMES}
         kill_who_knows_alone(swarm, told)
         for fault in (BEFORE_PLAN, HALF_A_STREAM):
@@ -145,7 +145,7 @@ def strike(swarm: LocalSwarm, fault: Fault) -> str:
 
 def go_on(swarm: LocalSwarm, told: Story, before: list[str], victims: list[str]) -> None:
     """The others have two more rounds in time, and what they say meanwhile is noted."""
-    codes = {victim: swarm.processes[victim].wait(10.0) for victim in victims}
+    codes = {victim: swarm.processes[victim].wait(30.0) for victim in victims}
     left = [name for name in before if name not in victims]
     told_before = {name: told.lines_said.get(name, 0) for name in left}
     swarm.wait_for_round(newest(swarm, left) + 2, left, patience_seconds(swarm.processes[left[0]]))
@@ -240,7 +240,7 @@ def come_back(swarm: LocalSwarm, told: Story, tokens: Path) -> None:
         chain = Chain(chain_folder)
         return back <= {entry.peer for entry in chain.commit(chain.length - 1).manifest.roster}
 
-    swarm.wait_until(counted, "all are counted again", NAMES, 120.0)
+    swarm.wait_until(counted, "all are counted again", NAMES, 180.0)
 
 
 def kill_all_but_one(swarm: LocalSwarm, told: Story) -> None:
@@ -255,7 +255,7 @@ def kill_all_but_one(swarm: LocalSwarm, told: Story) -> None:
 
 def end(process: Process) -> int:
     process.send(signal.SIGTERM)
-    return process.wait(10.0)
+    return process.wait(30.0)
 
 
 def test_each_died_at_its_step(story: Story) -> None:

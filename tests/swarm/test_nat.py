@@ -19,7 +19,7 @@ from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, 
 
 pytestmark = [
     pytest.mark.swarm,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not may_make_namespaces(), reason="needs root and iproute2 for network namespaces"),
 ]
 PORT = 4001

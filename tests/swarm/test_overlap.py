@@ -10,18 +10,18 @@ import pytest
 from spes_p2p.observe.events import Eval, Round, Step
 from spes_p2p.planning.traffic import Link, sync_costs
 from tests import oracle
-from tests.swarm.micro import Finished, dump_initial_state, recomputed_state, run_to_the_end
+from tests.swarm.micro import MOST, Finished, dump_initial_state, recomputed_state, run_to_the_end
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 8
-STEPS = 10
+STEPS = 6
 AGREED = (
     "swarm.experts_per_peer=2", "sync.overlap=true", "sync.fragments=2", f"sync.steps_per_round={2 * STEPS}",
-    "model.d_model=96", "model.num_layers=3", "model.num_heads=4", "model.expert_ffn=192", "sync.tile_values=32768",
-    "swarm.heartbeat_seconds=1.0",
+    "model.d_model=128", "model.num_layers=3", "model.num_heads=4", "model.expert_ffn=256", "sync.tile_values=32768",
+    "swarm.heartbeat_seconds=3.0",
 )  # fmt: skip
-"""1.5 million values: messages are few beside them."""
+"""So many values, and so few heartbeats, that messages (130 KB a round and peer) are few bytes beside them."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished
 def test_every_sync_is_what_the_formulas_give(finished: Finished) -> None:
     dump_initial_state(finished.folder, finished.config, "p0")
     dumps = finished.folder / "dumps"
-    assert oracle.check_dumps(dumps, finished.config.sync.tile_values) == list(range(ROUNDS + 1))
+    assert oracle.check_dumps(dumps, finished.config.sync.tile_values, MOST) == list(range(ROUNDS + 1))
 
 
 def test_all_peers_end_with_the_same_state(finished: Finished) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests import oracle
 from tests.swarm.micro import LOCAL, MICRO, marked_processes, nothing_left
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 TILES = 1024
 WAIT_SECONDS = 60.0
 

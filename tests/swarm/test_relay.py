@@ -25,7 +25,7 @@ from spes_p2p.swarm.hivemind_backend.relay import LEAST_RELAYS, RELAY_TEST_NAME,
 from spes_p2p.testing.namespaces import Lab, may_make_namespaces
 from spes_p2p.testing.nat_box import enter_namespace
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 PORT = 4001
 
 

@@ -20,7 +20,7 @@ from spes_p2p.testing.faults import FREEZE, JUMP, SLOW, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, patience_seconds, peer_id_of, recomputed_state
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 QUICK, SLOWER, FROZEN, JUMPER = NAMES = ("quick", "slower", "frozen", "jumper")
 OVERRIDES = ("swarm.min_peers=4", "swarm.experts_per_peer=4")
 FOUR_TIMES_SLOWER = Fault(steps.INNER_STEP, SLOW, times=0, factor=4.0)
@@ -59,7 +59,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
         swarm.bootstrap("tiny", tokens, [*MICRO, *OVERRIDES])
         for name in NAMES:
             swarm.peer(name, tokens, LOCAL, faults=FAULTS.get(name, ()))
-        swarm.wait_for_round(4, NAMES, 150.0)
+        swarm.wait_for_round(4, NAMES, 180.0)
         told.ids = {name: peer_id_of(swarm.processes[name]) for name in NAMES}
 
         swarm.armoury.arm(CLOCK_JUMPS)
@@ -70,7 +70,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
         wait_until_counted(swarm, told, FROZEN)
         for name in NAMES:
             swarm.processes[name].send(signal.SIGTERM)
-        told.codes = {name: swarm.processes[name].wait(15.0) for name in NAMES}
+        told.codes = {name: swarm.processes[name].wait(30.0) for name in NAMES}
         for process in swarm.processes.values():
             process.read_events()
     return told
@@ -97,7 +97,7 @@ def wait_until_counted(swarm: LocalSwarm, told: Story, name: str) -> None:
         last = told.manifests()[-1]
         return last.round > told.frozen_to and told.ids[name] in {entry.peer for entry in last.roster}
 
-    swarm.wait_until(counted, f"{name} is counted again", NAMES, 120.0)
+    swarm.wait_until(counted, f"{name} is counted again", NAMES, 180.0)
 
 
 def test_nobody_waits_for_a_slow_peer_and_its_tokens_count(story: Story) -> None:

@@ -26,12 +26,12 @@ STAY, CUT_OFF = NAMES[:3], NAMES[3]
 OVERRIDES = ("swarm.min_peers=4",)
 SLOW_STEPS = Fault(steps.INNER_STEP, SLOW, times=0, factor=8.0)
 """A round takes seconds, most of them slept: time enough to notice a cut within one."""
-COMPLETE_SECONDS = 120.0
+COMPLETE_SECONDS = 180.0
 
 
 pytestmark = [
     pytest.mark.swarm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not may_make_namespaces(), reason="needs root and iproute2 to make network namespaces"),
 ]
 

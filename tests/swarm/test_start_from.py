@@ -17,7 +17,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.processes import LocalSwarm
 from tests.peer.real import ALONE, WAIT_SECONDS, make_tokens
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 
 def test_bootstrap_starts_from_it_and_a_peer_gets_it_from_the_swarm(tmp_path: Path) -> None:
