@@ -269,12 +269,13 @@ def check_dumps(directory: Path, tile_values: int | None = None, complete: float
     """
     rounds = read_dumps(directory)
     assert rounds, f"{directory} has no dumps"
-    lacking: dict[int, str] = {}
+    lacking: dict[int, list[str]] = {}
     for round, dumps in sorted(rounds.items()):
         _check_agreement(round, dumps, tile_values)
         earlier = next(iter(rounds[round - 1].values())) if round - 1 in rounds else None
-        lacking |= {round: words for words in _check_round(round, dumps, earlier, tile_values)}
-    assert len(rounds) - len(lacking) >= complete * len(rounds), "; ".join(lacking.values())
+        lacking[round] = _check_round(round, dumps, earlier, tile_values)
+    whole = sum(not words for words in lacking.values())
+    assert whole >= complete * len(rounds), "; ".join(text for words in lacking.values() for text in words)
     return sorted(rounds)
 
 
