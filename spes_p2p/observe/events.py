@@ -132,6 +132,7 @@ class Eval:
     loss: float
     """Cross entropy, nats a token."""
     tokens: int
+    """That it was measured on."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from spes_p2p.config.schema import Config
 from spes_p2p.data.leases import Ranges
-from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, held_out_batches
+from spes_p2p.data.loader import AnyDataset, Batch, LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.errors import DataLate, LocalProtocolError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.observe.events import Eval, Event, Step, Warning
@@ -587,14 +587,21 @@ class TrainingLoop:
             self._config.eval.sequences,
             lambda: self._gate.stopping or time.monotonic() > until,
         )
+        tokens = 0
+
+        def counted() -> Iterator[Batch]:
+            nonlocal tokens
+            for batch in itertools.takewhile(lambda batch: not self._gate.stopping, batches):
+                tokens += batch.tokens.size
+                yield batch
+
         try:
-            loss = self._trainer.evaluate(itertools.takewhile(lambda batch: not self._gate.stopping, batches))
+            loss = self._trainer.evaluate(counted())
         except DataLate as error:
             if not self._gate.stopping:
                 self._emit(Warning(f"round {manifest.round} was not evaluated: {error}"))
             return
         if np.isfinite(loss) and not self._gate.stopping:
-            tokens = self._config.eval.sequences * self._config.data.sequence_length
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))
 
     def _start_tasks(self, manifest: Manifest) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from spes_p2p.data.feed import PieceDataset
-from spes_p2p.data.loader import LeasedLoader, need_held_out, open_dataset
+from spes_p2p.data.loader import LeasedLoader, held_out_batches, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.observe.events import Event, ExpertLoad, Step, Warning
+from spes_p2p.observe.events import Eval, Event, ExpertLoad, Step, Warning
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.peer import training
 from spes_p2p.peer.pausing import PauseSwitch
@@ -55,6 +55,7 @@ class Story:
     def __init__(self, folder: Path, *overrides: str) -> None:
         steady = (f"sync.steps_per_round={STEPS}", "eval.every_rounds=0", "eval.tasks_every_rounds=2")
         config = config_with_data(folder, *steady, *overrides)
+        self.config = config
         self.run = MadeRun(config)
         self.commits = self.run.chain(5)
         self.store = self.run.store(folder / "state")
@@ -78,6 +79,7 @@ class Story:
         self.said: list[str] = []
         self.loads: list[tuple[int, int, int]] = []
         """Round and tokens of each, and how often READY was said before it."""
+        self.evaluated: list[int] = []
         self.left = False
         self.steps = 0
         self.round = 0
@@ -128,6 +130,8 @@ class Story:
             self.said.append(event.message)
         if isinstance(event, ExpertLoad):
             self.loads.append((event.round, event.tokens, len(self.ready)))
+        if isinstance(event, Eval):
+            self.evaluated.append(event.tokens)
         if isinstance(event, Step):
             self.steps += 1
             self.at_step.get(self.steps, lambda: None)()
@@ -830,6 +834,15 @@ def test_the_first_report_of_a_round_says_how_long_a_step_took_in_the_one_before
     story.play()
     beginnings = [work.ready_in_seconds for work in told if work.steps == 0 and work.seconds == 0]
     assert beginnings[0] == 0.0 < beginnings[1]
+
+
+def test_an_evaluation_says_how_many_tokens_there_were(tmp_path: Path) -> None:
+    """Also where less is held out than it may take."""
+    story = Story(tmp_path, "eval.every_rounds=1", "eval.sequences=10000", "data.held_out_fraction=0.2")
+    story.at_step[1] = story.gate.stop
+    story.play()
+    held_out = held_out_batches(open_dataset(story.config), story.config, 10000)
+    assert story.evaluated[0] == sum(batch.tokens.size for batch in held_out) > 0
 
 
 def test_held_out_data_is_read_in_micro_batches_that_fit_by_now(tmp_path: Path) -> None:
