@@ -1,23 +1,26 @@
 """Objects of the state machine as plain values and back, for the flight recorder: a `Core`, its inputs, its actions.
 
-Only classes of the list below are ever made from bytes. Leaves out what is not the state machine's own: rules, keys,
-callables. Messages of others go through the stricter `wire`.
+Only classes of the list below are ever made from bytes; messages are packed and read as on the wire, which is much
+quicker. Leaves out what is not the state machine's own: rules, keys, callables.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import msgpack
 
 from spes_p2p.data import leases
-from spes_p2p.errors import StateError
+from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.swarm import membership
 from spes_p2p.sync.core import actions, knowledge, messages, rules, timing, votes
+from spes_p2p.wire import pack, unpack
 
 NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "_rules_by_situation", "fired"})
 """Attributes of a `Core` that are given to it, or tell only what happened."""
@@ -33,11 +36,20 @@ def _classes(*modules: ModuleType) -> dict[str, type]:
 
 
 _CLASSES = _classes(messages, votes, actions, rules, knowledge, membership, leases)
+_MESSAGES = {name: _CLASSES[name] for name in _classes(messages) if name not in ("Signed", "Pace", "Window")}
+_MESSAGE_KINDS = frozenset(_MESSAGES.values())
+_ON_THE_WIRE = "w"
 
 
-def pack_plain(value: Any, signed: bool = True) -> bytes:
-    """The bytes of a value; the same for equal ones. Without `signed`, signatures and keys do not count."""
-    packed: bytes = msgpack.packb(_plain(value, signed), use_bin_type=True)
+def pack_plain(value: Any) -> bytes:
+    """The bytes of a value; the same for equal ones."""
+    packed: bytes = msgpack.packb(_plain(value), use_bin_type=True)
+    return packed
+
+
+def digest_bytes(value: Any) -> bytes:
+    """Bytes to tell values apart by, the same for equal ones; signatures and keys do not count."""
+    packed: bytes = msgpack.packb(value, use_bin_type=True, default=_digest_parts)
     return packed
 
 
@@ -45,7 +57,9 @@ def unpack_plain(data: bytes) -> Any:
     """Raises StateError for what `pack_plain` never wrote."""
     try:
         return _value(msgpack.unpackb(data, raw=False, strict_map_key=True))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RemoteProtocolError) as error:
+        raise StateError(f"no state of the protocol: {error!r}", fix="take another recording") from error
+    except msgpack.exceptions.UnpackException as error:
         raise StateError(f"no state of the protocol: {error!r}", fix="take another recording") from error
 
 
@@ -54,37 +68,57 @@ def state_of(core: Any) -> dict[str, Any]:
     return {name: item for name, item in vars(core).items() if name not in NOT_KEPT and not callable(item)}
 
 
-def _plain(value: Any, signed: bool) -> Any:
+def _plain(value: Any) -> Any:
     kind: Any = type(value)
     if kind in _SCALARS:
         return value
+    if kind in _MESSAGE_KINDS:
+        return [_ON_THE_WIRE, kind.__name__, pack(value)]
     if mark := _MARKS.get(kind):
-        items = [item if type(item) in _SCALARS else _plain(item, signed) for item in value]
+        items = [item if type(item) in _SCALARS else _plain(item) for item in value]
         return [mark, *(sorted(items, key=repr) if kind in (set, frozenset) else items)]
     if isinstance(value, dict):
         mark = "c" if isinstance(value, Counter) else "d"
-        return [mark, *([_plain(key, signed), _plain(item, signed)] for key, item in value.items())]
+        return [mark, *([_plain(key), _plain(item)] for key, item in value.items())]
     if isinstance(value, deque):
-        return ["q", value.maxlen, *(_plain(item, signed) for item in value)]
+        return ["q", value.maxlen, *(_plain(item) for item in value)]
     name = kind.__name__
     if _CLASSES.get(name) is not kind:
         raise TypeError(f"{name} is not recorded")
-    pairs = [(at, getattr(value, at)) for at in _names_of(kind, signed) or vars(value)]
-    return [name, *[[at, item if type(item) in _SCALARS else _plain(item, signed)] for at, item in pairs]]
+    pairs = [(at, getattr(value, at)) for at in _names_of(kind) or vars(value)]
+    return [name, *[[at, item if type(item) in _SCALARS else _plain(item)] for at, item in pairs]]
 
 
 @cache
-def _names_of(kind: type, signed: bool) -> tuple[str, ...]:
-    """The fields of a dataclass that count; none of another class."""
+def _names_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass; none of another class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+def _digest_parts(value: Any) -> Any:
+    """What msgpack has no kind for: dataclasses by what counts of them, sets in an order."""
+    kind: Any = type(value)
+    return sorted(value, key=repr) if kind in (set, frozenset) else _counting(kind)(value)
+
+
+@cache
+def _counting(kind: type) -> Callable[[Any], Any]:
+    """What gives the name of a dataclass and the fields that count."""
+    names = [name for name in _names_of(kind) if name not in _SIGNATURES]
     if not dataclasses.is_dataclass(kind):
-        return ()
-    return tuple(field.name for field in dataclasses.fields(kind) if signed or field.name not in _SIGNATURES)
+        raise TypeError(f"{kind.__name__} is not recorded")
+    if len(names) < 2:
+        return lambda value: [kind.__name__, *(getattr(value, name) for name in names)]
+    fields = attrgetter(*names)
+    return lambda value: [kind.__name__, *fields(value)]
 
 
 def _value(plain: Any) -> Any:
     if type(plain) is not list:
         return plain
     mark, *items = plain
+    if mark == _ON_THE_WIRE:
+        return unpack(_MESSAGES[items[0]], items[1])
     if mark in _SEQUENCES:
         return _SEQUENCES[mark](_value(item) for item in items)
     if mark in ("d", "c"):

@@ -7,6 +7,8 @@ values or data. A frame that was cut off by a crash is left out. `replay` plays 
 
 from __future__ import annotations
 
+import errno
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import RunRules
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.plain import pack_plain, state_of, unpack_plain
+from spes_p2p.sync.plain import digest_bytes, pack_plain, state_of, unpack_plain
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ EVENTS = (
 )
 """Methods of `Core` that are recorded; all others only ask."""
 NEWEST, BEFORE = "flight.recording", "flight-before.recording"
-_BEGIN, _UNDONE = "begin", "undone"
+_BEGIN, _UNDONE = "begin 2", "undone"
 
 
 class FlightRecorder:
@@ -51,6 +53,7 @@ class FlightRecorder:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._newest = str(folder / NEWEST)
         self._info = info
         self._max_file_bytes, self._say = max_file_bytes, say
         self._answers: list[bool] = []
@@ -118,12 +121,17 @@ class FlightRecorder:
             return
         try:
             data = pack_plain([*frame, _digest(decided)])
-            with (self._folder / NEWEST).open("ab", buffering=0) as file:
-                file.write(len(data).to_bytes(4, "big") + zlib.crc32(data).to_bytes(4, "big") + data)
+            data = len(data).to_bytes(4, "big") + zlib.crc32(data).to_bytes(4, "big") + data
+            file = os.open(self._newest, os.O_WRONLY | os.O_APPEND)  # each time: who removed it is told so
+            try:
+                if os.write(file, data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._newest)
+            finally:
+                os.close(file)
         except (OSError, TypeError, OverflowError) as error:
             self._stop(error)
             return
-        self._size += len(data) + 8
+        self._size += len(data)
 
     def _stop(self, error: Exception) -> None:
         self.failed = error
@@ -224,4 +232,4 @@ def _core_of(recording: Recording, rules: RunRules, core_class: type[Core]) -> t
 
 
 def _digest(decided: Any) -> bytes:
-    return sha256(pack_plain(decided, signed=False))[:8]
+    return sha256(digest_bytes(decided))[:8]

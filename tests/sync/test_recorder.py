@@ -82,10 +82,10 @@ def test_another_state_machine_decides_otherwise(folder: Path, tmp_path: Path) -
 
 
 def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Path) -> None:
-    swarm = record(folder, tmp_path / "flight", max_file_bytes=200_000)
+    swarm = record(folder, tmp_path / "flight", max_file_bytes=60_000)
     newest, before = tmp_path / "flight" / NEWEST, tmp_path / "flight" / BEFORE
-    assert 0 < newest.stat().st_size < 300_000
-    assert 200_000 <= before.stat().st_size < 300_000
+    assert 0 < newest.stat().st_size < 100_000
+    assert 60_000 <= before.stat().st_size < 100_000
     assert all(step.same for step in replay(load_recording(before), swarm.rules))
     whole = load_recording(newest)
     newest.write_bytes(newest.read_bytes()[:-3])
