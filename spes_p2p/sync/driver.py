@@ -238,10 +238,6 @@ class Driver:
         self._times.closed = self._clock.now()
         self._run(self.core.trained(work, self._clock.now()))
 
-    def _measure_uplink(self) -> None:
-        """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
-        self.core.uplink_bytes_per_second = int(self._transport.measured_uplink())
-
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""
         self._run(self.core.wish(intent, self._clock.now()))
@@ -541,7 +537,7 @@ class Driver:
         """The state machine and the trainer go on from a new committed state."""
         round = event.commit.manifest.round
         self._bench.enter(round)
-        self._measure_uplink()
+        self.core.uplink_measured(int(self._transport.measured_uplink()))
         keep = self._hooks.rounds_in_use()  # before the trainer goes on
         self._times = self._fresh_times()
         self._room_again()

@@ -236,7 +236,7 @@ class LocalSwarm:
             if time.monotonic() > until:
                 words = "; ".join(f"{name}: {self.processes[name].last_words()}" for name in names)
                 raise SpesError(f"{what}: not in {timeout_seconds:g} s; {words}", fix=f"see the logs in {self.folder}")
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def wait_for_round(self, round: int, names: Sequence[str], timeout_seconds: float = LONG_SECONDS) -> None:
         """Until each of these peers has applied `round`. Raises SpesError when one ends before, or time is over."""

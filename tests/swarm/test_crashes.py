@@ -21,7 +21,7 @@ from spes_p2p.testing.processes import LocalSwarm, Process, children
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
-TWO = ("swarm.min_peers=2", "sync.steps_per_round=10", "sync.merge_interval=20")
+TWO = ("swarm.min_peers=2",)
 NAMES = ("p0", "p1")
 LEAVE_SECONDS = 30.0
 

@@ -17,7 +17,7 @@ from tests.swarm.micro import MOST, Finished, dump_initial_state, recomputed_sta
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 5
-OWN_TWO = ("swarm.experts_per_peer=2",)
+OWN_TWO = ("swarm.experts_per_peer=2", "sync.steps_per_round=20", "sync.merge_interval=40")
 SURE = ("eval.sequences=64",)
 """Enough held-out text to tell models of 100 steps apart."""
 

@@ -38,7 +38,7 @@ from tests.swarm.micro import (
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 NAMES = ("p0", "p1", "p2", "p3", "p4")
-OVERRIDES = ("swarm.min_peers=5", "swarm.experts_per_peer=4", "sync.steps_per_round=10")
+OVERRIDES = ("swarm.min_peers=5", "swarm.experts_per_peer=4")
 BEFORE_PLAN = Fault("plan", round=3)
 HALF_A_STREAM = Fault(steps.STREAM + " values", round=3)
 HANDING_OUT = Fault(steps.STREAM + " tiles", round=3)

@@ -22,12 +22,12 @@ from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, patience_sec
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 QUICK, SLOWER, FROZEN, JUMPER = NAMES = ("quick", "slower", "frozen", "jumper")
-OVERRIDES = ("swarm.min_peers=4", "swarm.experts_per_peer=4")
+H = 20
+OVERRIDES = ("swarm.min_peers=4", "swarm.experts_per_peer=4", f"sync.steps_per_round={H}", "sync.merge_interval=40")
 FOUR_TIMES_SLOWER = Fault(steps.INNER_STEP, SLOW, times=0, factor=4.0)
 STOPPED = Fault("accept", FREEZE)
 CLOCK_JUMPS = Fault(steps.APPLIED, JUMP, seconds=300.0)
 FAULTS = {SLOWER: (FOUR_TIMES_SLOWER,), FROZEN: (STOPPED,), JUMPER: (CLOCK_JUMPS,)}
-H = 20
 
 
 @dataclass

@@ -12,6 +12,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.swarm import metering
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.core.messages import Intent
+from spes_p2p.sync.recorder import NEWEST, FlightRecorder, load_recording, replay
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config
 
@@ -58,3 +59,20 @@ def test_slices_go_where_the_measured_uplinks_are(
         check_agreement(swarm)
 
     in_swarm(folder, play, CONFIG)
+
+
+def test_a_replay_knows_what_was_measured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metering, "STRETCH_SECONDS", 1.0)
+    monkeypatch.setattr(metering, "STRETCH_BYTES", 20_000)
+    seen: list[MemorySwarm] = []
+
+    async def play(swarm: MemorySwarm) -> None:
+        seen.append(swarm)
+        await start(swarm, {})
+        FlightRecorder(tmp_path, swarm.info).attach(swarm.peers[PeerId("a")].driver.core)
+        await swarm.until_round(5)
+
+    in_swarm(folder, play, CONFIG)
+    played = list(replay(load_recording(tmp_path / NEWEST), seen[0].rules))
+    assert any(step.frame.arguments[0] for step in played if step.frame.event == "uplink_measured")
+    assert [step.frame.event for step in played if not step.same] == []

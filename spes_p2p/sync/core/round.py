@@ -343,6 +343,10 @@ class Core(Hearing, Reducing, Voting, Speaking):
         strangers = sorted(peer for peer in known if peer not in named)
         self.seeds = tuple(sorted(strangers, key=lambda peer: peer in self.seeds)[:MAX_SEEDS])
 
+    def uplink_measured(self, bytes_per_second: int) -> None:
+        """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
+        self.uplink_bytes_per_second = bytes_per_second
+
     def wish(self, intent: Intent, now: float) -> list[Action]:
         """What this peer wants has changed (join, leave, claims)."""
         self.intent = replace(intent, can_vote=self.intent.can_vote)
