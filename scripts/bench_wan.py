@@ -125,10 +125,10 @@ def _measured(peer: Process, slept_seconds: float) -> Measured:
 
 
 def _formula(arguments: argparse.Namespace) -> Traffic:
-    sizes = Sizes.of(load_config(bundled_config(CONFIG), list(MODEL)).model)
     peers = arguments.public + arguments.homes
     overrides = [*MODEL, f"sync.steps_per_round={arguments.steps}", *arguments.sync]
-    sync = load_config(bundled_config(CONFIG), overrides).sync
+    config = load_config(bundled_config(CONFIG), overrides)
+    sizes, sync = Sizes.of(config.model), config.sync
     spread = Spread(peers, sizes.num_experts / peers, 1.0, sizes.num_experts)
     return round_traffic(sizes, spread, sync.column_rounds, sync.fragments)
 
