@@ -51,6 +51,7 @@ class Measured:
     bytes_down: float
     train_seconds: float
     sync_seconds: float
+    phases: dict[str, float]
     busy: float
     """Share of the time that went into inner steps."""
 
@@ -114,12 +115,14 @@ def _measured(peer: Process, slept_seconds: float) -> Measured:
     stepping = sum(step.tokens / step.tokens_per_second + slept_seconds for step in steps)
     trained = [event.seconds.get("train", 0.0) for event in late]
     synced = [sum(event.seconds.values()) - event.seconds.get("train", 0.0) for event in late]
+    phases = [phase for phase in late[0].seconds if phase != "train"]
     return Measured(
         name,
         statistics.mean(event.bytes_sent for event in late),
         statistics.mean(event.bytes_received for event in late),
         statistics.median(trained),
         statistics.median(synced),
+        {phase: statistics.median(event.seconds.get(phase, 0.0) for event in late) for phase in phases},
         stepping / (times[-1] - times[0]),
     )
 
@@ -147,6 +150,8 @@ def _show(codec: Codec, arguments: argparse.Namespace, found: list[Measured]) ->
     print(f"  sent by a peer, mean: {sent / 1e6:.1f} MB; by the formula {up / 1e6:.1f} up, {down / 1e6:.1f} down: "
           f"{sent / up:.3f} of it (target: within 5%)")  # fmt: skip
     print(f"  sync: {sync:.2f} s; the tightest link allows {limit:.2f}: {sync / limit:.2f} times (target 1.25)")
+    phases = {phase: statistics.median(one.phases.get(phase, 0.0) for one in found) for phase in found[0].phases}
+    print("  of it: " + ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items()) + " s")
     print(f"  time spent training: {busy:.1%} (target: 95% with overlap, where a sync fits into a round)")
 
 
