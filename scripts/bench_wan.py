@@ -15,6 +15,7 @@ With `--step-seconds` each step sleeps so long on top of its computing: the core
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--sync", nargs="*", default=[], help="changes of the run, such as sync.overlap=true")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="what each step sleeps")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # peers and namespaces go first
     if not may_limit_links():
         print("bench_wan.py needs root, iproute2 and a kernel with network namespaces and token buckets (tbf)")
         return 1
