@@ -53,15 +53,15 @@ MARK = "SPES_P2P_TEST_SWARM"
 
 @dataclass(frozen=True)
 class Finished:
-    """A swarm that ran to its end: its folder, and all events of each peer."""
+    """A swarm that ran to its end: its folder, and all events of each peer with their times in Unix seconds."""
 
     folder: Path
     config: Config
-    events: dict[str, list[Event]]
+    seen: dict[str, list[tuple[float, Event]]]
 
     def of(self, kind: type[E]) -> dict[str, list[E]]:
         """Each peer's events of one kind."""
-        return {name: [event for event in events if isinstance(event, kind)] for name, events in self.events.items()}
+        return {name: [event for _, event in seen if isinstance(event, kind)] for name, seen in self.seen.items()}
 
 
 def config_of(overrides: Sequence[str] = ()) -> Config:
@@ -126,8 +126,8 @@ def run_to_the_end(
         for name in names:
             swarm.peer(name, tokens, [*dumping(folder, name), "--rounds", str(rounds), *local])
         swarm.wait_for_end(names, 240.0)
-        events = {name: [event for _, event in swarm.processes[name].seen] for name in names}
-    return Finished(folder, config_of(agreed), events)
+        seen = {name: swarm.processes[name].seen for name in names}
+    return Finished(folder, config_of(agreed), seen)
 
 
 def dumping(folder: Path, name: str) -> list[str]:

@@ -28,8 +28,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished
             arguments = [*dumping(folder, name), "--rounds", str(ROUNDS), "--max-disk", "100MB", *LOCAL]
             swarm.peer(name, None, arguments)
         swarm.wait_for_end(NAMES, 240.0)
-        events = {name: [event for _, event in swarm.processes[name].seen] for name in NAMES}
-    return Finished(folder, config_of(AGREED), events)
+        seen = {name: swarm.processes[name].seen for name in NAMES}
+    return Finished(folder, config_of(AGREED), seen)
 
 
 def test_they_train_the_same_rounds_with_the_same_bits(finished: Finished) -> None:

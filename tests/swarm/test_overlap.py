@@ -43,7 +43,11 @@ def test_all_peers_end_with_the_same_state(finished: Finished) -> None:
 
 
 def test_steps_are_made_while_rounds_are_synced(finished: Finished) -> None:
-    """At least those that the rounds counted, which end by the clock: a busy machine makes fewer."""
+    """By every peer, between its snapshot for a round and the commit; how many is the machine's business."""
+    for name, seen in finished.seen.items():
+        syncs = [(at - syncing_seconds(event), at) for at, event in seen if isinstance(event, Round)]
+        steps = [at for at, event in seen if isinstance(event, Step)]
+        assert sum(begin < at < end for at in steps for begin, end in syncs) >= ROUNDS, name
     made = sum(step.tokens for steps in finished.of(Step).values() for step in steps)
     counted = {event.round: event.tokens for events in finished.of(Round).values() for event in events}
     assert made >= sum(counted.values()) > 0
@@ -51,7 +55,7 @@ def test_steps_are_made_while_rounds_are_synced(finished: Finished) -> None:
         statistics.mean(event.loss for events in finished.of(Eval).values() for event in events if event.round == round)
         for round in (0, ROUNDS)
     )
-    assert last < first - 0.1
+    assert last < first - 0.3
 
 
 def test_the_bytes_are_those_that_plan_says(finished: Finished) -> None:
@@ -65,3 +69,8 @@ def test_the_bytes_are_those_that_plan_says(finished: Finished) -> None:
     received = statistics.mean(statistics.mean(event.bytes_received for event in half) for half in halves)
     assert sent == pytest.approx(cost.bytes_up, rel=0.05)
     assert received == pytest.approx(cost.bytes_down, rel=0.05)
+
+
+def syncing_seconds(event: Round) -> float:
+    """From a peer's snapshot to its commit."""
+    return sum(seconds for phase, seconds in event.seconds.items() if phase != "train")
