@@ -1,4 +1,7 @@
-"""Which transfer goes next, and whom to ask: the rarest first, from whoever will be done first. Knows no network.
+"""Which transfer goes next, and whom to ask. Knows no network.
+
+Next is what a holder has that sends us least now, so that no uplink idles while we wait for another; of these the
+rarest. It is asked of whoever will be done first.
 
 A holder's rate is what came from it while it sent, all its streams together, smoothed; what it still has to send us
 counts. Who was not asked yet is taken to be as fast as the best, so that everybody is tried.
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -22,8 +25,9 @@ FAILURE = 0.25
 """Of the bytes that a fetch which broke off was for: so many might have come in that time."""
 LEAST_FAILURE_SECONDS = 1.0
 MOST_REMEMBERED = 1024
-Rarity = Callable[[], int]
-"""How many peers have what a transfer is about, asked when a place is free."""
+Place = tuple[int, int]
+"""Where a transfer stands in the queue, smallest first: see `Rates.place`."""
+FIRST: Place = (0, 0)
 
 
 @dataclass
@@ -76,6 +80,13 @@ class Rates:
         """Bytes a second, 0.0 while nothing came from it."""
         return self._holders[peer].rate if peer in self._holders else 0.0
 
+    def place(self, holders: Collection[PeerId]) -> Place:
+        """Of what these have: streams from the one of them that sends us least, and how many they are."""
+        return min((self._streams(peer) for peer in holders), default=0), len(holders)
+
+    def _streams(self, peer: PeerId) -> int:
+        return self._holders[peer].streams if peer in self._holders else 0
+
     def fastest(self, peers: Sequence[PeerId], size: int) -> list[PeerId]:
         """`peers`, first those that will have sent `size` bytes soonest; the order given where that is the same."""
         best = max((self.rate(peer) for peer in peers), default=0.0) or 1.0
@@ -95,32 +106,32 @@ class Rates:
 
 
 class Turns:
-    """So many transfers at once; of those that wait the rarest is next, then the one that came first."""
+    """So many transfers at once; of those that wait the one with the smallest place is next, then who came first."""
 
     def __init__(self, places: int) -> None:
         self._free = places
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[asyncio.Future[None], Rarity]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[None], Callable[[], Place]]] = {}
 
     @asynccontextmanager
-    async def turn(self, rarity: Rarity = lambda: 0) -> AsyncIterator[None]:
-        """Waits for a place and holds it."""
-        await self._take_place(rarity)
+    async def turn(self, place: Callable[[], Place] = lambda: FIRST) -> AsyncIterator[None]:
+        """Waits for its turn and holds it; `place()` is asked whenever one is over."""
+        await self._take_turn(place)
         try:
             yield
         finally:
             self._free += 1
             self._let_go()
 
-    async def _take_place(self, rarity: Rarity) -> None:
-        number, place = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waiting[number] = (place, rarity)
+    async def _take_turn(self, place: Callable[[], Place]) -> None:
+        number, turn = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = (turn, place)
         self._let_go()
         try:
-            await place
+            await turn
         except asyncio.CancelledError:
             self._waiting.pop(number, None)
-            if place.done() and not place.cancelled():  # it was ours already
+            if turn.done() and not turn.cancelled():  # it was ours already
                 self._free += 1
                 self._let_go()
             raise
@@ -128,7 +139,7 @@ class Turns:
     def _let_go(self) -> None:
         while self._free and self._waiting:
             chosen = min(self._waiting, key=lambda number: (self._waiting[number][1](), number))
-            place, _ = self._waiting.pop(chosen)
-            if not place.done():
+            turn, _ = self._waiting.pop(chosen)
+            if not turn.done():
                 self._free -= 1
-                place.set_result(None)
+                turn.set_result(None)

@@ -149,9 +149,9 @@ class Transfers:
         """Fetches tiles by id and hash, a few at a time, and hands them to `take`: of the state, or `wire` tiles.
 
         Those who are `sure` to have them are asked before the others, who will be done soonest first: by default the
-        first holder, with `spread` all of them. What fewest are sure to have goes before what others wait for here.
-        Who failed once is asked last from then on. Raises NetworkError when nobody has some of them, and what `take`
-        raises.
+        first holder, with `spread` all of them. What somebody has who sends us little now goes before what others wait
+        for here, and of that what fewest are sure to have. Who failed once is asked last from then on. Raises
+        NetworkError when nobody has some of them, and what `take` raises.
         """
         ids, poor = list(wanted), set[PeerId]()
         have = sure or (lambda: holders if spread else holders[:1])
@@ -182,7 +182,7 @@ class Transfers:
     ) -> list[memoryview]:
         request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
-        async with self._turns.turn(lambda: len(have())):  # whom to ask is decided when our turn comes
+        async with self._turns.turn(lambda: self._rates.place(have())):  # whom to ask is decided when our turn comes
             for holder in self._in_order(holders, have(), poor, sum(sizes)):
                 try:
                     data = await self._fetch(holder, request, sum(sizes))

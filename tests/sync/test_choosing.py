@@ -8,7 +8,7 @@ import pytest
 
 from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.choosing import MOST_REMEMBERED, Rates, Turns
+from spes_p2p.sync.choosing import FIRST, MOST_REMEMBERED, Rates, Turns
 from spes_p2p.testing.virtual_time import run_virtual
 
 A, B, C = (PeerId(name) for name in "abc")
@@ -73,7 +73,15 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(rates._holders) <= MOST_REMEMBERED
 
 
-def test_places_are_given_to_the_rarest_and_come_back_from_who_is_cancelled() -> None:
+def test_what_comes_from_the_least_busy_goes_first_and_then_what_is_rare() -> None:
+    rates = Rates(Time())
+    assert rates.place([]) == FIRST
+    with rates.asking(A, 1000), rates.asking(A, 1), rates.asking(B, 1):
+        places = [[A], [A, B], [B], [B, C], [C]]
+        assert sorted(places, key=rates.place) == [[C], [B, C], [B], [A, B], [A]]
+
+
+def test_turns_are_given_to_the_smallest_place_and_come_back_from_who_is_cancelled() -> None:
     order: list[int] = []
     copies = {1: 3, 2: 1, 3: 3, 4: 2}
 
@@ -81,7 +89,7 @@ def test_places_are_given_to_the_rarest_and_come_back_from_who_is_cancelled() ->
         turns = Turns(1)
 
         async def one(number: int) -> None:
-            async with turns.turn(lambda: copies[number]):
+            async with turns.turn(lambda: (0, copies[number])):
                 order.append(number)
                 await asyncio.sleep(1.0)
 

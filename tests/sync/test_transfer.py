@@ -373,3 +373,27 @@ def test_what_fewest_have_is_fetched_first() -> None:
 
     play(story)
     assert order == [0, 2, 4, 1, 3], "the first one had the place already"
+
+
+def test_no_holder_idles_while_another_one_is_waited_for() -> None:
+    """With two places for what each of two has half of: both send all the time, though one half was asked for first."""
+    many = [tile_id for tile_id in WANTED for _ in range(4)]
+    busy: list[tuple[int, int]] = []
+
+    async def story(site: Site) -> None:
+        site.transfers._turns = Turns(2)
+        holders = {name: await site.holder(name, right) for name in (B, C)}
+        for name in holders:
+            site.network.set_link(name, A, LinkShape((0.001, 0.002), 2.0 * len(tile(0))))
+
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            busy.append((len(holders[B].asked), len(holders[C].asked)))
+
+        async def one(tile_id: int, sure: PeerId) -> None:
+            await site.transfers.tiles({tile_id: WANTED[tile_id]}, (B, C), take, sure=lambda: (sure,))
+
+        await asyncio.gather(*(one(tile_id, name) for name in (B, C) for tile_id in many))
+
+    play(story)
+    assert len(busy) == 2 * len(many)
+    assert all(abs(one - other) <= 3 for one, other in busy), busy
