@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ from spes_p2p.sync.transfer import Transfers, WrongSize
 
 HELD_BYTES = 2**30
 """What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
+ALONE_AT_ONCE = 2
+"""Slices of ours alone that are made at once: one is averaged while the other is staged."""
 Run = Callable[[Sequence[do.Action]], None]
 
 
@@ -79,6 +81,7 @@ class Making:
         self._now = now
         self._held_bytes = 0
         self._freed = asyncio.Condition()
+        self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self._slow: tuple[Hash, set[PeerId]] = (core.head, set())
         self._told: tuple[Hash, set[tuple[PeerId, str]]] = (core.head, set())
         self.lock = asyncio.Lock()
@@ -91,7 +94,7 @@ class Making:
         plan = action.plan.value
         head, piece = plan.parent, plan.slices[action.index]
         report = Report(plan_hash(plan), action.index, self._core.me, (), ())
-        async with self._memory_for(piece):
+        async with self._turn_for(piece), self._memory_for(piece):
             if not self._is_wanted(report):
                 return
             try:
@@ -109,7 +112,6 @@ class Making:
     async def _reduced(self, plan: Plan, piece: Slice, report: Report) -> tuple[Report, dict[PeerId, str]]:
         """The report of a slice that was reduced and staged, and who was left out."""
         base = self._committed()
-        await self._tasks.in_thread(lambda: self._check_base(piece, base))
         found, left_out = await self._contributions(piece, plan.parent, base)
         reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
         roster = {entry.peer: entry for entry in plan.roster}
@@ -121,12 +123,6 @@ class Making:
             report = replace(report, contributors=fit, wire_hashes=hashes)
         return report, left_out
 
-    def _check_base(self, piece: Slice, base: Version) -> None:
-        """What changes are added to must be whole. Raises TileDamaged."""
-        if self._layout.codec_of(piece.block) != "fp32" or self._layout.has_momentum:
-            for tile_id in piece.tile_ids:
-                base.sound_tile(tile_id)
-
     def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
         """Once a round for each peer and reason: it is seldom one slice alone."""
         if self._told[0] != head:
@@ -134,6 +130,12 @@ class Making:
         if (peer, reason) not in self._told[1]:
             self._told[1].add((peer, reason))
             self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
+
+    @asynccontextmanager
+    async def _turn_for(self, piece: Slice) -> AsyncIterator[None]:
+        """What needs nobody else's values is made a few at a time: others fetch the first ones meanwhile."""
+        async with self._alone if piece.contributors == (self._core.me,) else nullcontext():
+            yield
 
     @asynccontextmanager
     async def _memory_for(self, piece: Slice) -> AsyncIterator[None]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from spes_p2p import steps
 from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
@@ -15,9 +18,11 @@ from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync import making
 from spes_p2p.sync.core.messages import Intent
+from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
+T = TypeVar("T")
 MERGES = ("sync.merge_interval=5", "sync.merge_alpha=0.3", "sync.merge_decay_steps=35", "sync.merge_top_k=2")
 
 
@@ -58,6 +63,38 @@ def test_the_same_seed_gives_the_same_run(folder: Path) -> None:
         return check_agreement(swarm)[3], swarm.clock.now()
 
     assert in_swarm(folder / "1", play, seed=5) == in_swarm(folder / "2", play, seed=5)
+
+
+def test_the_first_slices_of_a_peer_alone_go_out_before_its_last_ones_are_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way, most, made = 0, 0, 0
+    at_once = Tasks.in_thread
+
+    async def later(self: Tasks, work: Callable[[], T]) -> T:
+        """A thread that others can overtake."""
+        await asyncio.sleep(0.001)
+        return await at_once(self, work)
+
+    def listener(step: str, facts: Mapping[str, Any]) -> None:
+        nonlocal under_way, most, made
+        if step == steps.COLLECTED:
+            under_way, made = under_way + 1, made + 1
+            most = max(most, under_way)
+        elif step == steps.STAGED:
+            under_way -= 1
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a"])
+        monkeypatch.setattr(Tasks, "in_thread", later)
+        before = steps.listen(listener)
+        await swarm.until_round(3)
+        steps.listen(before)
+
+    in_swarm(folder, play, small_config("sync.codec=int8", peers=1))
+    assert under_way == 0
+    assert made >= 2 * 5, "a slice for each block"
+    assert most == making.ALONE_AT_ONCE
 
 
 def test_one_peer_alone_is_a_run(folder: Path) -> None:
