@@ -25,9 +25,16 @@ FAILURE = 0.25
 """Of the bytes that a fetch which broke off was for: so many might have come in that time."""
 LEAST_FAILURE_SECONDS = 1.0
 MOST_REMEMBERED = 1024
+MOST_PLACES = 64
+"""So many places in the queue are compared, of those that came first: a large model has hundreds of slices."""
 Place = tuple[int, int]
 """Where a transfer stands in the queue, smallest first: see `Rates.place`."""
 FIRST: Place = (0, 0)
+
+
+def at_once() -> Place:
+    """Before whatever has another place."""
+    return FIRST
 
 
 @dataclass
@@ -114,8 +121,11 @@ class Turns:
         self._waiting: dict[int, tuple[asyncio.Future[None], Callable[[], Place]]] = {}
 
     @asynccontextmanager
-    async def turn(self, place: Callable[[], Place] = lambda: FIRST) -> AsyncIterator[None]:
-        """Waits for its turn and holds it; `place()` is asked whenever one is over."""
+    async def turn(self, place: Callable[[], Place] = at_once) -> AsyncIterator[None]:
+        """Waits for its turn and holds it; `place()` is asked whenever one is over, once for all who share it.
+
+        Behind many others only who is to go at once is compared with them yet: see `MOST_PLACES`.
+        """
         await self._take_turn(place)
         try:
             yield
@@ -136,10 +146,16 @@ class Turns:
                 self._let_go()
             raise
 
+    def _first(self) -> int:
+        """The number of the next one."""
+        asked = dict.fromkeys(place for _, place in self._waiting.values())
+        places = {place: place() for place in (at_once, *itertools.islice(asked, MOST_PLACES))}
+        chosen = [(places[place], number) for number, (_, place) in self._waiting.items() if place in places]
+        return min(chosen)[1]
+
     def _let_go(self) -> None:
         while self._free and self._waiting:
-            chosen = min(self._waiting, key=lambda number: (self._waiting[number][1](), number))
-            turn, _ = self._waiting.pop(chosen)
+            turn, _ = self._waiting.pop(self._first())
             if not turn.done():
                 self._free -= 1
                 turn.set_result(None)

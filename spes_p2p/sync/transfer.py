@@ -22,7 +22,7 @@ from spes_p2p.state.moments import Moments
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
-from spes_p2p.sync.choosing import Rates, Turns
+from spes_p2p.sync.choosing import Place, Rates, Turns
 from spes_p2p.sync.core.messages import Commit, Manifest, Slice
 from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
@@ -156,6 +156,9 @@ class Transfers:
         ids, poor = list(wanted), set[PeerId]()
         have = sure or (lambda: holders if spread else holders[:1])
 
+        def place() -> Place:
+            return self._rates.place(have())
+
         def size_of(tile_id: int) -> int:
             tile = self._layout.tiles[tile_id]
             return self._layout.wire_bytes(tile) if wire else tile.size * VALUE_BYTES
@@ -164,7 +167,7 @@ class Transfers:
             turn = number % len(holders) if spread and holders else 0
             in_turn = [*holders[turn:], *holders[:turn]]
             sizes, hashes = [size_of(tile_id) for tile_id in part], [wanted[tile_id] for tile_id in part]
-            data = await self._some_tiles(part, sizes, hashes, in_turn, poor, have)
+            data = await self._some_tiles(part, sizes, hashes, in_turn, poor, have, place)
             await take([(tile_id, tile, wanted[tile_id]) for tile_id, tile in zip(part, data, strict=True)])
 
         at_once = self._at_once(max(map(size_of, ids), default=1))
@@ -179,10 +182,11 @@ class Transfers:
         holders: Sequence[PeerId],
         poor: set[PeerId],
         have: Callable[[], Sequence[PeerId]],
+        place: Callable[[], Place],
     ) -> list[memoryview]:
         request = Request(requests.TILES, hashes=b"".join(hashes))
         reasons: list[str] = []
-        async with self._turns.turn(lambda: self._rates.place(have())):  # whom to ask is decided when our turn comes
+        async with self._turns.turn(place):  # whom to ask is decided when our turn comes
             for holder in self._in_order(holders, have(), poor, sum(sizes)):
                 try:
                     data = await self._fetch(holder, request, sum(sizes))

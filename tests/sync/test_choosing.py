@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.choosing import FIRST, MOST_REMEMBERED, Rates, Turns
+from spes_p2p.sync.choosing import FIRST, MOST_PLACES, MOST_REMEMBERED, Place, Rates, Turns, at_once
 from spes_p2p.testing.virtual_time import run_virtual
 
 A, B, C = (PeerId(name) for name in "abc")
@@ -103,3 +104,32 @@ def test_turns_are_given_to_the_smallest_place_and_come_back_from_who_is_cancell
 
     run_virtual(main(), 100.0)
     assert order == [1, 3, 2]
+
+
+def test_behind_many_others_goes_at_once_what_must() -> None:
+    order: list[int] = []
+    asked = 0
+
+    def place_of(number: int) -> Callable[[], Place]:
+        def place() -> Place:
+            nonlocal asked
+            asked += 1
+            return (1, MOST_PLACES * 3 - number)
+
+        return place
+
+    async def main() -> None:
+        turns = Turns(1)
+
+        async def one(number: int, place: Callable[[], Place]) -> None:
+            async with turns.turn(place):
+                order.append(number)
+                await asyncio.sleep(1.0)
+
+        waiting = [one(number, place_of(number)) for number in range(2 * MOST_PLACES)]
+        await asyncio.gather(*waiting, one(-1, at_once))
+
+    run_virtual(main())
+    assert order[:3] == [0, -1, MOST_PLACES], "the first has the turn before the others come"
+    assert sorted(order) == list(range(-1, 2 * MOST_PLACES))
+    assert asked <= 2 * MOST_PLACES * (MOST_PLACES + 1)

@@ -69,6 +69,7 @@ class Wanted:
 class RoundState:
     """Everything about the child of one manifest; forgotten when it is committed.
 
+    `mine` are slices of the plan that we may have to reduce, `index_of` the places of all in it.
     `reports` are those that brought values; `voids` the words of reducers that had none. `seen` is when a reducer of
     the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
     `empty_words` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided` could
@@ -94,6 +95,7 @@ class RoundState:
     plan: Signed[Plan] | None = None
     plan_at: float = 0.0
     mine: tuple[int, ...] = ()
+    index_of: dict[Key, int] = field(default_factory=dict)
     reports: dict[int, Signed[Report]] = field(default_factory=dict)
     voids: dict[int, dict[PeerId, Signed[Report]]] = field(default_factory=dict)
     seen: dict[PeerId, float] = field(default_factory=dict)

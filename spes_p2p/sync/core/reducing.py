@@ -10,7 +10,6 @@ from spes_p2p.ownership.assign import assign
 from spes_p2p.swarm.membership import LINK_PUBLIC, trainers
 from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
 from spes_p2p.sync.core.fragments import due_columns, due_tiles
-from spes_p2p.sync.core.knowledge import Key
 from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status
 from spes_p2p.sync.core.plan import plan_slices, reducer_order
 from spes_p2p.sync.core.round_state import CoreState
@@ -293,7 +292,7 @@ class Reducing(CoreState):
 
         If we cannot be dialled, those who cannot either come last, since no stream between us can be opened.
         """
-        index = self._index_of(piece.key)
+        index = self.round.index_of.get(piece.key)
         said: list[PeerId] = []
         others: list[PeerId] = []
         for peer, contact in self.contacts.items():
@@ -308,7 +307,7 @@ class Reducing(CoreState):
 
     def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
         """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""
-        index = self._index_of(piece.key)
+        index = self.round.index_of.get(piece.key)
         report = None if index is None else self.round.reports.get(index)
         reducer = piece.reducer if report is None else report.author
         found = [
@@ -322,11 +321,6 @@ class Reducing(CoreState):
         contact = self.contacts.get(peer)
         here = self.intent.link_class == LINK_PUBLIC
         return here or contact is None or contact.status.intent.link_class == LINK_PUBLIC
-
-    def _index_of(self, key: Key) -> int | None:
-        if self.round.plan is None:
-            return None
-        return next((i for i, piece in enumerate(self.round.plan.value.slices) if piece.key == key), None)
 
     def _resolved_slices(self, now: float) -> list[tuple[Slice, bytes]] | None:
         """Staged slices with their hashes once every slice is staged or beyond hope; a block is whole or not at all."""

@@ -192,7 +192,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         current = self.round
         tried = current.fetching.pop(key, None)
         current.failed.add(key)
-        index = self._index_of(key)
+        index = self.round.index_of.get(key)
         report = None if index is None else current.reports.get(index)
         if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
             del current.reports[index]

@@ -450,6 +450,7 @@ class CoreState:
         current.plan = signed
         current.plan_at = now
         current.mine = tuple(i for i, piece in enumerate(signed.value.slices) if self.me in reducer_order(piece))
+        current.index_of = {piece.key: i for i, piece in enumerate(signed.value.slices)}
         current.reports.clear()
         current.voids.clear()
         current.seen.clear()
