@@ -183,4 +183,4 @@ class TakesWhatWasNotHandedOut(Core):
         return child_manifest(replace(self.rules, expert_rounds=1), self.tip, outcome, members, wishes)
 
     def _due_columns(self, now: float) -> frozenset[int]:
-        return due_columns(self.rules.num_columns, self.tip.round + 1, self.rules.expert_rounds)
+        return due_columns(self.tip.ownership, self.tip.round + 1, self.rules.expert_rounds)

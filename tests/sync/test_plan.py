@@ -114,6 +114,16 @@ def test_shared_tiles_take_turns(tiles: int, fragments: int) -> None:
     assert max(number for _, number in parts) - min(number for _, number in parts) <= 1
 
 
+@pytest.mark.parametrize(("peers", "columns", "every"), [(4, 8, 2), (4, 8, 4), (4, 16, 4), (3, 9, 2), (2, 8, 4)])
+def test_no_uplink_carries_a_round_of_turns_alone(peers: int, columns: int, every: int) -> None:
+    """Also where columns were dealt out to one peer after the other, as `assign` does with a new swarm."""
+    ownership = tuple((NAMES[column % peers],) for column in range(columns))
+    for round in range(every):
+        due = due_columns(ownership, round, every)
+        owned = [sum(ownership[column] == (name,) for column in due) for name in NAMES[:peers]]
+        assert max(owned) <= -(-columns // (peers * every))
+
+
 def test_a_part_of_the_shared_block_is_planned_where_it_stands() -> None:
     slices = plan_slices(NAMES[:2], ((NAMES[0],),), {}, [9, 3], 2, shared=(3, 3))
     assert [piece.key for piece in slices if piece.block == 0] == [(3, 2), (5, 1)]
@@ -121,10 +131,11 @@ def test_a_part_of_the_shared_block_is_planned_where_it_stands() -> None:
 
 
 def test_columns_take_turns() -> None:
-    turns = [due_columns(8, round, 4) for round in range(1, 9)]
+    mine, theirs = (NAMES[0],), (NAMES[1],)
+    turns = [due_columns(8 * (mine,), round, 4) for round in range(1, 9)]
     assert turns[:4] == turns[4:] == [{1, 5}, {2, 6}, {3, 7}, {0, 4}]
-    assert due_columns(3, 7, 1) == {0, 1, 2}
-    uneven = [len(due_columns(5, round, 3)) for round in range(3)]
+    assert due_columns((mine, theirs, ()), 7, 1) == {0, 1, 2}
+    uneven = [len(due_columns(5 * (mine,), round, 3)) for round in range(3)]
     assert sorted(uneven) == [1, 2, 2]
     slices = plan_slices(NAMES[:2], ((NAMES[0],), (NAMES[1],)), {}, [4, 4, 4], 16, due={1})
     assert {piece.block for piece in slices} == {0, 2}

@@ -231,7 +231,7 @@ def rounds_of(roster: Sequence[PeerId], parent: Manifest, count: int, rules: Run
     for _ in range(count):
         work = tuple(Contribution(peer, LENGTH, 1, 1) for peer in roster)
         overdue = {at for at, last in enumerate(parent.column_rounds) if parent.round + 1 - last >= rules.expert_rounds}
-        due = due_columns(rules.num_columns, parent.round + 1, rules.expert_rounds) | overdue
+        due = due_columns(parent.ownership, parent.round + 1, rules.expert_rounds) | overdue
         slices = plan_slices(roster, parent.ownership, {}, rules.block_tiles, rules.slice_tiles, due)
         outcome = Outcome(work, slices, sha256(b"wire"), sha256(b"state"), None)
         parent = child_manifest(rules, parent, outcome, MEMBERS, WISHES)

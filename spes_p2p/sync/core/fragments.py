@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from spes_p2p.ownership.expert_map import Ownership
 
-def due_columns(num_columns: int, round: int, expert_rounds: int) -> frozenset[int]:
+
+def due_columns(ownership: Ownership, round: int, expert_rounds: int) -> frozenset[int]:
     """Columns whose turn it is in a round: each in every `expert_rounds`-th, about as many in one round as in another.
 
-    In between its owners' masters run ahead, and the others keep its last committed values.
+    Columns of the same owners take turns one after the other: no uplink carries a round alone. In between its owners'
+    masters run ahead, and the others keep its last committed values.
     """
-    return frozenset(column for column in range(num_columns) if (column - round) % expert_rounds == 0)
+    in_turn = sorted(range(len(ownership)), key=lambda column: (ownership[column], column))
+    return frozenset(column for place, column in enumerate(in_turn) if (place - round) % expert_rounds == 0)
 
 
 def due_tiles(tiles: int, round: int, fragments: int) -> tuple[int, int]:

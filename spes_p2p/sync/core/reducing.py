@@ -253,7 +253,7 @@ class Reducing(CoreState):
     def _due_columns(self, now: float) -> frozenset[int]:
         """Those whose turn it is or was, and those that an owner is about to lose, whose master may be rounds ahead."""
         ownership, every, round = self.tip.ownership, self.rules.expert_rounds, self.tip.round + 1
-        due = due_columns(len(ownership), round, every)
+        due = due_columns(ownership, round, every)
         if every == 1:
             return due
         due |= {column for column, last in enumerate(self.tip.column_rounds) if round - last >= every}
