@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,16 +60,21 @@ def test_steps_are_made_while_rounds_are_synced(finished: Finished) -> None:
 
 
 def test_the_bytes_are_those_that_plan_says(finished: Finished) -> None:
+    """Of most rounds: on a busy machine a peer is late for one, and fetches what it missed while the next is made."""
     cost = sync_costs(finished.config, len(PEERS), 2, Link(), None)[0]
-    rounds = [event for events in finished.of(Round).values() for event in events if event.round > 1]
-    full = [event for event in rounds if event.roster_size == len(PEERS)]
-    by_round = {event.round for event in full}
-    halves = [[e for e in full if e.round % 2 == half] for half in (0, 1)]
-    assert all(halves), by_round
-    sent = statistics.mean(statistics.mean(event.bytes_sent for event in half) for half in halves)
-    received = statistics.mean(statistics.mean(event.bytes_received for event in half) for half in halves)
-    assert sent == pytest.approx(cost.bytes_up, rel=0.05)
-    assert received == pytest.approx(cost.bytes_down, rel=0.05)
+    events = [event for events in finished.of(Round).values() for event in events if event.round > 1]
+    full = [[e for e in events if e.round == round and e.roster_size == len(PEERS)] for round in range(2, ROUNDS + 1)]
+    told = [some for some in full if len(some) == len(PEERS)]
+    halves = [[some for some in told if some[0].round % 2 == half] for half in (0, 1)]
+    assert all(halves), [some[0].round for some in told]
+
+    def usual(bytes_of: Callable[[Round], int]) -> float:
+        """What a peer moves in a round, on average over peers and both fragments."""
+        means = ([statistics.mean(map(bytes_of, some)) for some in half] for half in halves)
+        return statistics.mean(map(statistics.median_low, means))
+
+    assert usual(lambda event: event.bytes_sent) == pytest.approx(cost.bytes_up, rel=0.05)
+    assert usual(lambda event: event.bytes_received) == pytest.approx(cost.bytes_down, rel=0.05)
 
 
 def syncing_seconds(event: Round) -> float:
