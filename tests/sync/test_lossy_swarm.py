@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from spes_p2p.config.schema import Config
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
+from spes_p2p.sync.core.fragments import due_columns
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer
 from tests.sync.books import Books
@@ -118,10 +120,12 @@ def test_columns_take_turns(folder: Path, codec: tuple[str, ...], replicas: int)
         check_agreement(swarm)
         books.check()
         chain = [commit.manifest for commit in commits(swarm)]
-        turns = [tuple(sorted({piece.block for piece in manifest.slices})) for manifest in chain[1:]]
-        assert turns[:3] == [(0, 2), (0, 3), (0, 1, 4)]
-        assert turns[3:6] == turns[6:9] == turns[:3]
-        assert chain[9].column_rounds == (9, 7, 8, 9)
+        turns = [{piece.block for piece in manifest.slices} for manifest in chain[1:]]
+        due = [due_columns(before.ownership, after.round, 3) for before, after in pairwise(chain)]
+        assert turns == [{0, *(1 + column for column in some)} for some in due]
+        assert turns[3:6] == turns[6:9]
+        assert [sum(1 + column in turn for turn in turns[6:9]) for column in range(4)] == [1] * 4
+        assert sorted(chain[9].column_rounds) == [7, 8, 9, 9]
         assert not any(event.stale_columns for life in swarm.up for event in life.applied_events)
         assert books.merges > 3
 
