@@ -46,8 +46,19 @@ LONGEST = (
 """What takes minutes begins first, so that no worker is left alone with it at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadfile --no-loadscope-reorder`, which hands out files in the order of their tests."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="also run the tests marked `thorough`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `--thorough` runs, and puts the rest in the order of `LONGEST`.
+
+    `--dist loadfile --no-loadscope-reorder` hands out files in the order of their tests.
+    """
+    if not config.getoption("thorough"):
+        deselected = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
     def place(item: pytest.Item) -> int:
         return next((at for at, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
