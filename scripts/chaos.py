@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from spes_p2p.testing.chaos import Chaos, ChaosOptions, report
+from spes_p2p.testing.chaos import Chaos
+from spes_p2p.testing.chaos_report import ChaosOptions, report
 
 
 def main() -> int:

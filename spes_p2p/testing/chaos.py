@@ -1,18 +1,19 @@
 """A long run of real peers of which every few rounds some die, freeze or lose their disk; and what came of it.
 
-`Chaos` breaks, as drawn by a seed, and measures while the swarm runs; `judge` compares what it found with the promises.
-The first peer is never hurt: it is the witness whose memory is watched. Told to people by scripts/chaos.py.
+`Chaos` breaks, as drawn by a seed, and measures while the swarm runs; `chaos_report` compares that with the promises.
+The first peer is never hurt: it is the witness whose memory is watched. Nobody else is spared, the bootstrap node
+neither. Told to people by scripts/chaos.py.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import random
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -20,15 +21,17 @@ from statistics import median
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
+from spes_p2p.errors import SpesError
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.store import StateStore
 from spes_p2p.steps import INNER_STEP
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import DEGRADED, Commit
+from spes_p2p.testing.chaos_report import ChaosOptions, Findings, Sample, judge
 from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault
-from spes_p2p.testing.processes import LocalSwarm, Process, children
+from spes_p2p.testing.nursery import children
+from spes_p2p.testing.processes import BOOTSTRAP, LocalSwarm, Process
 
 MODEL = (
     "model.d_model=32", "model.num_layers=2", "model.num_heads=2", "model.expert_ffn=32", "data.sequence_length=32",
@@ -40,31 +43,14 @@ LOCAL = ("output.log_every_steps=1", "eval.every_rounds=0", "output.keep_checkpo
 FAULTS = tuple(Fault(step) for step in (*LEADER_STEPS, *MEMBER_STEPS))
 """Every peer but the witness carries all of them; whoever comes first to one that is armed dies of it."""
 CORPUS_BYTES = 8 * 2**20
-COMMITTED_SHARE = 0.95
-COUNTED_SHARE = 0.90
-MEMORY_GROWTH = 0.05
-HANDLES_GROWTH, SPARE_HANDLES = 0.1, 10
-"""Open files and threads stay flat within a tenth and a few: connections come and go."""
 ROUND_SECONDS = 300.0
 """A round that takes longer is one that hangs."""
-
-
-@dataclass(frozen=True)
-class ChaosOptions:
-    """`minutes`: where it ends, if `rounds` did not come before. `kill_rate`: share of rounds that lose a peer.
-
-    `step_seconds`: what each inner step sleeps on top of its computing, so that many peers share few cores.
-    """
-
-    folder: Path
-    peers: int = 8
-    rounds: int = 200
-    kill_rate: float = 0.3
-    seed: int = 0
-    minutes: float = 60.0
-    steps_per_round: int = 60
-    heartbeat_seconds: float = 0.5
-    step_seconds: float = 0.0
+LEAVE_SECONDS = 10.0
+"""The kernel ends at once what a killed process had started, but not in no time."""
+FOLLOW_SECONDS = 60.0
+"""By then a bootstrap node that came back has the rounds that went on without it."""
+ROUNDS_WITHOUT = (0, 1, 2, 5, 10, None)
+"""So many pass before the bootstrap node is started again; None: it is gone for good."""
 
 
 @dataclass
@@ -77,65 +63,6 @@ class Life:
     killed: bool = False
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The witness at one commit."""
-
-    round: int
-    resident_bytes: int
-    files: int
-    threads: int
-
-
-@dataclass
-class Findings:
-    """What a run of chaos showed. Times in seconds, shares from 0 to 1."""
-
-    options: ChaosOptions
-    seconds: float = 0.0
-    commits: list[Commit] = field(default_factory=list)
-    blows: list[tuple[float, str]] = field(default_factory=list)
-    healthy: list[float] = field(default_factory=list)
-    faulty: list[float] = field(default_factory=list)
-    tokens_trained: int = 0
-    tokens_counted: int = 0
-    samples: list[Sample] = field(default_factory=list)
-    exit_codes: dict[str, int] = field(default_factory=dict)
-    disagreements: list[str] = field(default_factory=list)
-    left_over: list[int] = field(default_factory=list)
-    """Processes that still ran after all had ended."""
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def rounds(self) -> int:
-        return max(0, len(self.commits) - 1)
-
-    @property
-    def degraded(self) -> int:
-        return sum(commit.certificate.kind == DEGRADED for commit in self.commits)
-
-    @property
-    def aborted(self) -> int:
-        """Ballots that came to nothing before the one that committed."""
-        return sum(max(0, commit.certificate.ballot) for commit in self.commits)
-
-    @property
-    def counted_share(self) -> float:
-        return self.tokens_counted / self.tokens_trained if self.tokens_trained else 1.0
-
-    def spread_of_samples(self) -> tuple[list[Sample], list[Sample]]:
-        """The tenth of them after the warm-up, and the last tenth."""
-        tenth = max(1, len(self.samples) // 10)
-        nothing = [Sample(0, 1, 0, 0)]
-        return self.samples[2 * tenth : 3 * tenth] or nothing, self.samples[-tenth:] or nothing
-
-    @property
-    def memory_growth(self) -> float:
-        """Resident memory of the witness in the last tenth of the run, against the tenth after its warm-up."""
-        early, late = self.spread_of_samples()
-        return median(s.resident_bytes for s in late) / median(s.resident_bytes for s in early) - 1
-
-
 class Chaos:
     """Runs it: `Chaos(options, say).run()`."""
 
@@ -143,10 +70,14 @@ class Chaos:
         self._options = options
         self._say = say
         self._rng = random.Random(options.seed)
+        self._bootstrap_rng = random.Random(f"{options.seed} {BOOTSTRAP}")
+        self._bootstrap_back: int | None = None
         self._names = [f"p{index}" for index in range(options.peers)]
         self._lives: list[Life] = []
         self._back_at: dict[str, tuple[int, bool]] = {}
         self._thaw_at: dict[str, float] = {}
+        self._meeting: list[str] = []
+        """What peers that come back are told besides the bootstrap node: where the witness is."""
         self._armed: list[Fault] = []
         self._findings = Findings(options)
         self._overrides = (
@@ -162,17 +93,17 @@ class Chaos:
         """From the first process to the last, and the stores looked through."""
         began, found = time.monotonic(), self._findings
         data = self._tokens()
-        here = set(children(os.getpid()))
         with LocalSwarm(self._options.folder, forked=True) as swarm:
             self._swarm = swarm
             swarm.bootstrap("tiny", data, self._overrides)
             for name in self._names:
                 self._start(name, data)
             swarm.wait_for_round(1, self._names, 300.0)
+            self._find_witness()
             self._say(f"{len(self._names)} peers train, after {time.monotonic() - began:.0f} s")
             self._break_and_watch(data)
             self._end()
-        found.left_over = sorted(set(children(os.getpid())) - here)
+            found.left_over = [f"{pid} {command_of(pid)}" for pid in swarm.close(LEAVE_SECONDS)]
         found.seconds = time.monotonic() - began
         self._look_through_stores()
         self._count_times()
@@ -188,11 +119,13 @@ class Chaos:
         while newest < self._options.rounds and time.monotonic() < until:
             time.sleep(0.1)
             self._tend(newest, data)
+            self._tend_bootstrap(newest, data)
             round = self._newest()
             if round > newest:
                 newest, moved = round, time.monotonic()
                 self._sample(round)
                 self._strike(round)
+                self._strike_bootstrap(round)
             if time.monotonic() - moved > ROUND_SECONDS:
                 self._findings.problems.append(f"round {newest + 1} did not come in {ROUND_SECONDS:g} s")
                 return
@@ -207,7 +140,8 @@ class Chaos:
         faults = list(FAULTS) if name != self._names[0] else []
         if self._options.step_seconds:
             faults.append(Fault(INNER_STEP, SLOW, times=0, seconds=self._options.step_seconds))
-        self._swarm.peer(name, data, [*(["--resume"] if resume else []), *LOCAL], faults=faults)
+        arguments = [*(["--resume"] if resume else []), *self._meeting, *LOCAL]
+        self._swarm.peer(name, data, arguments, faults=faults)
         self._lives.append(Life(name, time.time()))
 
     def _tend(self, round: int, data: Path) -> None:
@@ -266,6 +200,50 @@ class Chaos:
             self._swarm.processes[name].send(signal.SIGKILL)
         self._note(f"{' and '.join(names)} killed at {share:.0%} of the round")
 
+    # ---------------------------------------------------------------- the bootstrap node
+
+    def _find_witness(self) -> None:
+        """Its address, as `status` shows it: who comes back, or anew, may find no bootstrap node."""
+        (witness,) = peer_ids(self._swarm.processes[self._names[0]])
+        found: list[str] = []
+
+        def is_known() -> bool:
+            said = json.loads(self._swarm.ask("status", "--initial-peers", self._swarm.address, "--json"))
+            found.extend(one["addresses"][0] for one in said["peers"] if one["peer"] == witness and one["addresses"])
+            return bool(found)
+
+        self._swarm.wait_until(is_known, "the witness in the status", self._names[:1])
+        self._meeting = ["--initial-peers", found[0]]
+
+    def _strike_bootstrap(self, round: int) -> None:
+        """A draw of its own, so that a seed hurts the peers as it did before."""
+        lot, share = self._bootstrap_rng.random(), self._bootstrap_rng.random()
+        without = self._bootstrap_rng.choice(ROUNDS_WITHOUT)
+        if lot < self._options.kill_rate / 4 and self._swarm.processes[BOOTSTRAP].exit_code is None:
+            self._kill([BOOTSTRAP], share)
+            self._bootstrap_back = None if without is None else round + 1 + without
+            self._say("for good" if without is None else f"it comes back after {1 + without} rounds")
+
+    def _tend_bootstrap(self, round: int, data: Path) -> None:
+        if self._bootstrap_back is not None and round >= self._bootstrap_back:
+            self._bootstrap_back = None
+            try:
+                self._swarm.bootstrap("tiny", data, self._overrides)
+            except SpesError as error:
+                self._findings.problems.append(str(error))
+
+    def _wait_for_bootstrap(self) -> None:
+        """Until it has the rounds that were committed by now."""
+        commits, newest = self._options.folder / BOOTSTRAP / "run" / "chain", self._newest()
+
+        def follows() -> bool:
+            return len(list(commits.glob("*.commit"))) > newest
+
+        try:
+            self._swarm.wait_until(follows, f"round {newest}", [BOOTSTRAP], FOLLOW_SECONDS)
+        except SpesError as error:
+            self._findings.problems.append(str(error))
+
     def _note(self, text: str) -> None:
         self._findings.blows.append((time.time(), text))
         self._say(text)
@@ -280,10 +258,16 @@ class Chaos:
         self._swarm.armoury.disarm()
         for name in list(self._thaw_at):
             self._swarm.processes[name].thaw()
-        for name in self._up():
+        running = self._up()
+        if self._swarm.processes[BOOTSTRAP].exit_code is None:
+            self._wait_for_bootstrap()
+            running.append(BOOTSTRAP)
+        for name in running:
             self._swarm.processes[name].send(signal.SIGTERM)
-        for name in self._up():
-            self._findings.exit_codes[name] = self._swarm.processes[name].wait(60.0)
+        for name in running:
+            code = self._swarm.processes[name].wait(60.0)
+            if code != -signal.SIGKILL:  # that was the last blow
+                self._findings.exit_codes[name] = code
 
     # ---------------------------------------------------------------- afterwards
 
@@ -356,6 +340,16 @@ def peer_ids(process: Process) -> set[str]:
     return {words[words.index("peer") + 1] for words in lines if "peer" in words}
 
 
+def command_of(pid: int) -> str:
+    """Its command line and state, as far as it can still be read (Linux)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "(has ended meanwhile)"
+    return f"{command.strip()} ({stat[0]}, child of {stat[1]})"
+
+
 def sample(process: Process, round: int) -> Sample:
     """Memory, open files and threads of a process and of those that it started (Linux)."""
     pids = [process.pid, *children(process.pid)]
@@ -370,50 +364,3 @@ def sample(process: Process, round: int) -> Sample:
         except OSError:  # it has just ended
             continue
     return Sample(round, resident, files, threads)
-
-
-def judge(found: Findings) -> list[str]:
-    """Promises that were not kept, in words."""
-    problems = [f"{name} ended with exit code {code}" for name, code in found.exit_codes.items() if code]
-    problems += found.disagreements
-    committed = found.rounds - found.degraded
-    if committed < COMMITTED_SHARE * found.rounds:
-        problems.append(f"only {committed} of {found.rounds} rounds were committed by a majority")
-    if found.counted_share < COUNTED_SHARE:
-        problems.append(f"only {found.counted_share:.1%} of the survivors' tokens were counted")
-    if found.memory_growth > MEMORY_GROWTH and len(found.samples) >= 50:
-        problems.append(f"the witness's memory grew by {found.memory_growth:.1%}")
-    early, late = found.spread_of_samples()
-    for what in ("files", "threads"):
-        before, after = (median(getattr(sample, what) for sample in part) for part in (early, late))
-        if after > before * (1 + HANDLES_GROWTH) + SPARE_HANDLES and len(found.samples) >= 50:
-            problems.append(f"the witness had {before:.0f} open {what} early and {after:.0f} late")
-    if found.left_over:
-        problems.append(f"processes {found.left_over} were left over")
-    return problems
-
-
-def report(found: Findings) -> str:
-    """The figures, one a line, each beside what was promised."""
-    options, samples = found.options, found.samples
-    first, last = (samples[len(samples) // 5], samples[-1]) if samples else (None, None)
-
-    def spread(times: Sequence[float]) -> str:
-        return f"median {median(times):.2f} s, worst {max(times):.2f} s ({len(times)} rounds)" if times else "none"
-
-    lines = [
-        f"{options.peers} peers, seed {options.seed}, kill rate {options.kill_rate:g}, {found.seconds / 60:.1f} min, "
-        f"{options.steps_per_round} steps a round, each sleeps {options.step_seconds:g} s",
-        f"blows                {len(found.blows)}",
-        f"rounds committed     {found.rounds - found.degraded} of {found.rounds} (promised: {COMMITTED_SHARE:.0%})",
-        f"rounds degraded      {found.degraded}",
-        f"ballots aborted      {found.aborted}",
-        f"healthy rounds       {spread(found.healthy)}",
-        f"faulty rounds        {spread(found.faulty)}",
-        f"tokens counted       {found.counted_share:.2%} of {found.tokens_trained:,} (promised: {COUNTED_SHARE:.0%})",
-        f"memory growth        {found.memory_growth:+.2%} (promised: below {MEMORY_GROWTH:.0%})",
-    ]
-    if first is not None and last is not None:
-        lines.append(f"files, threads       {first.files}, {first.threads} early; {last.files}, {last.threads} late")
-    lines.append("hash agreement       " + ("broken" if found.disagreements else "yes"))
-    return "\n".join([*lines, *(f"BROKEN: {problem}" for problem in found.problems)])

@@ -6,7 +6,7 @@ how the program starts, and its command line says `nursery`. Linux only.
 
 `Nursery` is the side that asks; `python -m spes_p2p.testing.nursery` answers, a JSON line for each: asked to start a
 program, the pid; of a process that ended, its exit code (negative: the signal). It leaves with its input, and its
-processes with it.
+processes with it. What these leave behind becomes a child of it, too, and so can be found.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from spes_p2p.errors import SpesError
 _PRELOADED = ("numpy.random", "spes_p2p.cli.join", "spes_p2p.peer.run", "spes_p2p.peer.bootstrap")
 START_SECONDS = 90.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None)
 
@@ -85,6 +86,10 @@ class Nursery:
             self._read(timeout_seconds=0.0)
         return self._codes.get(pid)
 
+    def running(self) -> list[int]:
+        """The processes that were started here and still run, with all that they started, also before they ended."""
+        return children(self._server.pid)
+
     def close(self) -> None:
         """Ends the server, and by it what still runs."""
         assert self._server.stdin is not None
@@ -110,6 +115,7 @@ class Nursery:
         if "code" in said:
             self._codes[said["pid"]] = said["code"]
         else:
+            self._codes.pop(said["pid"], None)  # of an earlier process, or of one that was left behind
             self._started.append(said["pid"])
 
 
@@ -133,6 +139,19 @@ class Child:
         return code
 
 
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started and that still run, with theirs (from /proc: Linux only)."""
+    found: list[int] = []
+    for place in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            words = place.read_text().split()
+        except OSError:  # the thread has just ended
+            continue
+        for word in words:
+            found += [int(word), *children(int(word))]
+    return found
+
+
 # ---- the server ----
 
 
@@ -142,6 +161,7 @@ def serve() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forked processes share these pages as long as nobody touches them
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     for descriptor in (woken, wake):
         os.set_blocking(descriptor, False)

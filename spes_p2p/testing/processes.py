@@ -25,9 +25,11 @@ from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Round
 from spes_p2p.observe.sinks import EventReader
 from spes_p2p.testing.faults import JUMP, Armoury, Fault, in_environment
-from spes_p2p.testing.nursery import Child, Nursery
+from spes_p2p.testing.nursery import Child, Nursery, children
 
 PROGRAM = "spes_p2p.cli.main"
+BOOTSTRAP = "bootstrap"
+"""The name of the bootstrap node among the processes of a swarm."""
 FAULTY_PROGRAM = "spes_p2p.testing.faulty_peer"
 START_SECONDS = 90.0
 LONG_SECONDS = 180.0
@@ -173,16 +175,21 @@ class LocalSwarm:
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
 
     def bootstrap(self, config: str | Path, data: Path | None = None, overrides: Sequence[str] = ()) -> Process:
-        """Starts the bootstrap node and waits until peers can come. Raises SpesError when it ends instead."""
-        arguments = ["bootstrap", "--config", str(config), "--output", str(self.folder / "bootstrap")]
+        """Starts the bootstrap node, or the same again, and waits until peers can come.
+
+        Raises SpesError when it ends instead.
+        """
+        arguments = ["bootstrap", "--config", str(config), "--output", str(self.folder / BOOTSTRAP)]
         arguments += ["--data", str(data)] if data is not None else []
-        process = self._start("bootstrap", [*arguments, *overrides])
+        before = self.processes.get(BOOTSTRAP)
+        said = len(before.output()) if before is not None else 0
+        process = self._start(BOOTSTRAP, [*arguments, *overrides])
         until = time.monotonic() + START_SECONDS
-        while "spes-p2p join --initial-peers " not in process.output():
+        while "spes-p2p join --initial-peers " not in process.output()[said:]:
             if process.exit_code is not None or time.monotonic() > until:
                 raise SpesError(f"the bootstrap node did not start; {process.last_words()}", fix=f"see {process.log}")
             time.sleep(0.05)
-        line = next(line for line in process.output().splitlines() if "spes-p2p join --initial-peers " in line)
+        line = next(line for line in process.output()[said:].splitlines() if "spes-p2p join --initial-peers " in line)
         self.address = line.split("--initial-peers ")[1].split()[0]
         return process
 
@@ -264,8 +271,12 @@ class LocalSwarm:
 
         self.wait_until(ended, "the end", names, timeout_seconds, fine=(None, 0))
 
-    def close(self) -> None:
-        """Ends what still runs: SIGTERM, a few seconds, SIGKILL."""
+    def close(self, leave_seconds: float = 0.0) -> list[int]:
+        """Ends what still runs: SIGTERM, a few seconds, SIGKILL.
+
+        Gives what runs `leave_seconds` later nevertheless, of all swarms of this program that fork theirs: it was
+        left behind by one of their processes.
+        """
         for process in self.processes.values():
             process.send(signal.SIGTERM)
         until = time.monotonic() + 12.0
@@ -273,6 +284,10 @@ class LocalSwarm:
             while process.exit_code is None and time.monotonic() < until:
                 time.sleep(0.05)
             process.end()
+        until = time.monotonic() + leave_seconds
+        while (left := _nursery(self._threads).running() if self._forked else []) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
 
     def __enter__(self) -> Self:
         return self
@@ -287,7 +302,9 @@ class LocalSwarm:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "output.log"
         module = FAULTY_PROGRAM if faults else PROGRAM
-        arguments = [*arguments, "--host-maddrs", host.maddr, "--no-relay"]
+        again = self.address if name == BOOTSTRAP else ""
+        maddr = again.partition("/p2p/")[0] or host.maddr  # where peers know it to be
+        arguments = [*arguments, "--host-maddrs", maddr, "--no-relay"]
         more = in_environment(name, self.armoury, faults) if faults else {}
         fresh = any(fault.action == JUMP for fault in faults)
         popen = self._launch(module, arguments, self._environment | more, log, log, host, fresh)
@@ -328,14 +345,6 @@ def _nursery(threads: int) -> Nursery:
     nursery = Nursery(os.environ | {"OMP_NUM_THREADS": str(threads)}, _leave_with(os.getpid()))
     atexit.register(nursery.close)
     return nursery
-
-
-def children(pid: int) -> list[int]:
-    """Processes that `pid` started and that still run, with theirs (from /proc: Linux only)."""
-    found: list[int] = []
-    for line in (text for task in Path(f"/proc/{pid}/task").glob("*/children") for text in task.read_text().split()):
-        found += [int(line), *children(int(line))]
-    return found
 
 
 def _leave_with(parent: int) -> Callable[[], None] | None:

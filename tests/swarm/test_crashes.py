@@ -17,7 +17,8 @@ from spes_p2p.observe.events import Warning
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Manifest
-from spes_p2p.testing.processes import LocalSwarm, Process, children
+from spes_p2p.testing.nursery import children
+from spes_p2p.testing.processes import LocalSwarm, Process
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY
-from spes_p2p.testing.chaos import ChaosOptions, Findings, Sample, judge, report
+from spes_p2p.testing.chaos_report import ChaosOptions, Findings, Sample, judge, report
 
 
 def good() -> Findings:
@@ -64,7 +64,7 @@ def degrade(rounds: int) -> Callable[[Findings], None]:
         (grow("resident_bytes", 1.06), "memory grew by 6"),
         (grow("files", 1.5), "open files early"),
         (grow("threads", 2.0), "open threads early"),
-        (lambda found: found.left_over.append(4711), "processes [4711] were left over"),
+        (lambda found: found.left_over.append("4711 p2pd"), "processes were left over: 4711 p2pd"),
     ],
 )
 def test_each_broken_promise_is_named(spoil: Callable[[Findings], None], words: str | None) -> None:

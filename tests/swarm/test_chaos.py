@@ -1,0 +1,26 @@
+"""A short run of chaos, in which the bootstrap node is killed and comes back: long ones are for scripts/chaos.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.testing.chaos import Chaos
+from spes_p2p.testing.chaos_report import ChaosOptions
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+ROUNDS = 6
+
+
+def test_a_bootstrap_node_that_is_killed_is_missed_by_nobody_and_follows_again(tmp_path: Path) -> None:
+    """The seed kills it in round 2, and starts it again in the next."""
+    told: list[str] = []
+    found = Chaos(ChaosOptions(tmp_path, 3, ROUNDS, seed=351, steps_per_round=20), told.append).run()
+    assert "bootstrap killed at 19% of the round" in told
+    assert found.rounds >= ROUNDS
+    assert found.left_over == []
+    assert found.disagreements == []
+    assert set(found.exit_codes.values()) == {0}
+    assert "it goes on at round " in (tmp_path / "bootstrap" / "output.log").read_text()
+    assert not any("bootstrap" in problem for problem in found.problems)  # such as that it did not follow
