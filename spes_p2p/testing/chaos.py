@@ -47,8 +47,8 @@ ROUND_SECONDS = 300.0
 """A round that takes longer is one that hangs."""
 LEAVE_SECONDS = 10.0
 """The kernel ends at once what a killed process had started, but not in no time."""
-FOLLOW_SECONDS = 60.0
-"""By then a bootstrap node that came back has the rounds that went on without it."""
+SETTLE_SECONDS = 60.0
+"""By then everybody who runs has the rounds that were committed without it."""
 ROUNDS_WITHOUT = (0, 1, 2, 5, 10, None)
 """So many pass before the bootstrap node is started again; None: it is gone for good."""
 
@@ -102,6 +102,7 @@ class Chaos:
             self._find_witness()
             self._say(f"{len(self._names)} peers train, after {time.monotonic() - began:.0f} s")
             self._break_and_watch(data)
+            self._settle()
             self._end()
             found.left_over = [f"{pid} {command_of(pid)}" for pid in swarm.close(LEAVE_SECONDS)]
         found.seconds = time.monotonic() - began
@@ -232,18 +233,6 @@ class Chaos:
             except SpesError as error:
                 self._findings.problems.append(str(error))
 
-    def _wait_for_bootstrap(self) -> None:
-        """Until it has the rounds that were committed by now."""
-        commits, newest = self._options.folder / BOOTSTRAP / "run" / "chain", self._newest()
-
-        def follows() -> bool:
-            return len(list(commits.glob("*.commit"))) > newest
-
-        try:
-            self._swarm.wait_until(follows, f"round {newest}", [BOOTSTRAP], FOLLOW_SECONDS)
-        except SpesError as error:
-            self._findings.problems.append(str(error))
-
     def _note(self, text: str) -> None:
         self._findings.blows.append((time.time(), text))
         self._say(text)
@@ -253,15 +242,26 @@ class Chaos:
         if witness.exit_code is None:
             self._findings.samples.append(sample(witness, round))
 
-    def _end(self) -> None:
-        """A clean end of all who run."""
+    def _settle(self) -> None:
+        """Undisturbed, all who run come to the newest round: who left while it is cut off would commit alone."""
         self._swarm.armoury.disarm()
         for name in list(self._thaw_at):
             self._swarm.processes[name].thaw()
-        running = self._up()
-        if self._swarm.processes[BOOTSTRAP].exit_code is None:
-            self._wait_for_bootstrap()
-            running.append(BOOTSTRAP)
+        newest, until = self._newest(), time.monotonic() + SETTLE_SECONDS
+        while behind := [name for name in (*self._names, BOOTSTRAP) if self._is_behind(name, newest)]:
+            if time.monotonic() > until:
+                late = f"{', '.join(behind)} did not come to round {newest} in {SETTLE_SECONDS:g} s"
+                self._findings.problems.append(late)
+                return
+            time.sleep(0.1)
+
+    def _is_behind(self, name: str, round: int) -> bool:
+        commits = self._options.folder / name / "run" / "chain"
+        return self._swarm.processes[name].exit_code is None and len(list(commits.glob("*.commit"))) <= round
+
+    def _end(self) -> None:
+        """A clean end of all who run."""
+        running = [name for name in (*self._names, BOOTSTRAP) if self._swarm.processes[name].exit_code is None]
         for name in running:
             self._swarm.processes[name].send(signal.SIGTERM)
         for name in running:
