@@ -41,6 +41,9 @@ def tokenize(
         str, typer.Option(help="auto, uint16 or uint32.", autocompletion=one_of("auto", "uint16", "uint32"))
     ] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error, not only counted.")] = False,
+    sequence_length: Annotated[
+        int, typer.Option(help="Of the run that it is for: less text than one sequence is an error.", min=1)
+    ] = 128,
 ) -> None:
     """Turns text into the token shards that a run trains on; an interrupted call goes on where it stopped.
 
@@ -52,6 +55,7 @@ def tokenize(
     options: dict[str, Any] = {"processes": processes} if processes is not None else {}
     options |= {"batch_size": batch_size, "max_shard_bytes": max_shard_bytes, "dtype": dtype, "strict": strict}
     options |= {"tokenizer": tokenizer, "eos_token": eos_token, "text_field": text_field}
+    options["sequence_length"] = sequence_length
     with _shown() as report:
         result = run(inputs, output, TokenizeOptions(**options), report)
     manifest = result.manifest

@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
 
-from spes_p2p.data.readers import Bad, Piece, Record, parse_line
+from spes_p2p.data.readers import Bad, Content, Piece, Record, parse_line
 from spes_p2p.data.tokenizers import Ids, Tokenizer
 from spes_p2p.errors import DataError
 
@@ -30,8 +30,10 @@ class Encoded(NamedTuple):
 
     tokens: Ids
     documents: int
+    lines: int
+    """Of text, or records of a table or of JSON."""
     bad: tuple[tuple[int, str], ...]
-    """Line and reason of each record that could not be used."""
+    """Line and reason of each of them that could not be used."""
 
 
 Encode = Callable[[list[Record]], Callable[[], Encoded]]
@@ -44,7 +46,9 @@ def encode_records(records: Sequence[Record], text_field: str, tokenizer: Tokeni
     ends: list[bool] = []
     lines: list[int] = []
     bad: list[tuple[int, str]] = []
+    total = 0
     for line, content in records:
+        total += _lines_of(content)
         if isinstance(content, Piece):
             text: str | Bad = _decoded(content.data, line, bad)
         else:
@@ -65,7 +69,14 @@ def encode_records(records: Sequence[Record], text_field: str, tokenizer: Tokeni
         parts += [ids, eos] if end else [ids]
         documents += end
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # `choose_dtype` has seen that they fit
-    return Encoded(tokens, documents, tuple(sorted(bad)))
+    return Encoded(tokens, documents, total, tuple(sorted(bad)))
+
+
+def _lines_of(content: Content) -> int:
+    """A last line may lack its newline."""
+    if not isinstance(content, Piece):
+        return 1
+    return content.data.count(b"\n") + (not content.data.endswith(b"\n"))
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> list[Ids | None]:
@@ -84,17 +95,28 @@ def _encoded_alone(text: str, tokenizer: Tokenizer) -> Ids | None:
 
 
 def _decoded(data: bytes, first_line: int, bad: list[tuple[int, str]]) -> str:
-    """The text of a piece, without its undecodable lines, which are added to `bad`."""
+    """The text of a piece, without the lines that are no text, which are added to `bad`."""
+    if b"\0" not in data:
+        with suppress(UnicodeDecodeError):
+            return data.decode()
+    kept = []
+    for line, part in enumerate(BytesIO(data), start=first_line):
+        text = _decoded_line(part)
+        if isinstance(text, Bad):
+            bad.append((line, text.reason))
+        else:
+            kept.append(text)
+    return "".join(kept)
+
+
+def _decoded_line(line: bytes) -> str | Bad:
+    """UTF-16 read as UTF-8 has zero bytes, and so have most files that are no text."""
+    if (zero := line.find(b"\0")) >= 0:
+        return Bad(f"a zero byte at byte {zero}")
     try:
-        return data.decode()
-    except UnicodeDecodeError:
-        kept = []
-        for line, part in enumerate(BytesIO(data), start=first_line):
-            try:
-                kept.append(part.decode())
-            except UnicodeDecodeError as error:
-                bad.append((line, f"invalid UTF-8 at byte {error.start}"))
-        return "".join(kept)
+        return line.decode()
+    except UnicodeDecodeError as error:
+        return Bad(f"invalid UTF-8 at byte {error.start}")
 
 
 _worker: tuple[Tokenizer, str, str] | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.config.schema import Config
+from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.leases import Ranges, count, take
 from spes_p2p.data.manifest import Dataset
@@ -58,6 +58,20 @@ def open_dataset(config: Config) -> Dataset:
             fix=f"set model.vocab_size to {dataset.vocab_size}, or tokenize with the run's tokenizer",
         )
     return dataset
+
+
+def check_enough(dataset: AnyDataset, config: Config) -> None:
+    """Raises DataError where the run's first round would use more training sequences than there are."""
+    length, peers = config.data.sequence_length, config.swarm.min_peers
+    steps = steps_per_round_at(config, 0) * config.sync.fragments
+    batch = config.optimizer.batch_sequences
+    training = TokenSequences(dataset, length, config.data.held_out_fraction).training
+    if training < peers * steps * batch:
+        raise DataError(
+            f"the dataset's {dataset.tokens:,} tokens are {training:,} training sequences of {length} tokens, a round "
+            f"needs {peers * steps * batch:,} (swarm.min_peers {peers} x {steps} steps x {batch} sequences)",
+            fix="tokenize more text, or lower sync.steps_per_round, optimizer.batch_sequences or data.sequence_length",
+        )
 
 
 class _Reader:

@@ -70,6 +70,8 @@ class UnitProgress:
     """Tokens from that record on that the finished shards already hold."""
     documents: int = 0
     """Counts of what lies before that record, or, when done, of everything."""
+    lines: int = 0
+    """0 also where an older version has counted none."""
     bad_lines: int = 0
     examples: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()

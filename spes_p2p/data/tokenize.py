@@ -34,11 +34,16 @@ BATCHES_IN_FLIGHT = 4
 """Per process: enough that none waits, few enough to bound memory."""
 MAX_EXAMPLES = 20
 """Bad lines that are reported one by one, for each input file."""
+SEQUENCE_LENGTH = 128
+"""Of the bundled config with the shortest sequences."""
 
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """How to tokenize; the fields are the options of `spes-p2p tokenize`."""
+    """How to tokenize; the fields are the options of `spes-p2p tokenize`.
+
+    `sequence_length`: fewer tokens in all than one sequence of the run are refused.
+    """
 
     tokenizer: str = "byte"
     eos_token: str | None = None
@@ -48,6 +53,7 @@ class TokenizeOptions:
     max_shard_bytes: int = 256 * 2**20
     dtype: str = "auto"
     strict: bool = False
+    sequence_length: int = SEQUENCE_LENGTH
 
 
 @dataclass(frozen=True)
@@ -87,9 +93,10 @@ def tokenize(
 ) -> TokenizeResult:
     """Tokenizes all files that `patterns` name into shards and a manifest in `output_dir`.
 
-    Raises DataError (nothing to read, damaged input, no or too large tokenizer, a bad line under `strict`, an output
-    folder of another corpus or other settings), ConfigError (impossible options) and StorageFull. Whatever it raises,
-    finished shards stay, no file is half-written, and the same call goes on from there.
+    Raises DataError (nothing to read, damaged input, a file whose lines are mostly bad, too little text for one
+    sequence, no or too large tokenizer, a bad line under `strict`, an output folder of another corpus or other
+    settings), ConfigError (impossible options) and StorageFull. Whatever it raises, finished shards stay, no file is
+    half-written, and the same call goes on from there.
     """
     _check(options)
     units = Unit.of_all(find_inputs(patterns))
@@ -105,6 +112,7 @@ def tokenize(
         if options.strict and examples:  # of files that an earlier run without --strict has finished
             raise _bad_line(examples[0])
         manifest = _manifest(workspace, units, tokenizer)
+        _refuse_if_short(manifest, options.sequence_length)
         manifest.write(output_dir)
     return TokenizeResult(manifest, examples, len(units) - len(open_units))
 
@@ -178,6 +186,7 @@ class _Run:
                 self._tell(batch, progress, writer.tokens)
                 if batch.end:
                     break
+        _refuse_if_no_text(unit, progress)
         self._workspace.save(unit, replace(progress, shards=writer.finished, done=True))
 
     def _refuse_if_strict(self, batch: _Batch, encoded: Encoded) -> None:
@@ -211,6 +220,7 @@ def _after(progress: UnitProgress, batch: _Batch, encoded: Encoded) -> UnitProgr
         records=batch.first_record + len(batch.records),
         skip_tokens=max(0, progress.skip_tokens - len(encoded.tokens)),
         documents=progress.documents + encoded.documents,
+        lines=progress.lines + encoded.lines,
         bad_lines=progress.bad_lines + len(encoded.bad),
         examples=(progress.examples + _examples(batch, encoded))[:MAX_EXAMPLES],
     )
@@ -224,8 +234,26 @@ def _bad_line(example: str) -> DataError:
     return DataError(f"bad line {example}", fix="mend or remove it, or run without --strict to leave bad lines out")
 
 
+def _refuse_if_no_text(unit: Unit, progress: UnitProgress) -> None:
+    """A few bad lines are left out; where most are, the file is something else than it was taken for."""
+    if 2 * progress.bad_lines > progress.lines > 0:
+        raise DataError(
+            f"{unit.path} is not text as it should be: {progress.bad_lines:,} of its {progress.lines:,} lines are bad, "
+            f"such as {progress.examples[0]}",
+            fix="leave the file out, convert it to UTF-8, or set --text-field to where its text stands",
+        )
+
+
+def _refuse_if_short(manifest: Manifest, sequence_length: int) -> None:
+    if manifest.tokens < sequence_length:
+        raise DataError(
+            f"the text gives {manifest.tokens} tokens, fewer than one sequence of {sequence_length}",
+            fix="give more text; --sequence-length is for a run with shorter sequences (data.sequence_length)",
+        )
+
+
 def _check(options: TokenizeOptions) -> None:
-    for name in ("processes", "batch_size"):
+    for name in ("processes", "batch_size", "sequence_length"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name} is {getattr(options, name)}, must be at least 1", fix=f"raise {name}")
     if options.dtype not in ("auto", "uint16", "uint32"):

@@ -15,7 +15,7 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.loader import check_enough, open_dataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
@@ -134,6 +134,7 @@ def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
             fix="give the folder of the token shards with --data, or let peers bring their own: data.source=local",
         )
     dataset = open_dataset(config)
+    check_enough(dataset, config)
     return with_tokenizer(config, dataset, say), FolderPieces.open(dataset, options.folder / DATA, say)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from spes_p2p.config.commented import chosen_keys, commented_yaml
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.loader import check_enough, open_dataset
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.folder import make_folder
@@ -55,6 +55,8 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
         raise ConfigError(f"{path} is there already", fix="choose another name, or remove it")
     template = bundled_config(run.template)
     config = load_config(template, [*_overrides(run, template), *run.overrides])
+    if config.data.source == "leased":
+        check_enough(open_dataset(config), config)
     heading = f"Made by `spes-p2p run init` from the template {run.template}; docs/configuration.md has all fields."
     make_folder(node)
     identity = IdentityFile(node / "identity.key")

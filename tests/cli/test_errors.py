@@ -127,6 +127,13 @@ def test_less_data_than_a_batch(tmp_path: Path, organiser: Organiser) -> None:
     refused(answer, "training sequences of 64 tokens, fewer than one batch (8)", "use more data")
 
 
+def test_less_data_than_a_round_needs(tmp_path: Path) -> None:
+    few = str(make_tokens(tmp_path / "few", words=500))
+    node = ("-o", str(tmp_path / "node"))
+    words = ("29 training sequences of 128 tokens", "a round needs 240", "tokenize more text")
+    refused(spes_p2p("bootstrap", "--config", "tiny", "--data", few, *node), *words)
+
+
 def test_a_tokenizer_that_is_larger_than_the_vocabulary_or_the_dtype(tmp_path: Path, tokens: Path) -> None:
     answer = spes_p2p(
         "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "model.vocab_size=99"

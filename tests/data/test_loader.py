@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.data.leases import Leases, next_leases
-from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches, open_dataset
+from spes_p2p.data.loader import LeasedLoader, LocalLoader, check_enough, held_out_batches, open_dataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.errors import CheckpointError, ConfigError, DataError, LocalProtocolError
 from spes_p2p.ids import PeerId
@@ -159,11 +159,19 @@ def test_a_token_beyond_the_vocabulary_is_refused(counting: Counting) -> None:
         loader.next_batch(300)
 
 
+def test_less_data_than_a_round_needs_is_refused(counting: Counting) -> None:
+    config = tiny_config("swarm.min_peers=2", "sync.steps_per_round=5", "data.held_out_fraction=0.5")
+    check_enough(counting(80), config)
+    with pytest.raises(DataError, match=r"are 39 training sequences of 4 tokens, a round needs 40 \(") as caught:
+        check_enough(counting(78), config)
+    assert "tokenize more text" in caught.value.fix
+
+
 def test_a_dataset_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
     from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 
     (tmp_path / "a.txt").write_text("some text")
-    tokenize([str(tmp_path / "a.txt")], tmp_path / "out", TokenizeOptions(processes=1))
+    tokenize([str(tmp_path / "a.txt")], tmp_path / "out", TokenizeOptions(processes=1, sequence_length=1))
     config = tiny_config(f"data.path={tmp_path / 'out'}")
     assert open_dataset(config).tokens == 10
     small = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 256})})

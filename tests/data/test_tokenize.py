@@ -25,7 +25,7 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenize import TokenizeOptions, TokenizeProgress, TokenizeResult, tokenize
 from spes_p2p.errors import ConfigError, DataError, StorageFull
 
-ALONE = TokenizeOptions(processes=1)
+ALONE = TokenizeOptions(processes=1, sequence_length=1)
 TEXTS = ["first text", "zwei Öfen\n\nand more", "third"]
 
 
@@ -97,9 +97,9 @@ def test_a_long_text_file_stays_one_document(tmp_path: Path, monkeypatch: pytest
 def test_bad_lines_are_counted_named_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     bad = [b'{"text": 1}', b'{"other": ""}', b"[1]", b"{", b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[" * 100_000]
-    path.write_bytes(b"\n".join([lines("good").strip(), *bad, lines("fine").strip(), b'{"text": ""}', b""]))
+    path.write_bytes(b"\n".join([lines("good").strip(), *bad, lines(*["fine"] * 6).strip(), b'{"text": ""}', b""]))
     result = tokenize([str(path)], tmp_path / "out", ALONE)
-    assert documents(tmp_path / "out") == ["good", "fine"]
+    assert documents(tmp_path / "out") == ["good", *["fine"] * 6]
     assert result.manifest.bad_lines == len(bad)
     assert [example.split(": ", 1)[0] for example in result.examples] == [f"{path}:{line}" for line in range(2, 9)]
     reasons = [example.split(": ", 1)[1] for example in result.examples]
@@ -248,8 +248,47 @@ def test_nothing_to_read_is_said_clearly(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.csv is none of .jsonl"):
         tokenize([str(tmp_path / "a.csv")], tmp_path / "out", ALONE)
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(DataError, match=r"no text was found: .*a.jsonl:1: no field 'text'"):
+    with pytest.raises(DataError, match=r"1 of its 1 lines are bad, such as .*a.jsonl:1: no field 'text'"):
         tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", ALONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.txt", np.random.default_rng(0).bytes(5000), "lines are bad, such as .*a.txt:1: "),
+        ("a.txt", "two\nlines in UTF-16\n".encode("utf-16"), "3 of its 3 lines are bad, such as .*zero byte"),
+        ("a.txt", b"text\n" * 40 + b"\xff\n" * 41, "41 of its 81 lines are bad, such as .*a.txt:41: invalid UTF-8"),
+        ("a.jsonl", np.random.default_rng(0).bytes(5000), "lines are bad, such as .*a.jsonl:"),
+        ("a.jsonl", lines("x" * 500) + b"{}\n" * 2, "2 of its 3 lines are bad, such as .*a.jsonl:2: no field 'text'"),
+    ],
+    ids=["bytes", "UTF-16", "half", "no JSON", "other fields"],
+)
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "b.txt").write_text("good text\n" * 1000)
+    for _ in range(2):  # and again where it goes on
+        with pytest.raises(DataError, match=words) as caught:
+            tokenize([str(tmp_path / "*.*")], tmp_path / "out", TokenizeOptions(processes=1))
+        assert "leave the file out" in caught.value.fix
+        assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_few_bad_lines_are_no_reason_to_refuse_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"some text\n" * 40 + b"\xff\n" * 39)
+    assert tokenize([str(tmp_path / "*.*")], tmp_path / "out", ALONE).manifest.bad_lines == 39
+
+
+def test_too_little_text_for_one_sequence_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match="no text was found: every file is empty"):
+        tokenize([str(tmp_path / "*.*")], tmp_path / "out", TokenizeOptions(processes=1))
+    (tmp_path / "a.txt").write_text("thirty bytes of text, all told")
+    with pytest.raises(DataError, match="the text gives 31 tokens, fewer than one sequence of 128") as caught:
+        tokenize([str(tmp_path / "*.*")], tmp_path / "out", TokenizeOptions(processes=1))
+    assert "--sequence-length" in caught.value.fix
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    short = TokenizeOptions(processes=1, sequence_length=31)
+    assert tokenize([str(tmp_path / "*.*")], tmp_path / "out", short).manifest.tokens == 31
 
 
 @pytest.mark.parametrize("change", [{"dtype": "int8"}, {"processes": 0}, {"batch_size": 0}, {"max_shard_bytes": 129}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def word_tokenizer(path: Path, *extra: str, words: int = 10) -> Path:
 def test_a_tokenizer_file_gives_its_own_ids(tmp_path: Path, processes: int) -> None:
     path = word_tokenizer(tmp_path / "tokenizer.json", "<|endoftext|>")
     (tmp_path / "a.jsonl").write_text('{"text": "w3 w1 w2 w5 none"}\n{"text": "\\ud800"}\n{"text": "w4"}\n')
-    options = TokenizeOptions(tokenizer=str(path), processes=processes)
+    options = TokenizeOptions(tokenizer=str(path), processes=processes, sequence_length=1)
     manifest = tokenize([str(tmp_path / "a.jsonl")], tmp_path / "out", options).manifest
     (file,) = Dataset.open(tmp_path / "out").files
     assert np.load(file.path).tolist() == [3, 1, 2, 5, 10, 11, 4, 11]
@@ -62,12 +63,12 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_larger_than_the_dtype_is_refused(tmp_path: Path) -> None:
     path = word_tokenizer(tmp_path / "tokenizer.json", "</s>", words=65535)
     (tmp_path / "a.txt").write_text("w65000")
-    options = TokenizeOptions(tokenizer=str(path), processes=1, dtype="uint16")
+    options = TokenizeOptions(tokenizer=str(path), processes=1, dtype="uint16", sequence_length=1)
     with pytest.raises(DataError, match=r"has 65537 ids, more than uint16 can hold \(65536\)") as caught:
         tokenize([str(tmp_path / "a.txt")], tmp_path / "out", options)
     assert "uint32" in caught.value.fix
     assert not (tmp_path / "out").exists()
-    manifest = tokenize([str(tmp_path / "a.txt")], tmp_path / "out", TokenizeOptions(str(path), processes=1)).manifest
+    manifest = tokenize([str(tmp_path / "a.txt")], tmp_path / "out", replace(options, dtype="auto")).manifest
     assert manifest.dtype == "uint32"
 
 

@@ -48,7 +48,7 @@ def test_a_folder_without_history_is_told(tmp_path: Path) -> None:
 
 
 def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
-    tokens = make_tokens(tmp_path / "corpus", words=2000)
+    tokens = make_tokens(tmp_path / "corpus", words=120_000)
     run = NewRun("mine", "small", str(tokens), 4, 2, 25, 24 * GIB, 2.5e6, 12.5e6, ("sync.codec=int8",))
     made = start_run(run, tmp_path / "mine.yaml", tmp_path / "node")
     config = load_config(made.path)
@@ -64,6 +64,13 @@ def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
     assert words[1].endswith("scripts/venv.sh optim8bit")
     again = start_run(run, tmp_path / "again.yaml", tmp_path / "node")
     assert again.organiser == made.organiser
+
+
+def test_a_new_run_with_too_little_data_is_refused(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "corpus", words=500)
+    with pytest.raises(DataError, match=r"29 training sequences of 128 tokens, a round needs 240 \("):
+        start_run(replace(MINE, data=str(tokens)), tmp_path / "mine.yaml", tmp_path / "node")
+    assert not (tmp_path / "mine.yaml").exists()
 
 
 def test_peers_with_data_of_their_own_need_none_here(tmp_path: Path) -> None:
