@@ -157,6 +157,7 @@ class Swarm:
         self._network = NetworkOptions(run.addresses, client_mode=True, use_relay=False)
         self._run_id = run.run_id
         self._fingerprint = run.fingerprint
+        self._addresses = run.addresses
 
     def status(self) -> RunReport:
         """Round, peers, columns with their owners, the newest certificate. Raises NetworkError."""
@@ -165,7 +166,7 @@ class Swarm:
             network = await open_network(self._network, folder / "identity.key")
             try:
                 parts = (network.directory, network.transport, network.verifier)
-                return await read_report(*parts, self._run_id, time.time(), self._fingerprint)
+                return await read_report(*parts, self._run_id, time.time(), self._fingerprint, self._addresses)
             finally:
                 await network.close()
 

@@ -15,11 +15,11 @@ def invite(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the bootstrap node.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of a bootstrap node or of a peer.")] = Path(
         "bootstrap-node"
     ),
 ) -> None:
-    """Prints the invitation again, on the bootstrap node's machine; elsewhere makes a new one from who is there now.
+    """Prints the newest invitation that a node of this machine knew; with an old one, makes one from who is there now.
 
     Example: spes-p2p invite --output bootstrap-node
     """

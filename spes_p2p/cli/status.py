@@ -17,7 +17,7 @@ import typer
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 
 if TYPE_CHECKING:
-    from spes_p2p.peer.options import NetworkOptions
+    from spes_p2p.peer.options import Meeting, NetworkOptions
     from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 
 WATCH_SECONDS = 5.0
@@ -46,25 +46,23 @@ def status(
         stop = asyncio.Event()
         with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):
             try:
-                thread.run(until_stopped(stop, _read_and_show(options, run.run_id, run.fingerprint, as_json, watch)))
+                thread.run(until_stopped(stop, _read_and_show(options, run, as_json, watch)))
             except Stopped as stopped:
                 raise typer.Exit(0 if watch else INTERRUPTED) from stopped
 
 
-async def _read_and_show(
-    options: NetworkOptions, run_id: str | None, fingerprint: str | None, as_json: bool, watch: bool
-) -> None:
+async def _read_and_show(options: NetworkOptions, run: Meeting, as_json: bool, watch: bool) -> None:
     from spes_p2p.errors import NetworkError
     from spes_p2p.peer.connection import open_network
     from spes_p2p.sync.report import read_report
 
     with TemporaryDirectory(prefix="spes-p2p-status-") as folder:
         network = await open_network(options, Path(folder) / "identity.key")
-        directory, transport, verifier = network.directory, network.transport, network.verifier
+        parts = (network.directory, network.transport, network.verifier)
         try:
             while True:
                 try:
-                    report = await read_report(directory, transport, verifier, run_id, time.time(), fingerprint)
+                    report = await read_report(*parts, run.run_id, time.time(), run.fingerprint, run.addresses)
                     (_show_again if watch else _show)(report, as_json)
                 except NetworkError as error:
                     if not watch:
@@ -103,6 +101,8 @@ def text_of(report: RunReport, now: float) -> str:
     lines += [_certificate(report), "", *_peers(report.peers, now)]
     if report.columns:
         lines += ["", *_columns(report)]
+    if report.invitation:
+        lines += ["", f"others join with: spes-p2p join {report.invitation}"]
     return "\n".join(lines)
 
 

@@ -56,7 +56,13 @@ class Watching:
             return
         hears = can_hear_keys()
         model = LiveModel(
-            running.run_id, short(running.peer), __version__, running.steps_per_round, running.facts, keys=hears
+            running.run_id,
+            short(running.peer),
+            __version__,
+            running.steps_per_round,
+            running.facts,
+            keys=hears,
+            invite=f"spes-p2p invite --output {running.output}",
         )
         actions = {"p": self.pause.toggle, "q": _leave}
         self._screen = LiveScreen(model, console, actions, sys.stdin.fileno() if hears else None)

@@ -90,6 +90,8 @@ class LiveState:
     messages: tuple[str, ...] = ()
     keys: bool = False
     """Whether keys are heard."""
+    invite: str = ""
+    """The command that prints the newest invitation."""
 
 
 def render_live(state: LiveState) -> RenderableType:
@@ -207,10 +209,9 @@ def _messages(state: LiveState) -> list[RenderableType]:
 def _foot(state: LiveState) -> RenderableType:
     if state.facts.leaving:
         return Text("Ctrl-C: leave at once", style="dim")
-    if not state.keys:
-        return Text("Ctrl-C: leave", style="dim")
     pause = "resume training" if state.paused else "pause training, and go on serving others"
-    return Text(f"p: {pause}    q: leave", style="dim")
+    keys = f"p: {pause}    q: leave" if state.keys else "Ctrl-C: leave"
+    return Text(f"{keys}\nothers join with: {state.invite}" if state.invite else keys, style="dim")
 
 
 class LiveModel:
@@ -225,6 +226,7 @@ class LiveModel:
         facts: Callable[[], Facts],
         clock: Callable[[], float] = wall_time.monotonic,
         keys: bool = False,
+        invite: str = "",
     ) -> None:
         self._view = PeerView(steps_per_round)
         self._steps_per_round = steps_per_round
@@ -235,7 +237,7 @@ class LiveModel:
         self._tokens = 0
         self._paused = ""
         self._messages: tuple[str, ...] = ()
-        self._base = LiveState(version, run_id, peer, keys=keys)
+        self._base = LiveState(version, run_id, peer, keys=keys, invite=invite)
 
     def write(self, time: float, event: Event) -> None:
         self._view.apply(time, event)

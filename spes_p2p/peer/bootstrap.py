@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import shlex
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,14 @@ from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.connection import MonotonicClock, open_network
+from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
-from spes_p2p.peer.inviting import invite_of
-from spes_p2p.peer.kept_invite import INVITE_FILE
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import NetworkOptions, config_path
 from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
-from spes_p2p.state.files import write_whole
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -166,7 +164,7 @@ def _one_is_byte(found: dict[str, str], named: dict[str, str]) -> bool:
 
 
 async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, ready: Callable[[str], None]) -> None:
-    network = await open_network(options.network, options.folder / "identity.key")
+    network = await _open(options)
     try:
         check_dialable(network)
         if run is None:
@@ -180,6 +178,18 @@ async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, r
             await _organise(options, config, info, data, network, say, ready)
     finally:
         await network.close()
+
+
+async def _open(options: BootstrapOptions) -> HivemindNetwork:
+    """In the DHT of the peers that it knew in an earlier life; a new one where none of them answers."""
+    identity, known = options.folder / "identity.key", kept_addresses(options.folder)
+    if known and not options.network.initial_peers:
+        with contextlib.suppress(NetworkError):
+            network = await open_network(replace(options.network, initial_peers=known), identity)
+            if not network.client_mode:
+                return network
+            await network.close()  # what a few peers could not dial is no reason not to be there for the others
+    return await open_network(options.network, identity)
 
 
 def check_dialable(network: HivemindNetwork) -> None:
@@ -242,10 +252,16 @@ async def _organise(
             fatal=_once(trouble),
         )
         stack.push_async_callback(organiser.stop)
+        contacts = Contacts(options.folder, info, network.signer.peer_id, options.network.initial_peers)
         describe = _describer(info, network, chain, data.held if data is not None else 0)
 
         def newest() -> tuple[Commit, float] | None:
             return chain.newest_received
+
+        def learnt(known: Iterable[PeerId]) -> None:
+            if server is not None:
+                server.greet(known)
+            contacts.learnt(announcer.known.values())
 
         def members() -> tuple[PeerId, ...]:
             commit = chain.newest
@@ -253,7 +269,7 @@ async def _organise(
 
         announcer = Announcer(
             info, network.transport, network.directory, describe, newest, _once(trouble), members,
-            learnt=lambda known: server.greet(known) if server is not None else None,
+            learnt=learnt,
         )  # fmt: skip
         stack.push_async_callback(announcer.stop)
         await organiser.start()
@@ -264,7 +280,8 @@ async def _organise(
         stack.push_async_callback(ending.stop)
         await ending.start()
         _introduce(config, info, chain, say)
-        _invite(options.folder, info, network.transport.addresses, say)
+        say(f"volunteers join with:\n  spes-p2p join {contacts.word}")
+        say(f"once peers are there, the newest invitation names them too: spes-p2p invite --output {options.folder}")
         pieces = data.held if data is not None else 0
         look = partial(state_of_run, network.transport, chain, announcer, organiser, pieces)
         await stack.enter_async_context(_measuring(options, info.run_id, network, look, say))
@@ -277,13 +294,6 @@ def _measuring(
 ) -> contextlib.AbstractAsyncContextManager[None]:
     """With `--metrics-port`."""
     return measuring(options.metrics_port, options.metrics_host, run_id, network.signer.peer_id, look, say)
-
-
-def _invite(folder: Path, info: RunInfo, addresses: tuple[str, ...], say: Say) -> None:
-    """Says the invitation and keeps it, for `spes-p2p invite`."""
-    word = invite_of(info, addresses)
-    write_whole(folder / INVITE_FILE, f"{word}\n".encode())
-    say(f"volunteers join with:\n  spes-p2p join {word}")
 
 
 def _watch_ending(

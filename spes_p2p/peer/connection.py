@@ -26,6 +26,7 @@ from spes_p2p.interop.own import run_layout
 from spes_p2p.limits import allow_open_files
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
@@ -132,6 +133,7 @@ class Connection:
         self.vitals = VitalsKeeper()
         self._joined_at = int(time.time())
         self._announcer: Announcer | None = None
+        self._known_nodes: Contacts | None = None
         self._driver: Driver | None = None
         self._network: HivemindNetwork | None = None
         self._disk: Disk | None = None
@@ -189,6 +191,12 @@ class Connection:
         return self._feed
 
     # ---- what others may look at; written on the network's thread ----
+
+    @property
+    def invitation(self) -> str:
+        """The newest one; kept in the output folder, too."""
+        assert self._known_nodes is not None
+        return self._known_nodes.word
 
     @property
     def driver(self) -> Driver:
@@ -306,14 +314,20 @@ class Connection:
     async def _find(self) -> tuple[Config, RunInfo]:
         options = self._options
         expected = self._check_options()
-        self._network = await open_network(options.network, options.output / "identity.key")
-        network = self._network
+        before = kept_addresses(options.output, options.fingerprint)
+        addresses = tuple(dict.fromkeys((*options.network.initial_peers, *before)))
+        if not addresses:
+            fix = "give the word that the organiser printed: spes-p2p join spes1..."
+            raise ConfigError("no invitation is given", fix=fix)
+        network = await open_network(replace(options.network, initial_peers=addresses), options.output / "identity.key")
+        self._network = network
         if said := reach_text(network):
             self._say(said)
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._publishers = tuple(group.addresses())
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
         _check_organiser(options.organiser, self._info)
+        self._known_nodes = Contacts(options.output, self._info, self.peer_id, addresses)
         await self._check_not_over(group.round)
         if options.rounds is not None and group.round > options.rounds:
             raise LastingError(
@@ -355,9 +369,6 @@ class Connection:
     def _check_options(self) -> Config | None:
         """What can be checked before anybody is asked; the config that the run must have, where one was given."""
         options = self._options
-        if not options.network.initial_peers:
-            fix = "give the word that the organiser printed: spes-p2p join spes1..."
-            raise ConfigError("no invitation is given", fix=fix)
         split_overrides(options.overrides)
         return None if options.config_path is None else load_config(config_path(options.config_path))
 
@@ -438,6 +449,8 @@ class Connection:
         """Who is in the DHT and no member of ours hears from us: it may stand on another history of the run."""
         if self._driver is not None:
             self._driver.core.greet(known)
+        if self._announcer is not None and self._known_nodes is not None:
+            self._known_nodes.learnt(self._announcer.known.values())
 
     def _contacts(self) -> tuple[PeerId, ...]:
         return tuple(self._driver.core.contacts) if self._driver is not None else ()

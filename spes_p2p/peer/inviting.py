@@ -1,6 +1,6 @@
-"""Invitations to a run: what a bootstrap node prints, and what anybody can make who reaches a live node.
+"""A new invitation to a run, by somebody who reaches a live node of it and takes no part.
 
-Leaves out what an invitation looks like (`swarm/invite.py`), and where the node keeps its own (`peer/kept_invite.py`).
+Leaves out what an invitation looks like (`swarm/invite.py`), and which one a node keeps (`peer/contacts.py`).
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from spes_p2p.peer.connection import ANSWER_SECONDS, open_network
+from spes_p2p.peer.contacts import invite_of
 from spes_p2p.peer.options import Meeting, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
-from spes_p2p.swarm.invite import MAX_ADDRESSES, Invite, encode, to_be_shown
+from spes_p2p.swarm.invite import invited_to
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
 from spes_p2p.sync.finding import find_run
-from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.joining import load_run
 
 
-def invite_of(info: RunInfo, addresses: tuple[str, ...]) -> str:
-    """The invitation to a run, with these addresses as far as others can use them."""
-    return encode(Invite(info.run_id, info.fingerprint, info.organiser, tuple(to_be_shown(addresses))))
-
-
 def fresh_invite(meeting: Meeting) -> str:
-    """One with the addresses of nodes that live now, the organiser's first. Raises NetworkError, ConfigError."""
+    """One with the addresses of nodes that live now. Raises NetworkError, ConfigError."""
     with NetworkThread() as thread:
         stop = asyncio.Event()
         with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):
@@ -47,6 +42,4 @@ async def _read(network: HivemindNetwork, meeting: Meeting) -> str:
     group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
     info, _ = await load_run(network.transport, group, ANSWER_SECONDS)
     peers, _ = parse_all(parse_peer, await network.directory.read(peers_key(info.run_id), ANSWER_SECONDS))
-    known = sorted(peers.values(), key=lambda record: (record.peer != info.organiser, -record.round, record.peer))
-    found = [address for record in known for address in to_be_shown(record.addresses)[:2]]
-    return invite_of(info, tuple(found[:MAX_ADDRESSES]) or meeting.addresses)
+    return invite_of(info, invited_to(peers.values(), info.organiser, meeting.addresses) or meeting.addresses)

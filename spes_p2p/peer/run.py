@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -57,10 +58,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Running:
-    """A peer that is in: its id, the run's, H by step, and what a live view asks it."""
+    """A peer that is in: its id, the run's, its folder, H by step, and what a live view asks it."""
 
     peer: PeerId
     run_id: str
+    output: Path
     steps_per_round: Callable[[int], int]
     facts: Callable[[], Facts]
 
@@ -176,7 +178,8 @@ def _train(
     connection.pause(pause.active)
     tip = connection.enter(columns)
     say(f"peer {me} is in, round {tip.manifest.round}")
-    show(Running(me, info.run_id, lambda step: steps_per_round_at(config, step), LiveFacts(connection)))
+    say(f"others join with:\n  spes-p2p join {connection.invitation}")
+    show(Running(me, info.run_id, options.output, lambda step: steps_per_round_at(config, step), LiveFacts(connection)))
     if pause.active:
         bus.emit(Pause(True, pause.why))
     commit_of, tokenizer = connection.disk.chain.commit_of, dataset.tokenizer

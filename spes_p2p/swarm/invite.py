@@ -3,6 +3,8 @@
 `spes1` and base58 (letters and digits that cannot be taken for each other, so that a double click selects all) of a
 packed record and its checksum. It holds no secret. The run's fingerprint covers config, dataset and organiser; the
 organiser stands in it beside that, and is compared with what the run says of itself before genesis is checked with it.
+Its addresses are those of several nodes, so that it is good as long as one of them is there. Names outlive machines:
+`/dns4/` and `/dns6/` that of one node, `/dnsaddr/` that of whatever nodes its TXT records list.
 """
 
 from __future__ import annotations
@@ -10,19 +12,27 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import base58
 
 from spes_p2p import wire
 from spes_p2p.errors import ConfigError, RemoteProtocolError
 from spes_p2p.ids import PeerId
+from spes_p2p.swarm.records import PeerRecord
 
 VERSION = 1
 MARK = "spes"
 FINGERPRINT_BYTES = 16
 """Of the run's fingerprint: finding another run with the same would take 2^128 tries."""
-MAX_ADDRESSES = 6
+MAX_ADDRESSES = 16
+MAX_NODES = 3
+"""Bootstrap nodes and mirrors."""
+MAX_PEERS = 4
+MAX_NAMES = 2
+"""Names that are in it although no node that is there now says them."""
+ADDRESSES_EACH = 2
+"""Of one node: IPv4 and IPv6, say."""
 MAX_CHARACTERS = 2000
 LEAST_CHARACTERS = 40
 """No shorter word is taken for an invitation: a folder may be named `spes1`."""
@@ -30,12 +40,14 @@ _SHAPE = re.compile(rf"{MARK}(\d)(\w+)", re.IGNORECASE | re.ASCII)
 _TCP = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ADDRESS = re.compile(r"/[!-~]{1,256}")
+_NAME = re.compile(r"/(dns|dns4|dns6|dnsaddr)/[^/]+(/.*)?")
+_LISTING = "/dnsaddr/"
 _FIX = "copy it again as a whole; whoever runs the bootstrap node prints it with: spes-p2p invite"
 
 
 @dataclass(frozen=True)
 class Invite:
-    """`fingerprint`: the first 16 bytes of the run's. `addresses`: multiaddresses of live nodes, with /p2p/ id."""
+    """`fingerprint`: the first 16 bytes of the run's. `addresses`: multiaddresses, with /p2p/ id but for /dnsaddr/."""
 
     run_id: str
     fingerprint: bytes
@@ -45,7 +57,7 @@ class Invite:
 
 @dataclass(frozen=True)
 class _Node:
-    """A peer (b"": the organiser) and where it listens, see `_packed_address`."""
+    """A peer (b"": the organiser) and where it listens, see `_packed_address`; /dnsaddr/ is anybody's."""
 
     peer: bytes
     addresses: tuple[bytes, ...]
@@ -65,11 +77,22 @@ def looks_like_invite(word: str) -> bool:
 
 
 def encode(invite: Invite) -> str:
-    """The word for it, about 110 characters with one address. Raises ConfigError for ids that are not libp2p's."""
+    """The word for it, about 110 characters with one address; the last addresses are left out where there is no room.
+
+    Raises ConfigError for ids that are not libp2p's.
+    """
+    while len(word := _word(invite)) > MAX_CHARACTERS and len(invite.addresses) > 1:
+        invite = replace(invite, addresses=invite.addresses[:-1])
+    return word
+
+
+def _word(invite: Invite) -> str:
     organiser = _id_bytes(invite.organiser)
     places: dict[bytes, list[bytes]] = {}
     for address in invite.addresses[:MAX_ADDRESSES]:
         base, _, peer = address.rpartition("/p2p/")
+        if address.startswith(_LISTING):
+            base, peer = address, invite.organiser
         places.setdefault(_id_bytes(PeerId(peer)), []).append(_packed_address(base))
     nodes = tuple(_Node(b"" if peer == organiser else peer, tuple(found)) for peer, found in places.items())
     record = _Record(invite.run_id, invite.fingerprint[:FINGERPRINT_BYTES], organiser, nodes)
@@ -101,14 +124,16 @@ def _invite(record: _Record) -> Invite:
     if len(record.fingerprint) != FINGERPRINT_BYTES or not record.nodes or not _RUN_ID.fullmatch(record.run_id):
         raise ValueError("no fingerprint, no address, or no name of a run")
     addresses = tuple(
-        f"{_address(packed)}/p2p/{base58.b58encode(node.peer or record.organiser).decode()}"
-        for node in record.nodes
-        for packed in node.addresses
+        _with_id(_address(packed), node.peer or record.organiser) for node in record.nodes for packed in node.addresses
     )
     if not all(map(_ADDRESS.fullmatch, addresses)):  # they are shown on terminals
         raise ValueError("an address that is none")
     organiser = PeerId(base58.b58encode(record.organiser).decode())
     return Invite(record.run_id, record.fingerprint, organiser, addresses[:MAX_ADDRESSES])
+
+
+def _with_id(address: str, peer: bytes) -> str:
+    return address if address.startswith(_LISTING) else f"{address}/p2p/{base58.b58encode(peer).decode()}"
 
 
 def _packed_address(text: str) -> bytes:
@@ -134,6 +159,58 @@ def _id_bytes(peer: PeerId) -> bytes:
 
 
 def to_be_shown(addresses: Iterable[str]) -> Sequence[str]:
-    """Those that others can use: loopback addresses only where there are no others."""
-    known = tuple(addresses)
-    return [address for address in known if "/127.0.0.1/" not in address and "/::1/" not in address] or known
+    """Those that others can use, the best first: names, then public ones; loopback only where there are no others."""
+    known = sorted(addresses, key=_rank)
+    return [address for address in known if _rank(address) < _LOOPBACK] or known
+
+
+def invited_to(records: Iterable[PeerRecord], organiser: PeerId, known: Iterable[str] = ()) -> tuple[str, ...]:
+    """The addresses of a run's invitation: bootstrap nodes, names, and peers that can be dialled and are there longest.
+
+    `records`: what its nodes say of themselves now. `known`: other addresses, of which names are taken, since who comes
+    in the place of a lost node may take over its name.
+    """
+    there = sorted((one for one in records if one.addresses), key=lambda one: (one.joined_at_seconds, one.peer))
+    nodes = sorted((one for one in there if one.role == "bootstrap"), key=lambda one: one.peer != organiser)
+    peers = [one for one in there if one.role == "peer" and not one.client_mode]
+    found = _of_each(nodes[:MAX_NODES])
+    names = [address for address in known if is_name(address) and address not in found][:MAX_NAMES]
+    return tuple(dict.fromkeys([*found, *names, *_of_each(peers[:MAX_PEERS])]))[:MAX_ADDRESSES]
+
+
+def is_name(address: str) -> bool:
+    """Whether it is a name that can come to stand for another machine."""
+    return _NAME.fullmatch(address) is not None
+
+
+def _of_each(records: Iterable[PeerRecord]) -> list[str]:
+    return [
+        address
+        for one in records
+        for address in to_be_shown([text for text in one.addresses if _is_sound(text, one.peer)])[:ADDRESSES_EACH]
+    ]
+
+
+def _is_sound(address: str, peer: PeerId) -> bool:
+    """Whether it is an address of this peer that can be written down: anybody may say anything of themselves."""
+    base, _, named = address.rpartition("/p2p/")
+    try:
+        base58.b58decode(peer)
+        _packed_address(base)
+    except (ValueError, OverflowError):
+        return False
+    return named == peer or address.startswith(_LISTING)
+
+
+_LOOPBACK = 3
+
+
+def _rank(address: str) -> int:
+    found = _TCP.match(address)
+    if found is None:  # through a relay, which may go away
+        return 0 if is_name(address) else 2
+    try:
+        ip = ipaddress.ip_address(found[2])
+    except ValueError:
+        return 2
+    return _LOOPBACK if ip.is_loopback else 1 if ip.is_global else 2

@@ -7,13 +7,14 @@ peers say of themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.swarm.invite import Invite, encode, invited_to
 from spes_p2p.swarm.membership import electors
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.swarm.records import (
@@ -104,6 +105,8 @@ class RunReport:
     columns: tuple[ColumnLine, ...]
     expert_rounds: int = 1
     """By the run's config, where somebody gave it."""
+    invitation: str = ""
+    """By who is there now; empty where nobody says an address."""
 
     @property
     def uncovered(self) -> tuple[int, ...]:
@@ -134,12 +137,13 @@ async def read_report(
     run_id: str | None,
     now: float,
     fingerprint: str | None = None,
+    known: Iterable[str] = (),
 ) -> RunReport:
-    """Reads everything once. `now` is the wall clock, Unix seconds.
+    """Reads everything once. `now` is the wall clock, Unix seconds; `known` are addresses by which the run was found.
 
     Raises NetworkError when nothing answers or no run is announced, ConfigError when there is a choice.
     """
-    report, _, _ = await read_run(directory, transport, verifier, run_id, now, fingerprint)
+    report, _, _ = await read_run(directory, transport, verifier, run_id, now, fingerprint, known=known)
     return report
 
 
@@ -151,6 +155,7 @@ async def read_run(
     now: float,
     fingerprint: str | None = None,
     accept: Accept | None = None,
+    known: Iterable[str] = (),
 ) -> tuple[RunReport, Commit | None, tuple[PeerId, ...]]:
     """The same, with the newest commit that `accept` believes, and who has it."""
     group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
@@ -164,6 +169,10 @@ async def read_run(
     report = _report(group, peers, heads, commit, checked, now)
     if report.stale:  # unless columns take turns
         report = dataclasses.replace(report, expert_rounds=await _expert_rounds(transport, group))
+    addresses = invited_to(peers.values(), organiser, known)
+    if addresses and organiser != NOBODY:
+        word = encode(Invite(group.run_id, group.fingerprint, organiser, addresses))
+        report = dataclasses.replace(report, invitation=word)
     return report, commit, holders
 
 

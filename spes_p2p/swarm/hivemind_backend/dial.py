@@ -18,6 +18,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from spes_p2p.ids import PeerId
 
 PROBE_SECONDS = 2.0
+LISTING = "/dnsaddr/"
 _CIRCUIT = "/p2p-circuit"
 _P2P_CODE = b"\xa5\x03"
 """421, as a varint."""
@@ -64,6 +65,11 @@ def parse_address(text: str) -> Address:
     if not values or len(names) < 2 or names[0] not in ("ip4", "ip6", "dns", "dns4", "dns6") or names[1] != "tcp":
         return Address(base, identity)
     return Address(base, identity, values[0], int(values[1]))
+
+
+def is_listing(text: str) -> bool:
+    """Whether it is a name that stands for a list of addresses (`names`): for who looks for a run, never dialled."""
+    return text.startswith(LISTING)
 
 
 def relay_of(text: str) -> PeerId | None:
@@ -120,7 +126,7 @@ class AddressBook:
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Replaces what was known of `peer`; what is no address, or another peer's, is left out."""
-        parsed = (_parsed(text) for text in list(addresses)[:MAX_ADDRESSES])
+        parsed = (_parsed(text) for text in list(addresses)[:MAX_ADDRESSES] if not is_listing(text))
         known = tuple(address for address in parsed if address is not None and address.peer in (None, peer))
         if known:
             self._known[peer] = known

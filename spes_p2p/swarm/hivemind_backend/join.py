@@ -18,13 +18,16 @@ from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
-from spes_p2p.swarm.hivemind_backend.dial import Address, Dialled, dial, parse_address, said_of
+from spes_p2p.swarm.hivemind_backend.dial import Address, Dialled, dial, is_listing, parse_address, said_of
 from spes_p2p.swarm.hivemind_backend.hello import Met, greet
+from spes_p2p.swarm.hivemind_backend.names import listed
 
 GREETING_SECONDS = 6.0
 """How long one initial peer may take in all: a TCP dial, the handshake, one greeting."""
 STRAGGLER_SECONDS = 1.0
 """Once one peer has answered, the others get this much more."""
+MOST_SHOWN = 4
+"""Of those that do not answer while others do: a peer that comes back may know many that are gone."""
 logger = logging.getLogger(__name__)
 
 
@@ -65,8 +68,10 @@ async def meet(
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     if not reached:
         raise _nobody(failed)
-    for one in failed:
+    for one in failed[:MOST_SHOWN]:
         logger.warning("initial peer %s %s", one.address, one.reason)
+    if len(failed) > MOST_SHOWN:
+        logger.warning("%d other initial peers do not answer, too", len(failed) - MOST_SHOWN)
     return _with_our_clock(reached)
 
 
@@ -85,6 +90,24 @@ async def _first_and_stragglers(
 
 
 async def _meet(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_about: PeerId | str) -> Reached | Failed:
+    if not is_listing(text):
+        return await _meet_one(p2p, text, wall_clock, ask_about)
+    try:
+        addresses = await listed(text)
+    except ValueError as error:
+        return Failed(text, str(error))
+    meeting = [asyncio.create_task(_meet_one(p2p, address, wall_clock, ask_about)) for address in addresses]
+    try:
+        for next_one in asyncio.as_completed(meeting):
+            if isinstance(outcome := await next_one, Reached):
+                return outcome
+    finally:
+        for task in meeting:
+            task.cancel()
+    return Failed(text, f"names {len(addresses)} nodes that do not answer")
+
+
+async def _meet_one(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_about: PeerId | str) -> Reached | Failed:
     try:
         address = parse_address(text)
     except ValueError as error:

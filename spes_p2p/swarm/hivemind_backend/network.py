@@ -23,7 +23,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend.daemon import NO_LOOKUP, SocketFolder, start_daemon, until_deaf
-from spes_p2p.swarm.hivemind_backend.dial import parse_address
+from spes_p2p.swarm.hivemind_backend.dial import is_listing, parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
@@ -108,6 +108,7 @@ class HivemindNetwork:
                 _daemon_options(initial_peers, host_maddrs, announce_maddrs, client_mode, use_relay),
                 limits,
                 wall_clock,
+                tuple(filter(is_listing, announce_maddrs)),
             )
         except BaseException:
             await self.close()
@@ -121,6 +122,7 @@ class HivemindNetwork:
         options: dict[str, Any],
         limits: StreamLimits,
         wall_clock: Callable[[], float],
+        names: tuple[str, ...],
     ) -> None:
         self._folder = folder = SocketFolder()
         self._stack.callback(folder.remove)
@@ -135,6 +137,7 @@ class HivemindNetwork:
         self.daemon_ended = asyncio.Event()
         p2p = await self._start_daemon()
         self.transport = HivemindTransport(p2p, limits, self.daemon_ended)
+        self.transport.names = names
         await self._attach(p2p)
         reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
         if reached and await self._is_hidden(p2p, reached):
@@ -266,8 +269,8 @@ def _daemon_options(
         "use_relay": use_relay,
         "persistent_conn_max_msg_size": MAX_MESSAGE_BYTES,
     }
-    if announce_maddrs:
-        options["announce_maddrs"] = list(announce_maddrs)
+    if announced := [maddr for maddr in announce_maddrs if not is_listing(maddr)]:
+        options["announce_maddrs"] = announced
     if client_mode:
         options |= {"no_listen": True, "host_maddrs": None, "nat_port_map": False}
     else:
@@ -276,7 +279,8 @@ def _daemon_options(
         if use_relay and not local:  # else the relay service that cuts circuits after 128 KiB wins always
             options["force_reachability"] = "public"
     if client_mode and use_relay and initial_peers:
-        options |= {"use_auto_relay": True, "force_reachability": "private", "trusted_relays": list(initial_peers)}
+        relays = [maddr for maddr in initial_peers if not is_listing(maddr)]
+        options |= {"use_auto_relay": True, "force_reachability": "private", "trusted_relays": relays}
     return options
 
 

@@ -81,6 +81,8 @@ class HivemindTransport:
         self._p2p, self._limits, self._daemon_ended = p2p, limits, daemon_ended
         self._peer_id = _peer(p2p.peer_id)
         self._addresses: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
+        """`/dnsaddr/` names by which others may find us, which the daemon knows nothing of."""
         self.relays: frozenset[PeerId] = frozenset()
         """Those that may be named to others: a circuit through another is no address of ours."""
         self._book = AddressBook()
@@ -117,7 +119,7 @@ class HivemindTransport:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return self._addresses
+        return (*self.names, *self._addresses)
 
     @property
     def bytes_sent(self) -> int:

@@ -1,0 +1,71 @@
+"""How long `join` takes with an invitation whose first addresses are dead, against one with live addresses alone.
+
+python scripts/bench_join.py --turns 3
+
+Real processes on loopback: a run of one tiny peer, and newcomers, from their start until they are in. One dead address
+refuses, one accepts and never says a word, one does not answer at all (10.255.255.1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from spes_p2p.data.corpus import build_stdlib_corpus
+from spes_p2p.data.tokenize import TokenizeOptions, tokenize
+from spes_p2p.peer.kept_invite import kept_invite
+from spes_p2p.swarm.invite import decode, encode
+from spes_p2p.testing.processes import LocalSwarm, Process
+
+NOBODY = ("QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64", "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd")
+RUN = ("swarm.min_peers=1", "swarm.experts_per_peer=8", "swarm.heartbeat_seconds=0.3", "sync.steps_per_round=8")
+
+
+def seconds_until_in(swarm: LocalSwarm, peer: Process) -> float:
+    began = time.monotonic()
+    swarm.wait_until(lambda: " is in, round " in peer.output(), "it is in", [peer.name])
+    return time.monotonic() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=3)
+    turns = parser.parse_args().turns
+    with tempfile.TemporaryDirectory() as name, socket.socket() as unused, socket.socket() as mute:
+        folder = Path(name)
+        build_stdlib_corpus(folder / "corpus", 400_000, files=1)
+        tokenize([str(folder / "corpus")], folder / "tokens", TokenizeOptions(tokenizer="byte", processes=1))
+        unused.bind(("127.0.0.1", 0))
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(64)
+        refused, silent = (
+            f"/ip4/127.0.0.1/tcp/{one.getsockname()[1]}/p2p/{NOBODY[at]}" for at, one in enumerate((unused, mute))
+        )
+        kinds = {
+            "live": (),
+            "refused, silent": (refused, silent),
+            "refused, silent, no host": (refused, silent, f"/ip4/10.255.255.1/tcp/31337/p2p/{NOBODY[1]}"),
+        }
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        with LocalSwarm(folder / "swarm", forked=True) as swarm:
+            swarm.bootstrap("tiny", folder / "tokens", RUN)
+            first = swarm.peer("first", folder / "tokens")
+            swarm.wait_for_round(1, ["first"])
+            for turn in range(turns):
+                for at, (kind, dead) in enumerate(kinds.items()):
+                    invite = decode(kept_invite(first.folder))
+                    word = encode(replace(invite, addresses=(*dead, *invite.addresses)))
+                    peer = swarm.peer(f"peer-{turn}-{at}", folder / "tokens", initial_peer=word)
+                    found[kind].append(seconds_until_in(swarm, peer))
+                    peer.end()
+        for kind, seconds in found.items():
+            print(f"{kind:<26} {statistics.median(seconds):.1f} s ({', '.join(f'{one:.1f}' for one in seconds)})")
+
+
+if __name__ == "__main__":
+    main()

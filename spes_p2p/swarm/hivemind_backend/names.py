@@ -1,0 +1,44 @@
+"""What a `/dnsaddr/NAME` stands for: the addresses in the TXT records of `_dnsaddr.NAME`, as libp2p has it.
+
+So whoever keeps a name can move a run's first nodes, under other identities too. An entry is
+`dnsaddr=/ip4/203.0.113.7/tcp/31337/p2p/Qm...`. Nothing of it is trusted: a run is known by its fingerprint.
+"""
+
+from __future__ import annotations
+
+from dns.asyncresolver import Resolver
+from dns.exception import DNSException
+from dns.rdtypes.ANY.TXT import TXT
+
+from spes_p2p.swarm.hivemind_backend.dial import LISTING, is_listing, parse_address
+
+LOOKUP_SECONDS = 3.0
+MOST_LISTED = 8
+_ENTRY = "dnsaddr="
+
+
+async def listed(address: str, resolver: Resolver | None = None) -> tuple[str, ...]:
+    """The addresses of nodes that a /dnsaddr/ lists; those of one peer alone where it ends in a /p2p/ id.
+
+    `resolver`: whom to ask (None: as this machine is set up). Raises ValueError, in words that follow the address,
+    where there are none.
+    """
+    name, _, rest = address.removeprefix(LISTING).partition("/")
+    try:
+        answer = await (resolver or Resolver()).resolve(f"_dnsaddr.{name}", "TXT", lifetime=LOOKUP_SECONDS)
+    except DNSException as error:
+        raise ValueError(f"names nothing: {error}") from error
+    found = [b"".join(record.strings).decode(errors="replace") for record in answer if isinstance(record, TXT)]
+    wanted = f"/{rest}" if rest else ""
+    texts = sorted(text.removeprefix(_ENTRY) for text in found if text.startswith(_ENTRY) and text.endswith(wanted))
+    nodes = tuple(text for text in texts if not is_listing(text) and _names_a_peer(text))
+    if not nodes:
+        raise ValueError(f"names no node: no TXT record of _dnsaddr.{name} is {_ENTRY}/.../p2p/ID")
+    return nodes[:MOST_LISTED]
+
+
+def _names_a_peer(text: str) -> bool:
+    try:
+        return parse_address(text).peer is not None
+    except ValueError:
+        return False
