@@ -275,7 +275,7 @@ class VoteBook:
         new incarnation.
         """
         been = self._been()
-        if self.record.parent != head and (head in been or len(been) > MOST_LEFT):
+        if head in been or len(been) > MOST_LEFT:
             self.forget()
 
     def _been(self) -> tuple[Hash, ...]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from spes_p2p import steps
@@ -258,6 +259,8 @@ class Driver:
         asked = unpack(Request, request)
         if asked.kind == VALUES:
             check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first, asked.count)
+            if not self.core.is_counted(asked.name, unpack(Contribution, asked.hashes)):
+                raise RemoteProtocolError("the work that is asked for is not what is here")
         reached(steps.SERVE + asked.kind, peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
         blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
         if self._is_behind(caller):
@@ -412,14 +415,15 @@ class Driver:
         async with self._making.lock:
             if self.core.head != head:  # our own child was committed meanwhile
                 return
-            lost = meeting.ours if meeting is not None else ()
-            await self._tasks.in_thread(lambda: self._take_over(meeting))
-            await self._tasks.in_thread(lambda: self._keep_residuals(tip, newest, bool(lost)))
-            await self._tasks.in_thread(staging.publish)
-            if meeting is not None and lost:
+            if meeting is not None:
+                self._disk.votes.leave(self.core.record)
+                await self._tasks.in_thread(partial(self._disk.chain.switch, meeting.theirs))
+            if meeting is not None and meeting.ours:
+                await self._tasks.in_thread(partial(self._disk.residuals.clear, newest.manifest))
+                await self._tasks.in_thread(staging.publish)
                 await self._switched(newest, meeting, action.holder)
             else:
-                await self._applied(newest, self._disk.chain.commit(tip + 1).manifest)
+                await self._follow(tip, newest, staging)
 
     async def _state(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Staging]:
         """A state to go to, finished: that of `newest`, or one on our own line that we have begun with."""
@@ -453,22 +457,21 @@ class Driver:
         meeting = await self._catching_up.meet(tip, action.holder, action.round)
         return meeting.winner, meeting
 
-    def _take_over(self, meeting: Meeting | None) -> None:
-        """The other history on disk in the place of ours; a crash from here on ends with a newcomer there."""
-        if meeting is not None:
-            self._disk.votes.leave(self.core.record)
-            self._disk.chain.switch(meeting.theirs)
-            self._disk.votes.arrive(manifest_hash(meeting.theirs[-1].manifest))
-
     async def renewed(self, commit: Commit) -> None:
         """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""
         tip = self.core.tip.round
         staging = await self._catching_up.state(commit.manifest, tip, ())
         async with self._making.lock:
             if self.core.tip.round == tip:
-                await self._tasks.in_thread(lambda: self._keep_residuals(tip, commit, False))
-                await self._tasks.in_thread(staging.publish)
-                await self._applied(commit, self._disk.chain.commit(tip + 1).manifest)
+                await self._follow(tip, commit, staging)
+
+    async def _follow(self, tip: int, newest: Commit, staging: Staging) -> None:
+        """To a later state of our own chain."""
+        first = self._disk.chain.commit(tip + 1).manifest
+        hashes = wire_tiles(*self.core.handed_out(first))  # here: a thread would look at what changes meanwhile
+        await self._tasks.in_thread(lambda: self._keep_residuals(first, newest.manifest, hashes))
+        await self._tasks.in_thread(staging.publish)
+        await self._applied(newest, first)
 
     def _committed(self, head: Hash) -> Version | None:
         current = self.core.round  # one look: the loop goes on beside this thread
@@ -477,16 +480,11 @@ class Driver:
         version = self._disk.store.version(current.tip.round)
         return version if version.root == current.tip.state_root else None  # else another history is taking our place
 
-    def _keep_residuals(self, tip: int, newest: Commit, another_history: bool) -> None:
-        """What lossy codecs left, brought to the round that we caught up with."""
-        chain, residuals = self._disk.chain, self._disk.residuals
-        if another_history:
-            residuals.clear(newest.manifest)
-            return
-        first = chain.commit(tip + 1).manifest
-        hashes = wire_tiles(*self.core.handed_out(first))
-        later = (chain.commit(round).manifest for round in range(tip + 2, newest.manifest.round + 1))
-        residuals.settle(first, manifest_hash(newest.manifest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
+    def _keep_residuals(self, first: Manifest, newest: Manifest, hashes: Mapping[int, Hash]) -> None:
+        """What lossy codecs left, brought to the round that we caught up with; `hashes`: what `first` handed out."""
+        rounds = range(first.round + 1, newest.round + 1)
+        later = (self._disk.chain.commit(round).manifest for round in rounds)
+        self._disk.residuals.settle(first, manifest_hash(newest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
 
     async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
         """We stand on another history now: what we had since the two parted is lost, and so is our unsynced work."""
@@ -495,8 +493,12 @@ class Driver:
         text = f"{len(meeting.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
         self._hooks.notice(do.Notice("fork", f"{text} (they parted after round {meeting.common.round})", holder))
         event = replace(self._event(commit, None), caught_up=True, lost_tokens=lost, switched=True)
-        incarnation = self._disk.votes.incarnation
-        await self._enter(event, lambda now: self.core.switched(commit, incarnation, now))
+        votes = self._disk.votes
+        votes.leave(
+            self.core.record
+        )  # again: it may have voted meanwhile; from here to `switched` nothing comes between
+        votes.arrive(manifest_hash(commit.manifest))
+        await self._enter(event, lambda now: self.core.switched(commit, votes.incarnation, now))
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""

@@ -112,9 +112,9 @@ class Making:
     async def _reduced(self, plan: Plan, piece: Slice, report: Report) -> tuple[Report, dict[PeerId, str]]:
         """The report of a slice that was reduced and staged, and who was left out."""
         base = self._committed()
-        found, left_out = await self._contributions(piece, plan.parent, base)
-        reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
         roster = {entry.peer: entry for entry in plan.roster}
+        found, left_out = await self._contributions(piece, plan.parent, roster, base)
+        reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
         made, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
         if made is not None:
             reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
@@ -154,17 +154,21 @@ class Making:
                 self._freed.notify_all()
 
     async def _contributions(
-        self, piece: Slice, parent: Hash, base: Version
+        self, piece: Slice, parent: Hash, roster: Mapping[PeerId, Contribution], base: Version
     ) -> tuple[dict[PeerId, Values], dict[PeerId, str]]:
         """The values of a slice's contributors, and why the others are left out."""
-        answers = await asyncio.gather(*(self._contribution(peer, piece, parent, base) for peer in piece.contributors))
+        entries = [roster[peer] for peer in piece.contributors]
+        answers = await asyncio.gather(*(self._contribution(entry, piece, parent, base) for entry in entries))
         pairs = list(zip(piece.contributors, answers, strict=True))
         found = {peer: values for peer, values in pairs if not isinstance(values, str)}
         return found, {peer: reason for peer, reason in pairs if isinstance(reason, str)}
 
-    async def _contribution(self, peer: PeerId, piece: Slice, parent: Hash, base: Version) -> Values | str:
+    async def _contribution(self, entry: Contribution, piece: Slice, parent: Hash, base: Version) -> Values | str:
         """The reason where there are none; who was silent once in a round is not waited for again."""
+        peer = entry.peer
         if peer == self._core.me:
+            if not self._core.is_counted(parent, entry):
+                return LOST
             own = await self._tasks.in_thread(lambda: self._outgoing.own(parent, piece.first_tile, piece.tiles))
             return LOST if own is None else own
         if self._slow[0] != parent:
@@ -173,7 +177,7 @@ class Making:
         if peer in slow or not self._core.alive(peer, self._now()):
             return LOST
         try:
-            data = await self._transfers.contribution(peer, parent, piece, lambda: peer not in slow)
+            data = await self._transfers.contribution(entry, parent, piece, lambda: peer not in slow)
         except WrongSize:
             return WRONG_SIZE
         except (PeerClosed, RemoteProtocolError):

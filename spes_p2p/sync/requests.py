@@ -39,10 +39,11 @@ MAX_CHAIN_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Request:
-    """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count),
-    TILES (hashes, joined), HASHES (name: state root, first: round), WIRES (first: round, count: the round of
-    the state that the asker has), CHAIN (first round, count), RUN; of the run's data CATALOGUE (name: the dataset) and
-    PIECES (name: the dataset; hashes: numbers of pieces, 8 bytes each).
+    """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count; for
+    VALUES in `hashes` the roster entry that counts them, packed), TILES (hashes, joined), HASHES (name: state root,
+    first: round), WIRES (first: round, count: the round of the state that the asker has), CHAIN (first round, count),
+    RUN; of the run's data CATALOGUE (name: the dataset) and PIECES (name: the dataset; hashes: numbers of pieces, 8
+    bytes each).
 
     MOMENTS with a count of 0 says that the asker needs no more of the column in which the first tile is.
     """

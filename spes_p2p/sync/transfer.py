@@ -23,7 +23,7 @@ from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
 from spes_p2p.sync.choosing import Place, Rates, Turns
-from spes_p2p.sync.core.messages import Commit, Manifest, Slice
+from spes_p2p.sync.core.messages import Commit, Contribution, Manifest, Slice
 from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.requests import ChainPart, Request
@@ -78,21 +78,23 @@ class Transfers:
         self._turns = Turns(self._parallel)
 
     async def contribution(
-        self, peer: PeerId, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
+        self, entry: Contribution, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
     ) -> memoryview:
-        """What `peer` has for a slice, its tiles one after the other as they travel; its memory is the caller's.
+        """What a peer has for a slice, its tiles one after the other as they travel; its memory is the caller's.
+
+        `entry`: as the plan counts it. A peer that has done other work since, in another life, refuses.
 
         Raises NetworkError, RemoteProtocolError or WrongSize. `is_wanted` is asked when its turn has come; PeerSilent
         is raised where it is not any more.
         """
         size = sum(self._layout.wire_bytes(self._layout.tiles[tile_id]) for tile_id in piece.tile_ids)
-        request = Request(requests.VALUES, name=parent, first=piece.first_tile, count=piece.tiles)
+        request = Request(requests.VALUES, parent, piece.first_tile, piece.tiles, pack(entry))
         try:
-            data = await self._ask(peer, request, size, is_wanted)
+            data = await self._ask(entry.peer, request, size, is_wanted)
         except BlobTooLarge as error:
             raise WrongSize(str(error)) from error
         if len(data) != size:
-            raise WrongSize(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
+            raise WrongSize(f"{short(entry.peer)} sent {len(data)} bytes for a slice of {size}")
         return data
 
     async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:

@@ -381,8 +381,9 @@ class SimPeer:
 
     def contribution(self, action: do.Reduce) -> Trained | None:
         """What this peer gives to a reducer: the values that the plan counts, while they are here."""
-        trained = self._trained
-        return trained if trained is not None and trained.fits(action.plan.value) else None
+        trained, plan, core = self._trained, action.plan.value, self._the_core
+        entry = next(entry for entry in plan.roster if entry.peer == self.name)
+        return trained if trained is not None and core.is_counted(plan.parent, entry) else None
 
     def _reduce(self, action: do.Reduce) -> None:
         plan, core = action.plan.value, self._the_core

@@ -15,7 +15,6 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.sync.core.messages import (
     Acceptance,
     Commit,
-    Contribution,
     DegradedVote,
     Manifest,
     Merge,
@@ -77,12 +76,6 @@ class Trained:
     positions: tuple[Range, ...]
     poison: frozenset[int] = frozenset()
     """Blocks whose values are not finite."""
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether this is the work that the plan counts; another life of the peer may have done other work."""
-        entry = next((entry for entry in plan.roster if entry.peer == self.peer), None)
-        mine = Contribution(self.peer, self.work.tokens, self.work.steps, self.work.sequences)
-        return self.parent == plan.parent and entry == mine
 
 
 def trained_positions(manifest: Manifest, peer: PeerId, sequences: int) -> tuple[Range, ...]:

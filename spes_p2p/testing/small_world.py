@@ -290,8 +290,14 @@ class SmallWorld:
         match work:
             case do.Reduce(plan, index):
                 piece = plan.value.slices[index]
-                fit = [others[name].trained for name in piece.contributors]
-                return tuple(t if t is not None and t.fits(plan.value) else None for t in fit)
+                entries = {entry.peer: entry for entry in plan.value.roster}
+                asked = [(others[name], entries[name]) for name in piece.contributors]
+                return tuple(
+                    holder.trained
+                    if holder.core is not None and holder.core.is_counted(plan.value.parent, entry)
+                    else None
+                    for holder, entry in asked
+                )
             case do.Fetch(piece, hashes, holders):
                 having = [others[name] for name in holders if others[name].core is not None]
                 return (any(holder.disk.has(piece, hashes) for holder in having),)

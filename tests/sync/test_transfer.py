@@ -15,7 +15,7 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync import requests
 from spes_p2p.sync.choosing import Turns
-from spes_p2p.sync.core.messages import Slice
+from spes_p2p.sync.core.messages import Contribution, Slice
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.sync.transfer import TILES_A_FETCH, Transfers, all_of, fetch_run
 from spes_p2p.testing.virtual_time import run_virtual
@@ -216,16 +216,20 @@ def test_streams_are_few_at_once() -> None:
     play(story)
 
 
+def work_of(peer: PeerId) -> Contribution:
+    return Contribution(peer, tokens=8, steps=1, sequences=1)
+
+
 def test_a_contribution() -> None:
     size = sum(LAYOUT.tiles[at].size for at in range(2))
     values = np.arange(size, dtype=np.float32)
 
     async def story(site: Site) -> None:
         await site.holder(B, lambda request: values.tobytes())
-        assert await site.transfers.contribution(B, sha256(b"p"), PIECE) == values.tobytes()
+        assert await site.transfers.contribution(work_of(B), sha256(b"p"), PIECE) == values.tobytes()
         await site.holder(C, lambda request: values[1:].tobytes())
         with pytest.raises(RemoteProtocolError, match=r"sent .* bytes for a slice of"):
-            await site.transfers.contribution(C, sha256(b"p"), PIECE)
+            await site.transfers.contribution(work_of(C), sha256(b"p"), PIECE)
 
     play(story)
 
@@ -235,10 +239,10 @@ def test_silence_and_refusal_are_told_apart() -> None:
         await site.holder(B, right)
         site.network.kill(B, silent=True)
         with pytest.raises(PeerSilent):
-            await site.transfers.contribution(B, sha256(b"p"), PIECE)
+            await site.transfers.contribution(work_of(B), sha256(b"p"), PIECE)
         site.network.kill(C)
         with pytest.raises(PeerRefused):
-            await site.transfers.contribution(C, sha256(b"p"), PIECE)
+            await site.transfers.contribution(work_of(C), sha256(b"p"), PIECE)
 
     play(story)
 

@@ -30,6 +30,7 @@ from spes_p2p.sync.core.messages import (
     DEGRADED,
     Acceptance,
     Commit,
+    Contribution,
     Envelope,
     Intent,
     Manifest,
@@ -45,6 +46,7 @@ from spes_p2p.sync.core.rules import (
     CheckSignature,
     Outcome,
     RunRules,
+    counts,
 )
 from spes_p2p.sync.core.speaking import Speaking
 from spes_p2p.sync.core.table import (
@@ -139,6 +141,11 @@ class Core(Hearing, Reducing, Voting, Speaking):
             current.progress_at = now
         current.work = told(work)
         return self._advance(now)
+
+    def is_counted(self, parent: Hash, entry: Contribution) -> bool:
+        """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""
+        here = parent == self.round.head and entry.peer == self.me
+        return here and counts(self.rules, self.tip, entry, self.round.work)
 
     def wants_reduced(self, plan: Hash, index: int) -> bool:
         """Whether a slice that we were asked to reduce may still be written: later it could spoil a finished state."""

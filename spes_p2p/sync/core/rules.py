@@ -32,6 +32,7 @@ from spes_p2p.sync.core.messages import (
     Plan,
     Renewal,
     Slice,
+    Work,
     manifest_hash,
     signing_bytes,
 )
@@ -128,6 +129,12 @@ def capped_tokens(rules: RunRules, parent: Manifest, entry: Contribution) -> Con
     sequences = min(entry.sequences, sum(stop - start for start, stop in held))
     steps = min(steps, -(-sequences // rules.batch_sequences))
     return replace(entry, steps=steps, sequences=sequences, tokens=min(entry.tokens, sequences * rules.sequence_tokens))
+
+
+def counts(rules: RunRules, parent: Manifest, entry: Contribution, work: Work) -> bool:
+    """Whether `work` is what a plan counts as `entry`: another life of the same peer may have done other work."""
+    mine = Contribution(entry.peer, work.tokens, work.steps, work.sequences)
+    return capped_tokens(rules, parent, mine) == entry
 
 
 @dataclass(frozen=True)
