@@ -59,32 +59,18 @@ def test_a_clock_that_is_off_is_refused_with_how_far_and_how_to_mend_it(tmp_path
     assert line.partition(" / fix: ")[2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_a_round_leaves_nothing_running(
-    tmp_path: Path, begun: Organiser, number: signal.Signals
-) -> None:
+def test_ctrl_c_in_the_middle_of_a_round_leaves_nothing_running(tmp_path: Path, begun: Organiser) -> None:
+    """SIGTERM: tests/swarm/test_life_of_a_swarm.py."""
     process = start(*join(begun, tmp_path / "peer", "--local-ranks", "2"))
     until_lines(process, "step 5 ")
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) == 2, family  # the libp2p daemon and the other rank
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     assert "leaving" in output
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
-
-
-def test_a_bootstrap_node_ends_with_its_daemon(tmp_path: Path, tokens: Path) -> None:
-    process = start(
-        "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", LOOPBACK
-    )
-    until_lines(process, "spes-p2p join --initial-peers ")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(15) == 0
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert (len(family), alive) == (1, [])
 
 
 def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organiser) -> None:

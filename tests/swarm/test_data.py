@@ -11,7 +11,7 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.observe.events import Eval, Round, Step, Warning
 from tests import oracle
-from tests.swarm.micro import LOCAL, MICRO, MOST, Finished, config_of, dumping, local_swarm
+from tests.swarm.micro import LOCAL, MICRO, MOST, Finished, config_of, dump_initial_state, dumping, local_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 NAMES = ("p0", "p1")
@@ -39,6 +39,7 @@ def test_they_train_the_same_rounds_with_the_same_bits(finished: Finished) -> No
     assert set(hashes[0]) >= {ROUNDS}
     assert sum(event.roster_size == 2 for event in rounds["p0"]) >= MOST * len(rounds["p0"])
     assert all(finished.of(Step)[name] for name in NAMES)
+    dump_initial_state(finished.folder, finished.config, "p0")
     assert oracle.check_dumps(finished.folder / "dumps", finished.config.sync.tile_values, MOST)
 
 
@@ -53,7 +54,7 @@ def test_data_is_counted_apart(finished: Finished) -> None:
         rounds = finished.of(Round)[name]
         received = sum(event.data_bytes_received for event in rounds)
         assert received > 0
-        assert all(event.bytes_received > 0 for event in rounds)
+        assert all(event.bytes_received > 0 for event in rounds if event.roster_size == len(NAMES))
 
 
 def test_what_they_keep_is_the_runs_data(finished: Finished, tokens: Path) -> None:

@@ -14,7 +14,7 @@ from spes_p2p.observe.events import Eval, Round
 from tests import oracle
 from tests.swarm.micro import MOST, Finished, dump_initial_state, recomputed_state, run_to_the_end
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 5
 OWN_TWO = ("swarm.experts_per_peer=2", "sync.steps_per_round=30", "sync.merge_interval=60")

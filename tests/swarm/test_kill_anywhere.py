@@ -36,7 +36,7 @@ from tests.swarm.micro import (
     recomputed_state,
 )
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(900)]
 NAMES = ("p0", "p1", "p2", "p3", "p4")
 OVERRIDES = ("swarm.min_peers=5", "swarm.experts_per_peer=4")
 BEFORE_PLAN = Fault("plan", round=3)

@@ -12,7 +12,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.fragments import due_columns
 from tests.swarm.micro import recomputed_state, run_to_the_end
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 PEERS = ("p0", "p1", "p2", "p3")
 ROUNDS = 6
 TURNS = 2

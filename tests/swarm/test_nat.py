@@ -29,6 +29,12 @@ OVERRIDES = ("swarm.min_peers=3", "swarm.heartbeat_seconds=1.0", "swarm.target_r
 ROUNDS = 6
 
 
+def counted(folder: Path) -> set[str]:
+    """Whose work some round has counted: a busy machine makes a peer late for others."""
+    chain = Chain(folder / "run" / "chain")
+    return {entry.peer for at in range(2, chain.length) for entry in chain.commit(at).manifest.roster}
+
+
 def test_two_homes_train_with_the_bootstrap_node_alone(tmp_path: Path, tokens: Path) -> None:
     """`--serve`: it is the only host that can be dialled, and it trains nothing."""
     agreed = ("swarm.min_peers=2", *OVERRIDES[1:])
@@ -44,6 +50,7 @@ def test_two_homes_train_with_the_bootstrap_node_alone(tmp_path: Path, tokens: P
         for name in HIDDEN:
             swarm.peer(name, tokens, [*LOCAL, "--client-mode"])
         swarm.wait_for_round(ROUNDS, HIDDEN, 180.0)
+        swarm.wait_until(lambda: len(counted(tmp_path / "bootstrap")) == 2, "both are counted", HIDDEN, 180.0)
         for name in HIDDEN:
             swarm.processes[name].send(signal.SIGTERM)
         codes = [swarm.processes[name].wait(30.0) for name in HIDDEN]
@@ -53,13 +60,10 @@ def test_two_homes_train_with_the_bootstrap_node_alone(tmp_path: Path, tokens: P
     assert codes == [0, 0, 0]
     chain = Chain(tmp_path / "bootstrap" / "run" / "chain")
     server = next(member.peer for member in chain.commit(0).manifest.members if not member.trains)
-    counted: set[str] = set()
     for commit in map(chain.commit, range(2, ROUNDS + 1)):
         assert commit.certificate.kind == MAJORITY
-        counted.update(entry.peer for entry in commit.manifest.roster)  # a busy machine may make one late for a round
         assert server not in {entry.peer for entry in commit.manifest.roster}
         assert all(p.reducer == server or p.contributors == (p.reducer,) for p in commit.manifest.slices)
-    assert len(counted) == 2
     for name in ("bootstrap", *HIDDEN):
         round, root = recomputed_state(tmp_path / name, config_of(agreed))
         assert round >= ROUNDS, name
@@ -68,6 +72,7 @@ def test_two_homes_train_with_the_bootstrap_node_alone(tmp_path: Path, tokens: P
         assert "Traceback" not in process.output(), process.name
 
 
+@pytest.mark.thorough
 def test_two_homes_train_with_one_public_peer(tmp_path: Path, tokens: Path) -> None:
     with ExitStack() as stack:
         lab = Lab(stack)
@@ -84,6 +89,7 @@ def test_two_homes_train_with_one_public_peer(tmp_path: Path, tokens: Path) -> N
         swarm.peer("home1", tokens, [*LOCAL, "--client-mode"])
         swarm.peer("home2", tokens, LOCAL)
         swarm.wait_for_round(ROUNDS, NAMES, 180.0)
+        swarm.wait_until(lambda: len(counted(tmp_path / "public")) == 3, "all are counted", NAMES, 180.0)
         public = peer_id_of(swarm.processes["public"])
         for name in NAMES:
             swarm.processes[name].send(signal.SIGTERM)
@@ -97,8 +103,6 @@ def test_two_homes_train_with_one_public_peer(tmp_path: Path, tokens: Path) -> N
     chain = Chain(tmp_path / "public" / "run" / "chain")
     found = [chain.commit(round) for round in range(2, ROUNDS + 1)]
     assert {commit.certificate.kind for commit in found} == {MAJORITY}
-    counted = {entry.peer for commit in found for entry in commit.manifest.roster}
-    assert len(counted) == 3  # a busy machine may make one late for a round
     for commit in found:
         assert {piece.block for piece in commit.manifest.slices} == set(
             range(1 + config_of(OVERRIDES).model.num_experts)

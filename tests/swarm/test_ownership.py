@@ -16,7 +16,7 @@ from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.processes import LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm, peer_id_of
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 NAMES = ("p0", "p1", "p2")
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests import oracle
-from tests.swarm.micro import LOCAL, MICRO, marked_processes, nothing_left
+from tests.swarm.micro import LOCAL, MICRO, config_of, dump_initial_state, marked_processes, nothing_left
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 TILES = 1024
@@ -42,6 +42,7 @@ def test_one_command_from_text_to_a_model(tmp_path: Path, mark: dict[str, str]) 
     assert after < before
     hashes = {dump.about["model_hash"] for dump in oracle.read_dumps(dumps)[2].values()}
     assert all(f"│ {peer} │ 2 " in said for peer in ("peer-0", "peer-1"))
+    dump_initial_state(tmp_path, config_of(), "run/peer-0")
     assert oracle.check_dumps(dumps, TILES, complete=False)[-1] == 2
     assert said.count(hashes.pop()[:10]) >= 2
     steps = {int(about["step"]) for about in (dump.about for dump in oracle.read_dumps(dumps)[2].values())}
@@ -49,6 +50,7 @@ def test_one_command_from_text_to_a_model(tmp_path: Path, mark: dict[str, str]) 
         assert (output / peer / "checkpoints" / f"step-{steps.copy().pop():08d}").is_dir()
 
 
+@pytest.mark.thorough
 def test_a_lost_peer_is_a_failure(tmp_path: Path, mark: dict[str, str], tokens: Path) -> None:
     running = quickstart(mark, "--peers", "2", "--rounds", "99", "-o", str(tmp_path / "run"), "--data", str(tokens))
     until(lambda: peers_of(mark, "peer-1"), running)[0].kill()

@@ -24,6 +24,7 @@ def chain_of(swarm: LocalSwarm, name: str) -> list[Commit]:
     return [chain.commit(round) for round in range(chain.length)]
 
 
+@pytest.mark.thorough
 def test_a_killed_peer_trains_again(tmp_path: Path, tokens: Path) -> None:
     """After the state that it catches up with. How soon is shown on the virtual clock (tests/sync/test_rejoin.py)."""
     with local_swarm(tmp_path) as swarm:
@@ -84,6 +85,7 @@ def test_new_peers_go_on_after_a_night_without_any(tmp_path: Path, tokens: Path)
         assert "the run goes on with new members" in swarm.processes["bootstrap"].output()
 
 
+@pytest.mark.thorough
 def test_what_the_last_to_leave_trained_is_in_the_archive(tmp_path: Path, tokens: Path) -> None:
     """It waits for that before it goes; the next one begins there."""
     alone = ("swarm.min_peers=1", "swarm.experts_per_peer=8")

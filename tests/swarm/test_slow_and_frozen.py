@@ -20,7 +20,7 @@ from spes_p2p.testing.faults import FREEZE, JUMP, SLOW, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, patience_seconds, peer_id_of, recomputed_state
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 QUICK, SLOWER, FROZEN, JUMPER = NAMES = ("quick", "slower", "frozen", "jumper")
 H = 20
 OVERRIDES = ("swarm.min_peers=4", "swarm.experts_per_peer=4", f"sync.steps_per_round={H}", "sync.merge_interval=40")

@@ -22,6 +22,7 @@ from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, 
 
 pytestmark = [
     pytest.mark.swarm,
+    pytest.mark.thorough,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not may_limit_links(), reason="needs root, iproute2 and a kernel with token buckets (tbf)"),
 ]

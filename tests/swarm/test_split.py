@@ -31,6 +31,7 @@ COMPLETE_SECONDS = 180.0
 
 pytestmark = [
     pytest.mark.swarm,
+    pytest.mark.thorough,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not may_make_namespaces(), reason="needs root and iproute2 to make network namespaces"),
 ]

@@ -65,7 +65,7 @@ def test_each_peer_goes_on_from_its_own_values_of_what_had_no_turn(folder: Path,
     in_swarm(folder, play, fragmented(*MERGES, f"sync.codec={codec}", f"sync.overlap={overlap}"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("victim", ["a", "b", "c", "d"])
+@pytest.mark.parametrize("victim", ["a", "c", *(pytest.param(name, marks=pytest.mark.thorough) for name in "bd")])
 def test_a_peer_is_killed_and_another_comes(folder: Path, victim: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
         recorder = Recorder(swarm)

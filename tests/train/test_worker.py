@@ -131,6 +131,7 @@ def test_a_rank_that_fails_says_why() -> None:
             ranks.explain()
 
 
+@pytest.mark.thorough
 def test_more_ranks_under_torchrun(tmp_path: Path) -> None:
     program = """
 import os, sys, torch
