@@ -44,6 +44,13 @@ def tokenize(
     sequence_length: Annotated[
         int, typer.Option(help="Of the run that it is for: less text than one sequence is an error.", min=1)
     ] = 128,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where the output folder will lie on the web: https://... or hf://datasets/... (again: mirrors).",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Turns text into the token shards that a run trains on; an interrupted call goes on where it stopped.
 
@@ -55,7 +62,7 @@ def tokenize(
     options: dict[str, Any] = {"processes": processes} if processes is not None else {}
     options |= {"batch_size": batch_size, "max_shard_bytes": max_shard_bytes, "dtype": dtype, "strict": strict}
     options |= {"tokenizer": tokenizer, "eos_token": eos_token, "text_field": text_field}
-    options["sequence_length"] = sequence_length
+    options |= {"sequence_length": sequence_length, "urls": tuple(url or ())}
     with _shown() as report:
         result = run(inputs, output, TokenizeOptions(**options), report)
     manifest = result.manifest

@@ -52,24 +52,35 @@ class Manifest:
     bad_lines: int
     inputs: tuple[InputFile, ...]
     shards: tuple[Shard, ...]
+    urls: tuple[str, ...] = ()
+    """Of web servers where the same folder lies. They say nothing of what the dataset is: its hash leaves them out."""
 
     def write(self, folder: Path) -> Path:
         """Writes `folder/manifest.json` atomically. Raises StorageFull."""
         path = folder / MANIFEST
-        write_atomically(path, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+        plain = dataclasses.asdict(self)
+        if not self.urls:  # older versions can read it then
+            del plain["urls"]
+        write_atomically(path, (json.dumps(plain, indent=1) + "\n").encode())
         return path
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Raises DataError when the file is no manifest that this version understands."""
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, data: bytes, path: str) -> Manifest:
+        """The same of what was read already; `path` names it in errors."""
         try:
-            plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            plain: dict[str, Any] = json.loads(data)
             version = plain["format_version"]
             if version != FORMAT_VERSION:
                 fix = "update spes-p2p, or tokenize the corpus again"
                 raise DataError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}", fix=fix)
             plain["inputs"] = tuple(InputFile(**item) for item in plain["inputs"])
             plain["shards"] = tuple(Shard(**item) for item in plain["shards"])
+            plain["urls"] = tuple(plain.get("urls", ()))
             return cls(**plain)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
@@ -98,6 +109,8 @@ class Dataset:
     eos_id: int | None = None
     tokenizer: str | None = None
     tokenizer_fingerprint: str | None = None
+    urls: tuple[str, ...] = ()
+    """Where it lies on the web, by its manifest; not checked yet."""
 
     @property
     def tokens(self) -> int:
@@ -156,7 +169,7 @@ def _from_manifest(path: Path) -> Dataset:
         files.append(dataclasses.replace(file, sha256=shard.sha256))
     return Dataset(
         _dtype(manifest.dtype), tuple(files), manifest.vocab_size, manifest.eos_id, manifest.tokenizer,
-        manifest.tokenizer_fingerprint,
+        manifest.tokenizer_fingerprint, manifest.urls,
     )  # fmt: skip
 
 

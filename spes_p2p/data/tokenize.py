@@ -21,11 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from spes_p2p.data.encode import Encode, Encoded, encoder
-from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, InputFile, Manifest
+from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, Dataset, InputFile, Manifest
 from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
 from spes_p2p.data.readers import Bad, CorpusFile, Piece, Record, find_inputs
 from spes_p2p.data.shards import ShardWriter
 from spes_p2p.data.tokenizers import Tokenizer, load_tokenizer
+from spes_p2p.data.trees import FolderPieces
+from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError, DataError
 
 BATCH_BYTES = 2**20
@@ -42,7 +44,8 @@ SEQUENCE_LENGTH = 128
 class TokenizeOptions:
     """How to tokenize; the fields are the options of `spes-p2p tokenize`.
 
-    `sequence_length`: fewer tokens in all than one sequence of the run are refused.
+    `sequence_length`: fewer tokens in all than one sequence of the run are refused. `urls`: of web servers where the
+    output will lie.
     """
 
     tokenizer: str = "byte"
@@ -54,6 +57,7 @@ class TokenizeOptions:
     dtype: str = "auto"
     strict: bool = False
     sequence_length: int = SEQUENCE_LENGTH
+    urls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def tokenize(
     options: TokenizeOptions,
     report: Callable[[TokenizeProgress], None] | None = None,
 ) -> TokenizeResult:
-    """Tokenizes all files that `patterns` name into shards and a manifest in `output_dir`.
+    """Tokenizes all files that `patterns` name into shards, their hash trees and a manifest in `output_dir`.
 
     Raises DataError (nothing to read, damaged input, a file whose lines are mostly bad, too little text for one
     sequence, no or too large tokenizer, a bad line under `strict`, an output folder of another corpus or other
@@ -99,6 +103,7 @@ def tokenize(
     half-written, and the same call goes on from there.
     """
     _check(options)
+    urls = checked_urls(options.urls)
     units = Unit.of_all(find_inputs(patterns))
     tokenizer = load_tokenizer(options.tokenizer, options.eos_token)
     dtype = choose_dtype(tokenizer, options.dtype)
@@ -113,7 +118,9 @@ def tokenize(
             raise _bad_line(examples[0])
         manifest = _manifest(workspace, units, tokenizer)
         _refuse_if_short(manifest, options.sequence_length)
+        manifest = replace(manifest, urls=urls)
         manifest.write(output_dir)
+        FolderPieces.open(Dataset.open(output_dir), output_dir, lambda text: None)  # a web server needs them beside it
     return TokenizeResult(manifest, examples, len(units) - len(open_units))
 
 

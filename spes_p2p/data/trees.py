@@ -19,16 +19,25 @@ import psutil
 
 from spes_p2p.data.manifest import Dataset, TokenFile
 from spes_p2p.data.merkle import EMPTY_ROOT, HASH_BYTES, leaf_hash, level_sizes, parents, siblings
-from spes_p2p.data.pieces import CATALOGUE_VERSION, PIECE_BYTES, Catalogue, PieceGrid, ShardRoot
+from spes_p2p.data.pieces import (
+    CATALOGUE_VERSION,
+    MAX_CATALOGUE_BYTES,
+    PIECE_BYTES,
+    Catalogue,
+    PieceGrid,
+    ShardRoot,
+)
 from spes_p2p.data.shards import storage_errors
 from spes_p2p.errors import DataError, RemoteProtocolError, StorageFull
-from spes_p2p.ids import Hash, sha256
+from spes_p2p.ids import NO_HASH, Hash, sha256
 from spes_p2p.wire import pack, unpack
 
 TREES = "pieces.hashes"
 LONG_BYTES = 2**30
 """Hashing more takes seconds: that is said."""
 _MAGIC = b"spes-p2p pieces\n"
+_SIZE_BYTES = 8
+HEAD_START_BYTES = len(_MAGIC) + _SIZE_BYTES
 _READ_BYTES = 4 * 2**20
 _NODES_AT_ONCE = 2**16
 
@@ -48,16 +57,7 @@ class FolderPieces:
         self._files = dataset.files
         self._trees = trees
         self.grid = PieceGrid(catalogue)
-        self._starts: list[list[int]] = []
-        """For each shard, where each level of its tree begins in the file."""
-        at = first_tree_byte
-        for size in (tree_pieces(shard.tokens, self.grid) for shard in catalogue.shards):
-            starts = []
-            for nodes in level_sizes(size):
-                starts.append(at)
-                at += nodes * HASH_BYTES
-            self._starts.append(starts)
-        self.end = at
+        self._starts, self.end = level_starts(self.grid, first_tree_byte)
 
     @classmethod
     def open(
@@ -111,6 +111,36 @@ class FolderPieces:
             return b"".join(os.pread(file.fileno(), HASH_BYTES, at) for at in wanted)
 
 
+def level_starts(grid: PieceGrid, first_tree_byte: int) -> tuple[list[list[int]], int]:
+    """For each shard, where each level of its tree begins in the file; and where the file ends."""
+    found, at = [], first_tree_byte
+    for size in (tree_pieces(shard.tokens, grid) for shard in grid.catalogue.shards):
+        starts = []
+        for nodes in level_sizes(size):
+            starts.append(at)
+            at += nodes * HASH_BYTES
+        found.append(starts)
+    return found, at
+
+
+def first_tree_byte(catalogue: Catalogue) -> int:
+    """Of a file of trees of this dataset, whoever wrote it."""
+    return len(_MAGIC) + _SIZE_BYTES + len(pack(_Head(NO_HASH, catalogue)))
+
+
+def head_bytes(start: bytes) -> int:
+    """How long what goes before the trees is, by the first HEAD_START_BYTES. Raises DataError for another file."""
+    size = int.from_bytes(start[len(_MAGIC) :], "big")
+    if not start.startswith(_MAGIC) or size > MAX_CATALOGUE_BYTES + 2**10:
+        raise DataError(f"{TREES} is no file of hashes", fix="copy it again from where spes-p2p tokenize has made it")
+    return HEAD_START_BYTES + size
+
+
+def catalogue_of(head: bytes) -> Catalogue:
+    """From all that goes before the trees. Raises RemoteProtocolError where it is damaged."""
+    return unpack(_Head, head[HEAD_START_BYTES:], MAX_CATALOGUE_BYTES + 2**10).catalogue
+
+
 def tree_pieces(tokens: int, grid: PieceGrid) -> int:
     """Pieces of a shard of so many tokens."""
     return -(-tokens // grid.piece_tokens)
@@ -132,7 +162,7 @@ def _kept(path: Path, dataset: Dataset, key: Hash) -> FolderPieces | None:
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return None
-            size = int.from_bytes(file.read(8), "big")
+            size = int.from_bytes(file.read(_SIZE_BYTES), "big")
             head = unpack(_Head, file.read(min(size, 32 * 2**20)))
             found = FolderPieces(dataset, head.catalogue, path, file.tell())
             return found if head.key == key and os.fstat(file.fileno()).st_size == found.end else None
@@ -167,7 +197,7 @@ def _hash_all(dataset: Dataset, key: Hash, piece_bytes: int, path: Path) -> None
 
 def _write_head(out: BinaryIO, head: _Head) -> None:
     packed = pack(head)  # of the same length whatever the roots are
-    out.write(_MAGIC + len(packed).to_bytes(8, "big") + packed)
+    out.write(_MAGIC + len(packed).to_bytes(_SIZE_BYTES, "big") + packed)
 
 
 def _write_tree(out: BinaryIO, file: TokenFile, grid: PieceGrid) -> Hash:

@@ -1,0 +1,172 @@
+"""The pieces of a dataset whose folder lies on a web server, each with its proof, as others expect it.
+
+The folder is what `spes-p2p tokenize` writes: shards, `manifest.json`, and the file of hash trees. Nothing in it is
+believed. Of a tree two parts are fetched: once a shard, the level whose nodes stand for GROUP pieces each, which must
+hash to the root in the catalogue; and for a piece the leaves of its group, which must hash to their node. So one piece
+costs itself and at most 4 KiB of hashes, and 32 bytes of memory a MiB of the dataset stay. Leaves out which of several
+servers is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import groupby
+
+from spes_p2p.data.manifest import MANIFEST, Manifest
+from spes_p2p.data.merkle import HASH_BYTES, level_sizes, parents, siblings
+from spes_p2p.data.pieces import Catalogue, PieceGrid, Place
+from spes_p2p.data.shards import HEADER_BYTES
+from spes_p2p.data.trees import HEAD_START_BYTES, TREES, catalogue_of, first_tree_byte, head_bytes, level_starts
+from spes_p2p.data.web_client import WebClient
+from spes_p2p.data.web_url import WebFolder
+from spes_p2p.errors import DataError, RemoteProtocolError
+
+GROUP_LEVELS = 7
+GROUP = 2**GROUP_LEVELS
+MOST_TOGETHER = 64
+"""Pieces of one request, where they lie one behind the other."""
+MAX_GROUPS = 2048
+"""Whose leaves are kept in memory, 4 KiB each."""
+MAX_MANIFEST_BYTES = 64 * 2**20
+_Levels = list[bytes]
+"""Joined nodes, from below."""
+
+
+class WebShards:
+    """One dataset at one web server. Belongs to one event loop."""
+
+    def __init__(self, client: WebClient, folder: WebFolder, grid: PieceGrid) -> None:
+        self.folder = folder
+        self._client = client
+        self._grid = grid
+        self._starts, _ = level_starts(grid, first_tree_byte(grid.catalogue))
+        self._names: tuple[str, ...] | None = None
+        self._upper: dict[int, bytes] = {}
+        """Of each shard: the nodes that stand for a group of its pieces."""
+        self._leaves: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        """Of the groups that were used last, by shard and number."""
+        self._lock = asyncio.Lock()
+
+    async def pieces(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Pieces that lie one behind the other in one shard, each with its proof, joined.
+
+        Raises NetworkError where the server does not give them, RemoteProtocolError where it gives something else.
+        """
+        places = [self._grid.place(number) for number in numbers]
+        first, piece_bytes = places[0], self._grid.catalogue.piece_bytes
+        name = (await self._shard_names())[first.shard]
+        size = (len(places) - 1) * piece_bytes + places[-1].size
+        data = await self._client.read(self.folder, name, HEADER_BYTES + first.index * piece_bytes, size)
+        found = []
+        for at, (number, place) in enumerate(zip(numbers, places, strict=True)):
+            piece = data[at * piece_bytes : at * piece_bytes + place.size]
+            proof = await self._proof(place)
+            if not self._grid.is_sound(number, piece, proof):
+                raise RemoteProtocolError(f"{name} at {self.folder} is not the run's: piece {number} hashes to another")
+            found.append((number, piece + proof))
+        return found
+
+    async def _shard_names(self) -> tuple[str, ...]:
+        async with self._lock:
+            if self._names is None:
+                self._names = await self._read_names()
+            return self._names
+
+    async def _read_names(self) -> tuple[str, ...]:
+        manifest = await read_manifest(self._client, self.folder)
+        tokens = tuple(shard.tokens for shard in manifest.shards)
+        if tokens != tuple(shard.tokens for shard in self._grid.catalogue.shards):
+            raise RemoteProtocolError(f"{MANIFEST} at {self.folder} lists other shards than the run's")
+        names = tuple(shard.file for shard in manifest.shards)
+        if any(not name or name.startswith(("/", ".")) or "://" in name or ".." in name for name in names):
+            raise RemoteProtocolError(f"{MANIFEST} at {self.folder} has names that lead out of its folder")
+        return names
+
+    async def _proof(self, place: Place) -> bytes:
+        """The hashes that lead from a piece to the root of its shard."""
+        group, levels = place.index // GROUP, level_sizes(place.pieces)
+        lower = _levels(await self._group_leaves(place, group), GROUP_LEVELS)
+        upper = _levels(await self._upper_nodes(place), len(levels)) if place.pieces > GROUP else []
+        proof = []
+        for level, at in siblings(place.index, place.pieces):
+            nodes = lower[level] if level < GROUP_LEVELS else upper[level - GROUP_LEVELS]
+            inside = at - ((group * GROUP) >> level) if level < GROUP_LEVELS else at
+            proof.append(nodes[inside * HASH_BYTES : (inside + 1) * HASH_BYTES])
+        return b"".join(proof)
+
+    async def _upper_nodes(self, place: Place) -> bytes:
+        shard = place.shard
+        async with self._lock:
+            if shard not in self._upper:
+                nodes = await self._nodes(shard, GROUP_LEVELS, 0, level_sizes(place.pieces)[GROUP_LEVELS])
+                if _top(nodes) != self._grid.catalogue.shards[shard].root:
+                    raise self._wrong_hashes()
+                self._upper[shard] = nodes
+            return self._upper[shard]
+
+    async def _group_leaves(self, place: Place, group: int) -> bytes:
+        key = place.shard, group
+        if place.pieces > GROUP:
+            nodes = await self._upper_nodes(place)
+            expected = nodes[group * HASH_BYTES : (group + 1) * HASH_BYTES]
+        else:
+            expected = bytes(self._grid.catalogue.shards[place.shard].root)
+        async with self._lock:
+            if key not in self._leaves:
+                count = min(GROUP, place.pieces - group * GROUP)
+                leaves = await self._nodes(place.shard, 0, group * GROUP, count)
+                if _top(leaves) != expected:
+                    raise self._wrong_hashes()
+                self._leaves[key] = leaves
+                if len(self._leaves) > MAX_GROUPS:
+                    self._leaves.popitem(last=False)
+            self._leaves.move_to_end(key)
+            return self._leaves[key]
+
+    async def _nodes(self, shard: int, level: int, first: int, count: int) -> bytes:
+        at = self._starts[shard][level] + first * HASH_BYTES
+        return await self._client.read(self.folder, TREES, at, count * HASH_BYTES)
+
+    def _wrong_hashes(self) -> RemoteProtocolError:
+        return RemoteProtocolError(f"{TREES} at {self.folder} is not of the run's data")
+
+
+def runs_of(grid: PieceGrid, numbers: Sequence[int]) -> list[list[int]]:
+    """Pieces that one request brings: neighbours of one shard; in the order of their first need."""
+    order = {number: at for at, number in enumerate(numbers)}
+    keys = ((number, (number - at, grid.place(number).shard)) for at, number in enumerate(sorted(order)))
+    runs = [[number for number, _ in found] for _, found in groupby(keys, key=lambda pair: pair[1])]
+    cut = [run[at : at + MOST_TOGETHER] for run in runs for at in range(0, len(run), MOST_TOGETHER)]
+    return sorted(cut, key=lambda run: min(order[number] for number in run))
+
+
+async def read_manifest(client: WebClient, folder: WebFolder) -> Manifest:
+    """Raises NetworkError, and RemoteProtocolError for what is no manifest."""
+    data = await client.read_whole(folder, MANIFEST, MAX_MANIFEST_BYTES)
+    try:
+        return Manifest.parse(data, f"{MANIFEST} at {folder}")
+    except DataError as error:
+        raise RemoteProtocolError(str(error), fix=error.fix) from error
+
+
+async def read_catalogue(client: WebClient, folder: WebFolder) -> Catalogue:
+    """What the hash trees in a folder begin with; only who owns the folder may believe it.
+
+    Raises NetworkError, DataError and RemoteProtocolError.
+    """
+    start = await client.read(folder, TREES, 0, HEAD_START_BYTES)
+    return catalogue_of(await client.read(folder, TREES, 0, head_bytes(start)))
+
+
+def _levels(nodes: bytes, count: int) -> _Levels:
+    """These nodes and up to `count` levels in all, each of the parents of the one below."""
+    found = [nodes]
+    while len(found) < count and len(found[-1]) > HASH_BYTES:
+        found.append(parents(found[-1]))
+    return found
+
+
+def _top(nodes: bytes) -> bytes:
+    return _levels(nodes, 64)[-1]

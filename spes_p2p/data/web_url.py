@@ -1,0 +1,136 @@
+"""Where a dataset lies on the web: which URLs may name it, and which machines one that a stranger wrote may lead to.
+
+A URL is that of a folder with the files that `spes-p2p tokenize` writes: `https://...`, or
+`hf://datasets/OWNER/NAME[@REVISION][/FOLDER]` on the Hugging Face hub. It holds no secret: keys stay on the machine
+that has them (`web_client.py`). Pure.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import SplitResult, quote, urlsplit
+
+from spes_p2p.errors import ConfigError
+
+MAX_URLS = 16
+MAX_URL_CHARACTERS = 512
+_HF = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.%-]+))?(?:/(.*))?", re.ASCII)
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+class WebAccess(StrEnum):
+    """Which web servers a peer fetches the run's data from, of those that the organiser names."""
+
+    NO = "no"
+    PUBLIC = "public"
+    """By https, and at addresses that everybody can reach: none in the network at home."""
+    ANY = "any"
+    """Also by plain http, and at private addresses."""
+
+
+@dataclass(frozen=True)
+class WebFolder:
+    """A checked URL. `is_own`: typed on this machine, which is a consent to its host."""
+
+    url: str
+    is_own: bool = False
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def is_hub(self) -> bool:
+        return self.url.startswith("hf://")
+
+    def of(self, name: str) -> str:
+        """The address of one file in it."""
+        found = _HF.fullmatch(self.url)
+        if found is None:
+            return f"{self.url.rstrip('/')}/{quote(name)}"
+        from huggingface_hub import hf_hub_url  # takes long to import
+
+        repository, revision, folder = found.groups()
+        path = f"{folder.strip('/')}/{name}" if folder else name
+        return hf_hub_url(repository, path, repo_type="dataset", revision=revision)
+
+
+def checked_url(text: str) -> str:
+    """A URL as it may be told to others. Raises ConfigError, which never repeats what may be a secret."""
+    try:
+        parts = urlsplit(text)
+        shown, host, _ = shown_url(parts), parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError("a URL of the data is no URL", fix="write https://HOST/FOLDER") from error
+    if parts.username is not None or parts.password is not None or "@" in parts.netloc:
+        raise ConfigError(
+            f"{shown} of the data has a user name or a password in it, and all peers would learn them",
+            fix="leave them out; keys stay in ~/.netrc (or in `hf auth login`) of the machine that has them",
+        )
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            f"{shown} of the data goes on with ? or #, where keys and signatures stand",
+            fix="give the plain address of the folder in which manifest.json lies",
+        )
+    if len(text) > MAX_URL_CHARACTERS or not re.fullmatch(r"[!-~]+", text):
+        raise ConfigError(
+            f"{shown[:80]!r} of the data is longer than {MAX_URL_CHARACTERS} characters or has others than ASCII",
+            fix="shorten it, and write what is not ASCII with percent signs",
+        )
+    if parts.scheme == "hf":
+        if not _HF.fullmatch(text) or ".." in text:
+            raise ConfigError(f"{shown} names no dataset on the hub", fix="write hf://datasets/OWNER/NAME/FOLDER")
+    elif parts.scheme not in ("https", "http") or not host:
+        raise ConfigError(
+            f"{shown} of the data is not on the web", fix="write https://HOST/FOLDER or hf://datasets/..."
+        )
+    elif parts.scheme == "http" and not _is_private_host(host):
+        raise ConfigError(
+            f"{shown} is plain http, in which anybody on the way reads what volunteers fetch",
+            fix="write https:// (http:// is for addresses of your own network, such as 192.168.1.5)",
+        )
+    return text
+
+
+def checked_urls(texts: Sequence[str]) -> tuple[str, ...]:
+    """All of them, each once. Raises ConfigError."""
+    found = tuple(dict.fromkeys(checked_url(text) for text in texts))
+    if len(found) > MAX_URLS:
+        raise ConfigError(f"{len(found)} URLs of the data are given", fix=f"give at most {MAX_URLS}")
+    return found
+
+
+def shown_url(parts: SplitResult) -> str:
+    """For people, without whatever may be a secret."""
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+
+
+def needs_consent(url: str) -> bool:
+    """Whether peers fetch from it with `--web-data any` alone."""
+    return url.startswith("http://") or _is_private_host(urlsplit(url).hostname or "")
+
+
+def is_public_address(address: str) -> bool:
+    """Whether an IP address is one of the internet's: neither of this machine nor of a network at home."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
+        if found in _NAT64:
+            inner.append(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF))
+        if any(one is not None and not is_public_address(str(one)) for one in inner):
+            return False
+        if found.ipv4_mapped is not None or found in _NAT64:
+            return True
+    return found.is_global and not found.is_multicast and not found.is_reserved
+
+
+def _is_private_host(host: str) -> bool:
+    """As far as can be seen without asking anybody."""
+    try:
+        return not is_public_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
