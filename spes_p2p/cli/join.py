@@ -50,6 +50,14 @@ def join(
     max_disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Most disk for data that comes from other peers.")
     ] = "20GB",
+    web_data: Annotated[
+        str,
+        typer.Option(
+            metavar="no|public|any",
+            help="Web servers of the organiser's to fetch data from: none, public ones by https, or any at all.",
+            autocompletion=one_of("no", "public", "any"),
+        ),
+    ] = "public",
     max_checkpoint_disk: Annotated[
         str | None,
         typer.Option(
@@ -109,6 +117,7 @@ def join(
         parse_columns,
         parse_disk,
         parse_limit,
+        parse_web_data,
         split_words,
     )
     from spes_p2p.peer.pausing import Schedule
@@ -149,6 +158,7 @@ def join(
         pause_on_battery=pause_on_battery,
         metrics_port=metrics_port,
         metrics_host=metrics_host,
+        web_data=parse_web_data(web_data),
     )
     if nice:
         # before there are threads and children, which have it then too

@@ -37,6 +37,13 @@ def init(
     data: Annotated[
         str | None, typer.Option(help="Folder of token shards; empty: peers bring their own.", show_default=False)
     ] = None,
+    data_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where they lie on the web: https://... or hf://datasets/... (again: mirrors); without --data, too.",
+            show_default=False,
+        ),
+    ] = None,
     peers: Annotated[int | None, typer.Option(help="Peers with which it begins.", min=1, show_default=False)] = None,
     experts_per_peer: Annotated[
         int | None, typer.Option(help="Expert columns that each of them trains.", min=0, show_default=False)
@@ -66,7 +73,9 @@ def init(
     run = NewRun(
         name=_answer(name, "name of the run", known.run.run_id),
         template=chosen,
-        data=_answer(data, "folder of token shards (empty: peers bring their own)", ""),
+        data="" if data is None and data_url else _answer(
+            data, "folder of token shards (empty: peers bring their own)", ""
+        ),
         peers=_answer(peers, "peers with which it begins", known.swarm.min_peers, int),
         experts_per_peer=_answer(
             experts_per_peer, f"of {known.model.num_experts} expert columns, each peer trains",
@@ -77,6 +86,7 @@ def init(
         up=parse_rate(uplink, "--uplink") if uplink else None,
         down=parse_rate(downlink, "--downlink") if downlink else None,
         overrides=tuple(overrides or ()),
+        data_urls=tuple(data_url or ()),
     )  # fmt: skip
     made = start_run(run, Path(f"{run.name}.yaml"), output)
     typer.echo(f"{made.path}: run {run.name}; the organiser is {made.organiser} ({output}/identity.key: keep it)")

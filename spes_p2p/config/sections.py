@@ -135,6 +135,12 @@ class DataConfig(Section):
         "auto",
         private=True,
     )
+    urls: tuple[str, ...] = local(
+        "Where the same shards lie on the web (https://... or hf://datasets/...). Bootstrap tells them to all peers, "
+        "signed, but as no part of the run's fingerprint: they may change. A peer's own are asked before those.",
+        (),
+        private=True,
+    )
     tokenizer: str = local(
         "Tokenizer of the run's dataset: byte, or its name on the Hugging Face hub, so that whoever exports has it; "
         "bootstrap takes it from the dataset's manifest, unless it is a file there.",
@@ -155,6 +161,12 @@ class DataConfig(Section):
         "Give no loss to sequences that repeat a pattern of 1 to 13 tokens 32 times.", False
     )
     held_out_fraction: float = agreed("Part of the dataset that nobody trains on, for evaluation.", 0.01, ge=0, le=0.5)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_url(cls, data: Any) -> Any:
+        """`data.urls=https://...` on a command line."""
+        return data | {"urls": (data["urls"],)} if isinstance(data, dict) and type(data.get("urls")) is str else data
 
 
 class OptimizerConfig(Section):

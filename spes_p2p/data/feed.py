@@ -30,10 +30,10 @@ _NOTHING = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Missing:
-    """What should be fetched, the most urgent first. `urgent`: training waits for the first of it."""
+    """What should be fetched, the most urgent first. `urgent`: training waits for so many of the first."""
 
     pieces: tuple[int, ...]
-    urgent: bool
+    urgent: int
 
 
 class Feed:
@@ -142,7 +142,7 @@ class Feed:
         with self._news:
             urgent, planned = self._urgent, self._ahead()
         absent = planned[~self.cache.has(planned)][:most]
-        return Missing(tuple(dict.fromkeys([*urgent.tolist(), *absent.tolist()]))[:most], len(urgent) > 0)
+        return Missing(tuple(dict.fromkeys([*urgent.tolist(), *absent.tolist()]))[:most], min(most, len(urgent)))
 
     def take(self, piece: int, joined: bytes) -> None:
         """A piece with its proof, checked. A full disk is said once; what training waits for comes through even so."""

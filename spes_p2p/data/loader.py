@@ -18,7 +18,7 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.leases import Ranges, count, take
 from spes_p2p.data.manifest import Dataset
-from spes_p2p.data.memmap import TokenSequences
+from spes_p2p.data.memmap import TokenSequences, count_sequences
 from spes_p2p.data.order import Order
 from spes_p2p.data.repetition import has_repetition
 from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataLate, LocalProtocolError
@@ -51,24 +51,29 @@ def open_dataset(config: Config) -> Dataset:
     if not config.data.path:
         raise ConfigError("data.path is empty", fix="give the folder of the token shards: --data DIR")
     dataset = Dataset.open(config.data.path, config.data.raw_dtype, config.model.vocab_size)
+    check_vocabulary(dataset, config)
+    return dataset
+
+
+def check_vocabulary(dataset: Dataset, config: Config) -> None:
+    """Raises DataError where the dataset's ids do not fit `model.vocab_size`."""
     if dataset.vocab_size is not None and dataset.vocab_size > config.model.vocab_size:
         raise DataError(
             f"the dataset was made with tokenizer {dataset.tokenizer!r} of {dataset.vocab_size} ids, "
             f"model.vocab_size is {config.model.vocab_size}",
             fix=f"set model.vocab_size to {dataset.vocab_size}, or tokenize with the run's tokenizer",
         )
-    return dataset
 
 
-def check_enough(dataset: AnyDataset, config: Config) -> None:
-    """Raises DataError where the run's first round would use more training sequences than there are."""
+def check_enough(tokens: int, config: Config) -> None:
+    """Raises DataError where the run's first round would use more training sequences than a dataset of `tokens` has."""
     length, peers = config.data.sequence_length, config.swarm.min_peers
     steps = steps_per_round_at(config, 0) * config.sync.fragments
     batch = config.optimizer.batch_sequences
-    training = TokenSequences(dataset, length, config.data.held_out_fraction).training
+    training = count_sequences(tokens, length, config.data.held_out_fraction)[0]
     if training < peers * steps * batch:
         raise DataError(
-            f"the dataset's {dataset.tokens:,} tokens are {training:,} training sequences of {length} tokens, a round "
+            f"the dataset's {tokens:,} tokens are {training:,} training sequences of {length} tokens, a round "
             f"needs {peers * steps * batch:,} (swarm.min_peers {peers} x {steps} steps x {batch} sequences)",
             fix="tokenize more text, or lower sync.steps_per_round, optimizer.batch_sequences or data.sequence_length",
         )

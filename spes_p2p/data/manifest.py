@@ -82,7 +82,7 @@ class Manifest:
             plain["shards"] = tuple(Shard(**item) for item in plain["shards"])
             plain["urls"] = tuple(plain.get("urls", ()))
             return cls(**plain)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"{path} is damaged: {error}", fix="copy it again, or run spes-p2p tokenize again"
             ) from error
@@ -168,7 +168,7 @@ def _from_manifest(path: Path) -> Dataset:
             )
         files.append(dataclasses.replace(file, sha256=shard.sha256))
     return Dataset(
-        _dtype(manifest.dtype), tuple(files), manifest.vocab_size, manifest.eos_id, manifest.tokenizer,
+        dataset_dtype(manifest.dtype), tuple(files), manifest.vocab_size, manifest.eos_id, manifest.tokenizer,
         manifest.tokenizer_fingerprint, manifest.urls,
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:
     dtypes = {dtype for dtype, _ in inspected}
     if len(dtypes) != 1:
         raise DataError(f"{path} lists files of {' and '.join(sorted(dtypes))}", fix="list files of one dtype")
-    return Dataset(_dtype(dtypes.pop()), tuple(file for _, file in inspected))
+    return Dataset(dataset_dtype(dtypes.pop()), tuple(file for _, file in inspected))
 
 
 def _inspect(path: Path, raw_dtype: str) -> tuple[str, TokenFile]:
@@ -233,7 +233,8 @@ def _npy_content(path: Path, stream: BinaryIO) -> tuple[str, int] | None:
     return dtype.newbyteorder("=").name, int(shape[0])
 
 
-def _dtype(name: str) -> Dtype:
+def dataset_dtype(name: str) -> Dtype:
+    """Raises DataError for a type that tokens cannot have."""
     if name == "uint16":
         return "uint16"
     if name == "uint32":

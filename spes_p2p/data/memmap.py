@@ -44,11 +44,8 @@ class TokenSequences:
     def __init__(self, dataset: Dataset | PieceDataset, sequence_length: int, held_out_fraction: float = 0.0) -> None:
         self._tokens: Tokens = dataset.feed if isinstance(dataset, PieceDataset) else MappedTokens(dataset)
         self.sequence_length = sequence_length
-        total = dataset.tokens // sequence_length
-        self.held_out = min(total, max(1, int(total * held_out_fraction))) if held_out_fraction > 0 else 0
-        """Sequences at the end that nobody trains on."""
-        self.training = total - self.held_out
-        """Sequences 0 to training - 1 are trained on."""
+        self.training, self.held_out = count_sequences(dataset.tokens, sequence_length, held_out_fraction)
+        """Sequences 0 to training - 1 are trained on; those at the end by nobody."""
 
     @property
     def come_from_others(self) -> bool:
@@ -74,6 +71,13 @@ class TokenSequences:
         for row, start in zip(tokens, (sequences * self.sequence_length).tolist(), strict=True):
             self._tokens.read_into(row, start)
         return tokens
+
+
+def count_sequences(tokens: int, sequence_length: int, held_out_fraction: float) -> tuple[int, int]:
+    """(sequences to train on, sequences held out) of so many tokens."""
+    total = tokens // sequence_length
+    held_out = min(total, max(1, int(total * held_out_fraction))) if held_out_fraction > 0 else 0
+    return total - held_out, held_out
 
 
 class MappedTokens:

@@ -165,7 +165,11 @@ def _kept(path: Path, dataset: Dataset, key: Hash) -> FolderPieces | None:
             size = int.from_bytes(file.read(_SIZE_BYTES), "big")
             head = unpack(_Head, file.read(min(size, 32 * 2**20)))
             found = FolderPieces(dataset, head.catalogue, path, file.tell())
-            return found if head.key == key and os.fstat(file.fileno()).st_size == found.end else None
+            kept = os.fstat(file.fileno())
+            is_newer = any(
+                one.path.stat().st_mtime_ns > kept.st_mtime_ns for one in dataset.files
+            )  # altered, or copied
+            return found if head.key == key and kept.st_size == found.end and not is_newer else None
     except (OSError, RemoteProtocolError, ValueError):  # not there, or not what it should be: it is made anew
         return None
 

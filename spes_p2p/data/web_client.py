@@ -46,7 +46,7 @@ REDIRECT_SECONDS = 300.0
 _Span = tuple[int, int] | None
 """First byte and the one behind the last; None: all."""
 Pace = Callable[[int], Awaitable[None]]
-"""Waits until so many bytes may be received."""
+"""Is told of bytes that came, and waits until more may be received."""
 
 
 class WebClient:
@@ -64,7 +64,6 @@ class WebClient:
         """Origins that answer with a key alone."""
         self._failures: Counter[str] = Counter()
         """Of connections to each host: the next one goes to another of its addresses."""
-        self.received = 0
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs whole URLs
 
     async def close(self) -> None:
@@ -95,10 +94,10 @@ class WebClient:
         """All of a file, of at most so many bytes. Raises NetworkError."""
         limit, tries = 2 * STALL_SECONDS + most / LEAST_BYTES_PER_SECOND, 0
         try:
-            async with self._slots, asyncio.timeout(limit):
+            async with self._slots, asyncio.timeout(limit) as deadline:
                 while True:
                     try:
-                        return await self._read_all(folder, folder.of(name), most)
+                        return await self._read_all(folder, folder.of(name), most, deadline)
                     except _Passing as error:
                         tries += 1
                         if tries >= TRIES:
@@ -107,14 +106,14 @@ class WebClient:
         except TimeoutError as error:
             raise NetworkError(f"{name} did not come in {limit:.0f} s") from error
 
-    async def _read_all(self, folder: WebFolder, url: str, most: int) -> bytes:
+    async def _read_all(self, folder: WebFolder, url: str, most: int, deadline: asyncio.Timeout) -> bytes:
         found = bytearray()
         with self._passing_errors(url):
             response = await self._answer(folder, url)
             try:
                 async for chunk in response.aiter_raw():
+                    await self._count(len(chunk), deadline)
                     found += chunk
-                    self.received += len(chunk)
                     if len(found) > most:
                         raise NetworkError(f"{_host(url)} sends more than {most} bytes")
             finally:
@@ -154,7 +153,6 @@ class WebClient:
 
     async def _count(self, size: int, deadline: asyncio.Timeout) -> None:
         """Waits for this peer's own limit, which is no fault of the server's."""
-        self.received += size
         if self._pace is not None:
             loop = asyncio.get_running_loop()
             began, until = loop.time(), deadline.when()
@@ -170,7 +168,7 @@ class WebClient:
                 response = await self._ask(folder, at, span)
             except (ValueError, httpx2.InvalidURL) as error:
                 raise NetworkError(f"{_host(url)} leads to what is no URL") from error
-            if response.is_redirect:
+            if response.has_redirect_location:
                 target = urljoin(at, response.headers["location"])
                 await response.aclose()
                 if at.startswith("https:") and not target.startswith("https:"):
@@ -242,17 +240,16 @@ class WebClient:
 
     def _key(self, folder: WebFolder, parts: SplitResult) -> str:
         """The header of this machine's key for a host; "" where it has none, or it is not for this URL."""
-        host = parts.hostname or ""
         if parts.scheme != "https":
             return ""
         if folder.is_hub:
             from huggingface_hub import constants, get_token
 
-            token = get_token() if host == urlsplit(constants.ENDPOINT).hostname else None
+            token = get_token() if parts.netloc == urlsplit(constants.ENDPOINT).netloc else None
             return f"Bearer {token}" if token else ""
-        if not folder.is_own or host != urlsplit(folder.url).hostname:
+        if not folder.is_own or parts.netloc != urlsplit(folder.url).netloc:
             return ""
-        return _netrc_key(host)
+        return _netrc_key(parts.hostname or "")
 
     def _known_redirect(self, url: str) -> str:
         target, until = self._redirects.get(url, (url, 0.0))

@@ -31,11 +31,6 @@ class WebMirrors:
         self._failures: Counter[WebFolder] = Counter()
         self._rests_until: dict[WebFolder, float] = {}
 
-    @property
-    def received(self) -> int:
-        """Bytes from all of them so far."""
-        return self._client.received
-
     def use(self, folders: Sequence[WebFolder]) -> None:
         """From now on these, the first ones first. A liar comes back when it was left out, and is named again."""
         self._liars &= set(folders)

@@ -10,6 +10,7 @@ servers is asked.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import groupby
@@ -29,7 +30,8 @@ MOST_TOGETHER = 64
 """Pieces of one request, where they lie one behind the other."""
 MAX_GROUPS = 2048
 """Whose leaves are kept in memory, 4 KiB each."""
-MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_MANIFEST_BYTES = 32 * 2**20
+_NAME = re.compile(r"[^/\\.][^/\\]*")
 _Levels = list[bytes]
 """Joined nodes, from below."""
 
@@ -80,7 +82,7 @@ class WebShards:
         if tokens != tuple(shard.tokens for shard in self._grid.catalogue.shards):
             raise RemoteProtocolError(f"{MANIFEST} at {self.folder} lists other shards than the run's")
         names = tuple(shard.file for shard in manifest.shards)
-        if any(not name or name.startswith(("/", ".")) or "://" in name or ".." in name for name in names):
+        if not all(isinstance(name, str) and _NAME.fullmatch(name) and name.isprintable() for name in names):
             raise RemoteProtocolError(f"{MANIFEST} at {self.folder} has names that lead out of its folder")
         return names
 
@@ -146,7 +148,7 @@ async def read_manifest(client: WebClient, folder: WebFolder) -> Manifest:
     """Raises NetworkError, and RemoteProtocolError for what is no manifest."""
     data = await client.read_whole(folder, MANIFEST, MAX_MANIFEST_BYTES)
     try:
-        return Manifest.parse(data, f"{MANIFEST} at {folder}")
+        return await asyncio.to_thread(Manifest.parse, data, f"{MANIFEST} at {folder}")
     except DataError as error:
         raise RemoteProtocolError(str(error), fix=error.fix) from error
 

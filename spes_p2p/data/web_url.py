@@ -58,8 +58,11 @@ class WebFolder:
         return hf_hub_url(repository, path, repo_type="dataset", revision=revision)
 
 
-def checked_url(text: str) -> str:
-    """A URL as it may be told to others. Raises ConfigError, which never repeats what may be a secret."""
+def checked_url(text: str, is_own: bool = False) -> str:
+    """A URL as it may be told to others, or used by this machine alone.
+
+    Raises ConfigError, which never repeats what may be a secret.
+    """
     try:
         parts = urlsplit(text)
         shown, host, _ = shown_url(parts), parts.hostname, parts.port
@@ -87,7 +90,7 @@ def checked_url(text: str) -> str:
         raise ConfigError(
             f"{shown} of the data is not on the web", fix="write https://HOST/FOLDER or hf://datasets/..."
         )
-    elif parts.scheme == "http" and not _is_private_host(host):
+    elif parts.scheme == "http" and not is_own and not _is_private_host(host):
         raise ConfigError(
             f"{shown} is plain http, in which anybody on the way reads what volunteers fetch",
             fix="write https:// (http:// is for addresses of your own network, such as 192.168.1.5)",

@@ -15,10 +15,11 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.data.loader import check_enough, open_dataset
+from spes_p2p.data.loader import check_enough, check_vocabulary, open_dataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
+from spes_p2p.data.web_url import checked_urls, needs_consent
 from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
@@ -32,8 +33,9 @@ from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import NetworkOptions, config_path
-from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
+from spes_p2p.peer.start_state import check_tokenizer, make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
+from spes_p2p.peer.web_data import check_on_web, open_on_web
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -49,8 +51,9 @@ from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.pieces import DataTraffic, PieceServing
+from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.sync.web_sources import SourceKeeper
 
 Say = Callable[[str], None]
 HERALD_SECONDS = 1.0
@@ -95,7 +98,7 @@ async def serve_until(
     say, ready = unfailing(say), unfailing(ready)
     _check(options)
     make_folder(options.folder)
-    run = _read_run(options, say) if options.config_path is not None else None
+    run = await _read_run(options, say) if options.config_path is not None else None
     with contextlib.suppress(Stopped):
         await until_stopped(stop, _serve(options, run, say, ready))
 
@@ -110,11 +113,11 @@ def _check(options: BootstrapOptions) -> None:
         )
 
 
-_RunAndData = tuple[Config, FolderPieces | None]
+_RunAndData = tuple[Config, PieceShelf | None]
 
 
-def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
-    """The config and its dataset; None where peers bring data of their own."""
+async def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
+    """The config, in which `data.urls` are those that peers are told, and the dataset; None where peers bring it."""
     assert options.config_path is not None
     overrides = list(options.overrides)
     if options.data is not None:
@@ -126,14 +129,30 @@ def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
         config = start_from_own(options.model, config, options.folder)
     if config.data.source == "local":
         return config, None
-    if not config.data.path:
+    urls = checked_urls(config.data.urls)
+    if not config.data.path and not urls:
         raise ConfigError(
             "the run leases data, but no dataset is given",
-            fix="give the folder of the token shards with --data, or let peers bring their own: data.source=local",
+            fix="give the folder of the token shards with --data, say where they lie on the web with data.urls, or let "
+            "peers bring their own: data.source=local",
         )
-    dataset = open_dataset(config)
-    check_enough(dataset, config)
-    return with_tokenizer(config, dataset, say), FolderPieces.open(dataset, options.folder / DATA, say)
+    shelf: PieceShelf
+    if config.data.path:
+        dataset = open_dataset(config)
+        shelf = FolderPieces.open(dataset, options.folder / DATA, say)
+        urls = urls or checked_urls(dataset.urls)
+        await check_on_web(urls, shelf.grid, say)
+    else:
+        found = await open_on_web(urls, say, options.folder / DATA)
+        dataset, shelf = found.dataset, EmptyShelf(found.grid)
+        check_vocabulary(dataset, config)
+        if options.init_from is not None:
+            check_tokenizer(options.init_from, dataset, say)
+    check_enough(shelf.grid.tokens, config)
+    for url in filter(needs_consent, urls):
+        say(f"{url} is of a private network or plain http: peers fetch data from it only with join --web-data any")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"urls": urls})})
+    return with_tokenizer(config, dataset, say), shelf
 
 
 def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
@@ -173,7 +192,7 @@ async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, r
                 await network.keep_alive(say)
         else:
             config, data = run
-            dataset = data.dataset_hash if data is not None else NO_HASH
+            dataset = data.grid.catalogue.dataset_hash if data is not None else NO_HASH
             info = describe_run(config, dataset, network.signer.peer_id)
             await _organise(options, config, info, data, network, say, ready)
     finally:
@@ -206,7 +225,7 @@ async def _organise(
     options: BootstrapOptions,
     config: Config,
     info: RunInfo,
-    data: FolderPieces | None,
+    data: PieceShelf | None,
     network: HivemindNetwork,
     say: Say,
     ready: Callable[[str], None],
@@ -225,7 +244,11 @@ async def _organise(
             stack.callback(archive.close)
         trouble = asyncio.get_running_loop().create_future()
         sequence = time.time_ns() // 1_000_000
-        serve_data = PieceServing(data, DataTraffic()).answer if data is not None else None
+        serve_data = None
+        if data is not None:
+            keeper = SourceKeeper(info, EnvelopeChecker(network.verifier).check, options.folder / DATA)
+            keeper.publish(config.data.urls, time.time_ns() // 1000, network.signer)
+            serve_data = PieceServing(data, DataTraffic(), lambda: keeper.packed).answer
         server = None
         if options.serve:
             server = Server(

@@ -20,6 +20,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.feed import Feed
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
+from spes_p2p.data.web_mirrors import WebMirrors
 from spes_p2p.errors import ConfigError, LastingError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.own import run_layout
@@ -33,6 +34,7 @@ from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, co
 from spes_p2p.peer.phases import phase_of
 from spes_p2p.peer.stopping import Stopped, until_stopped
 from spes_p2p.peer.vitals import VitalsKeeper
+from spes_p2p.peer.web_data import mirrors_of
 from spes_p2p.state.files import storing
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
@@ -59,6 +61,7 @@ from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers, WrongSize
+from spes_p2p.sync.web_sources import SourceKeeper
 from spes_p2p.wire import pack
 
 T = TypeVar("T")
@@ -141,6 +144,7 @@ class Connection:
         self._shelf: PieceShelf | None = None
         self._feed: Feed | None = None
         self._feeding: Tasks | None = None
+        self._web: WebMirrors | None = None
         self._data_traffic = data_traffic or DataTraffic()
         self._pause_asked = False
         self._paused = False
@@ -287,15 +291,29 @@ class Connection:
     def _start_feeding(self) -> None:
         """Pieces are fetched from now on, also while the run has not begun: what is held out is needed in any case."""
         assert self._network is not None
+        if self._shelf is None:
+            return
+        self._feeding, transport = Tasks(self.gate.failed), self._network.transport
+        check = EnvelopeChecker(self._network.verifier).check
+        self._sources = SourceKeeper(self._info, check, self._options.output / DATA)
+        self._feeding.spawn(
+            self._sources.look_on(transport, lambda: tuple(self._data_holders()), self._data_stall_seconds)
+        )
         if self._feed is None:
             return
-        self._feeding = Tasks(self.gate.failed)
-        beat = self.config.swarm.heartbeat_seconds
+        web = mirrors_of(
+            self._sources, self._feed.grid, self._options.web_data, self.config.data.urls, self._data_traffic,
+            self._network.transport.download, self.gate.notice,
+        )  # fmt: skip
         fetcher = PieceFetcher(
             self._network.transport, self._feed.grid, self._info.organiser, self._data_holders, self.gate.notice,
-            self._data_traffic, lambda: max(5.0, 5 * beat), self._feeding.in_thread,
+            self._data_traffic, self._data_stall_seconds, self._feeding.in_thread, web,
         )  # fmt: skip
         self._feeding.spawn(DataFeed(self._feed, fetcher).run())
+        self._web = web
+
+    def _data_stall_seconds(self) -> float:
+        return max(5.0, 5 * self.config.swarm.heartbeat_seconds)
 
     def _data_holders(self) -> dict[PeerId, int]:
         known = self._announcer.known if self._announcer is not None else {}
@@ -393,7 +411,9 @@ class Connection:
         with storing(folder, 0):
             inputs, moments = Inputs(folder / "inputs", self.layout), MomentShelf(folder / "moments", self.layout)
             residuals = Residuals(folder / "residuals", self.layout)
-        data = PieceServing(self._shelf, self._data_traffic).answer if self._shelf is not None else None
+        data = None
+        if self._shelf is not None:
+            data = PieceServing(self._shelf, self._data_traffic, lambda: self._sources.packed).answer
         self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments, data)
         core = Core(
             me=network.signer.peer_id,
@@ -542,6 +562,8 @@ class Connection:
         for tasks in (self._beats, self._feeding):
             if tasks is not None:
                 await tasks.stop()
+        if self._web is not None:
+            await self._web.close()
         if self._ending is not None:
             await self._ending.stop()
         if self._driver is not None:

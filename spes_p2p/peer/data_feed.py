@@ -52,9 +52,9 @@ class DataFeed:
         finally:
             self._feed.changed = lambda: None
 
-    async def _pass(self, pieces: Sequence[int], urgent: bool) -> None:
+    async def _pass(self, pieces: Sequence[int], urgent: int) -> None:
         """Fetches these; broken off when training begins to wait for others."""
-        self._is_urgent = urgent
+        self._is_urgent = urgent > 0
         self._current = asyncio.get_running_loop().create_task(self._fetcher.fetch(pieces, self._take, urgent))
         try:
             await asyncio.wait((self._current,))

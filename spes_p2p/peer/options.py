@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_p2p.config.load import bundled_config
+from spes_p2p.data.web_url import WebAccess
 from spes_p2p.errors import ConfigError, LastingError
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.prometheus import LOCALHOST
@@ -102,7 +103,7 @@ class PeerOptions:
     trains. `max_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
     `max_checkpoint_disk`: bytes that all checkpoints together may take (None: what `output.keep_checkpoints` of them
     take). `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host`
-    (None: nowhere).
+    (None: nowhere). `web_data`: which web servers data is fetched from, of those that the organiser names.
     """
 
     network: NetworkOptions
@@ -127,6 +128,7 @@ class PeerOptions:
     pause_on_battery: bool = False
     metrics_port: int | None = None
     metrics_host: str = LOCALHOST
+    web_data: WebAccess = WebAccess.PUBLIC
 
 
 def parse_disk(text: str) -> int:
@@ -138,6 +140,14 @@ def parse_disk(text: str) -> int:
             fix=f"allow {LEAST_DISK // 10**6}MB or more, or give a copy of the token shards with --data",
         )
     return size
+
+
+def parse_web_data(text: str) -> WebAccess:
+    """Raises ConfigError."""
+    try:
+        return WebAccess(text)
+    except ValueError:
+        raise ConfigError(f"--web-data is {text[:40]!r}", fix="say no, public or any") from None
 
 
 def parse_limit(text: str | None, flag: str) -> float | None:

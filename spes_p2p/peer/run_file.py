@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +12,12 @@ from spes_p2p.config.commented import chosen_keys, commented_yaml
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import check_enough, open_dataset
+from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.folder import make_folder
 from spes_p2p.peer.herald import expected_coverage
+from spes_p2p.peer.web_data import open_on_web
 from spes_p2p.planning.report import Question, answer
 from spes_p2p.planning.traffic import Link
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
@@ -20,7 +25,8 @@ from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 
 @dataclass(frozen=True)
 class NewRun:
-    """What an organiser answered. `template`: a bundled config; `data`: folder of token shards, empty: peers' own.
+    """What an organiser answered. `template`: a bundled config; `data`: folder of token shards; `data_urls`: where the
+    same lies on the web; neither: peers' own.
 
     `gpu_bytes`: of what volunteers have; `up`, `down`: bytes a second of their links. None: not said.
     """
@@ -35,6 +41,7 @@ class NewRun:
     up: float | None = None
     down: float | None = None
     overrides: tuple[str, ...] = ()
+    data_urls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,19 +61,24 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     if path.exists():
         raise ConfigError(f"{path} is there already", fix="choose another name, or remove it")
     template = bundled_config(run.template)
-    config = load_config(template, [*_overrides(run, template), *run.overrides])
-    if config.data.source == "leased":
-        check_enough(open_dataset(config), config)
+    given = [*_overrides(run), *run.overrides]
+    words = list[str]()
+    if run.data or run.data_urls:
+        found, tokens = _look_at_data(run, template, words.append)
+        config = load_config(template, [*found, *given])
+        check_enough(tokens, config)
+    else:
+        config = load_config(template, ["data.source=local", *given])
     heading = f"Made by `spes-p2p run init` from the template {run.template}; docs/configuration.md has all fields."
     make_folder(node)
     identity = IdentityFile(node / "identity.key")
     identity.release()
     keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer")
     path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
-    return StartedRun(path, identity.signer.peer_id, tuple(_words(run, config)))
+    return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config)))
 
 
-def _overrides(run: NewRun, template: Path) -> list[str]:
+def _overrides(run: NewRun) -> list[str]:
     found = [
         f"run.run_id={run.name}",
         f"swarm.min_peers={run.peers}",
@@ -74,11 +86,24 @@ def _overrides(run: NewRun, template: Path) -> list[str]:
     ]
     if run.steps_per_round is not None:
         found.append(f"sync.steps_per_round={run.steps_per_round}")
-    if not run.data:
-        return [*found, "data.source=local"]
-    with_data = [*found, f"data.path={run.data}"]
-    ids = open_dataset(load_config(template, [*with_data, f"model.vocab_size={2**24}"])).vocab_size
-    return with_data if ids is None else [*with_data, f"model.vocab_size={ids}"]
+    return found
+
+
+def _look_at_data(run: NewRun, template: Path, say: Callable[[str], None]) -> tuple[list[str], int]:
+    """What the config says of the data, and how many tokens it has."""
+    urls = checked_urls(run.data_urls)
+    if run.data:
+        overrides = [f"data.path={run.data}"]
+        dataset = open_dataset(load_config(template, [*overrides, f"model.vocab_size={2**24}"]))
+        urls, ids, tokens = urls or checked_urls(dataset.urls), dataset.vocab_size, dataset.tokens
+    else:
+        found = asyncio.run(open_on_web(urls, say))
+        overrides, ids, tokens = [], found.manifest.vocab_size, found.grid.tokens
+    if urls:
+        overrides.append(f"data.urls={json.dumps(urls)}")
+    if ids is not None:
+        overrides.append(f"model.vocab_size={ids}")
+    return overrides, tokens
 
 
 def _words(run: NewRun, config: Config) -> list[str]:

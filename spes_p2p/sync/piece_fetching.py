@@ -2,8 +2,9 @@
 
 Each holder takes the next pieces when it is done with its last ones, so the fastest gives most. What a holder has not,
 or does not give in time, is asked of another; who sends what does not hash is named and asked no more. The bootstrap
-node, which everybody knows, is left for what others lack, unless training waits. Leaves out which pieces are wanted
-(`data/feed.py`).
+node, which everybody knows, is left for what others lack, unless training waits. What none of them has comes from the
+web, if it lies there, to one peer first: of each run of pieces one of the peers, drawn by hash, is the first to fetch
+them, and the others wait a little before they do. Leaves out which pieces are wanted (`data/feed.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync.core.actions import Notice
@@ -42,9 +43,27 @@ REST_SECONDS = (1.0, 60.0)
 """Who fails is left alone for so long, twice as long each time, up to the second number."""
 LEAST_SECONDS = 60.0
 HEADER_BYTES = 64 * 2**10
+WEB = PeerId("web")
+"""Stands for the web servers among the holders; no peer has such a name."""
+WEB_STREAMS = 3
+WEB_RUN = 64
+"""Pieces one behind the other that the same peer fetches first."""
+WEB_SECONDS = 10.0
+"""So long the others wait for that peer, unless their training waits."""
 Take = Callable[[Sequence[tuple[int, bytes]]], None]
 """Is given checked pieces as (number, bytes and proof); called in a thread."""
 InThread = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+class Web(Protocol):
+    """Web servers with the run's data."""
+
+    @property
+    def can_be_asked(self) -> bool: ...
+
+    async def pieces(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+        """What they give of these, checked. Raises NetworkError where they give none."""
+        ...
 
 
 class Lie(RemoteProtocolError):
@@ -82,8 +101,8 @@ async def fetch_catalogue(
 class PieceFetcher:
     """All fetches of data of one peer.
 
-    `holders` gives how many pieces each holder has; `organiser` is the bootstrap node. `stall_seconds()`: how long a
-    stream may pause.
+    `holders` gives how many pieces each node has, as far as known; `organiser` is the bootstrap node, taken to have all
+    of them where nothing is known. `stall_seconds()`: how long a stream may pause. `web`: where else the data lies.
     """
 
     def __init__(
@@ -96,7 +115,10 @@ class PieceFetcher:
         traffic: DataTraffic,
         stall_seconds: Callable[[], float],
         in_thread: InThread,
+        web: Web | None = None,
     ) -> None:
+        self._web = web
+        self._wanted_since: dict[int, float] = {}
         self._transport = transport
         self._grid = grid
         self._dataset = grid.catalogue.dataset_hash
@@ -116,17 +138,21 @@ class PieceFetcher:
     def liars(self) -> frozenset[PeerId]:
         return frozenset(self._liars)
 
-    async def fetch(self, wanted: Sequence[int], take: Take, urgent: bool = False) -> None:
-        """Fetches these pieces and hands them to `take`, the first ones first.
+    async def fetch(self, wanted: Sequence[int], take: Take, urgent: int = 0) -> None:
+        """Fetches these pieces and hands them to `take`, the first ones first; training waits for the first `urgent`.
 
         Raises NetworkError when nobody who could be asked gave the rest, and what `take` raises.
         """
         chosen = self._chosen()
-        job = _Job(wanted, self._organiser, tuple(chosen), urgent, lambda: max(LATE_SECONDS, 4 * self._answer_seconds))
+        for_web = self._for_web(wanted, urgent) if WEB in chosen else frozenset[int]()
+        job = _Job(
+            wanted, self._organiser, tuple(chosen), urgent > 0, lambda: max(LATE_SECONDS, 4 * self._answer_seconds),
+            for_web,
+        )  # fmt: skip
         works = [
             asyncio.ensure_future(self._work(peer, share, job, take))
             for peer, share in chosen.items()
-            for _ in range(STREAMS_EACH)
+            for _ in range(WEB_STREAMS if peer == WEB else STREAMS_EACH)
         ]
         try:
             pending: set[asyncio.Future[None]] = set(works)
@@ -144,18 +170,33 @@ class PieceFetcher:
             raise NetworkError(f"{len(job.left)} pieces of the data could not be had ({reasons})")
 
     def _chosen(self) -> dict[PeerId, float]:
-        """Whom to ask, and what part of the dataset each has; those with most, and the organiser in any case."""
+        """Whom to ask, and what part of the dataset each has; those with most, and always organiser and web."""
         now, total = self._now(), max(1, self._grid.total)
-        shares = {peer: min(1.0, held / total) for peer, held in self._holders().items() if held > 0}
-        shares[self._organiser] = 1.0
+        known = {self._organiser: total} | dict(self._holders())
+        shares = {peer: min(1.0, held / total) for peer, held in known.items() if held > 0}
         shares.pop(self._transport.peer_id, None)
         able = [peer for peer in shares if peer not in self._liars and self._rests_until.get(peer, now) <= now]
         able.sort(key=lambda peer: (peer != self._organiser, self._failures[peer], -shares[peer], peer))
-        return {peer: shares[peer] for peer in able[:MOST_HOLDERS]}
+        chosen = {peer: shares[peer] for peer in able[:MOST_HOLDERS]}
+        if self._web is not None and self._web.can_be_asked and self._rests_until.get(WEB, now) <= now:
+            chosen[WEB] = 1.0
+        return chosen
+
+    def _for_web(self, wanted: Sequence[int], urgent: int) -> frozenset[int]:
+        """Those that this peer may fetch from the web, so that about one copy of what is trained leaves it."""
+        now = self._now()
+        self._wanted_since = {number: self._wanted_since.get(number, now) for number in wanted}
+        others = set(self._holders()) - {self._organiser, self._transport.peer_id}
+        is_first: dict[int, bool] = {}
+        for run in {number // WEB_RUN for number in wanted}:
+            mine = _lot(self._transport.peer_id, run)
+            is_first[run] = all(mine <= _lot(peer, run) for peer in others)
+        late = (number for number, since in self._wanted_since.items() if now - since > WEB_SECONDS)
+        return frozenset({*wanted[:urgent], *late, *(number for number in wanted if is_first[number // WEB_RUN])})
 
     async def _work(self, peer: PeerId, share: float, job: _Job, take: Take) -> None:
         """Asks one holder for the next pieces until it can give none that are wanted, or fails."""
-        most = min(MAX_ASKED, max(AT_ONCE, int(AT_ONCE / share)))
+        most = min(MAX_ASKED, max(AT_ONCE, int(AT_ONCE / share))) if peer != WEB else WEB_RUN
         job.enter(peer)
         try:
             while (numbers := await job.claim(peer, most, self._now)) is not None:
@@ -182,6 +223,8 @@ class PieceFetcher:
 
     async def _ask(self, peer: PeerId, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
         """What the holder has of these, checked."""
+        if peer == WEB and self._web is not None:
+            return await self._web.pieces(numbers)
         most, began = min(len(numbers), MAX_GIVEN) * self._grid.max_bytes, self._now()
         try:
             header, data = await fetch_within(
@@ -234,12 +277,14 @@ class _Job:
         holders: tuple[PeerId, ...],
         urgent: bool,
         late_seconds: Callable[[], float],
+        for_web: frozenset[int],
     ) -> None:
         self.left: dict[int, set[PeerId]] = {number: set() for number in wanted}
         """Who has said not to have each that is still wanted, in the order of need."""
         self.reasons: list[str] = []
         self._organiser = organiser
         self._urgent = urgent
+        self._for_web = for_web
         self._late_seconds = late_seconds
         self._asked: dict[int, tuple[PeerId, float]] = {}
         """Who was asked last for what is on its way, and when."""
@@ -258,7 +303,7 @@ class _Job:
     async def claim(self, peer: PeerId, most: int, now: Callable[[], float]) -> list[int] | None:
         """The next pieces to ask this holder for; waits while others are asked for all; None when it can give none."""
         while True:
-            able = [number for number, lack in self.left.items() if peer not in lack]
+            able = [number for number, lack in self.left.items() if peer not in lack and self._is_for(peer, number)]
             if not able:
                 return None
             turn = [number for number in able if self._is_turn(peer, number, now())][:most]
@@ -289,15 +334,26 @@ class _Job:
             if number not in given and number in self.left:
                 self.left[number].add(peer)
 
+    def _is_for(self, peer: PeerId, number: int) -> bool:
+        return peer != WEB or number in self._for_web
+
     def _is_turn(self, peer: PeerId, number: int, now: float) -> bool:
         if number in self._asked:
             other, at = self._asked[number]
-            return other != peer and now - at > self._late_seconds()
+            is_late = now - at > self._late_seconds()
+            return other != peer and is_late and (peer != WEB or self._urgent)
+        if peer == WEB:
+            return set(self._active) - {WEB} <= self.left[number]
         if peer != self._organiser or self._urgent:
             return True
-        lack = self.left[number]
-        return len(lack) >= ASKED_BEFORE_ORGANISER or all(other in lack for other in self._active if other != peer)
+        lack, others = self.left[number], set(self._active) - {peer, WEB}
+        return len(lack) >= ASKED_BEFORE_ORGANISER or others <= lack
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _lot(peer: PeerId, run: int) -> Hash:
+    """Whose is lowest is the first to fetch a run of pieces from the web."""
+    return sha256(peer.encode(), run.to_bytes(8, "big"))

@@ -1,13 +1,14 @@
 """The data of a run between peers: what is asked and answered. Serving is here, asking in `piece_fetching`.
 
-CATALOGUE gives the list that the dataset's hash stands for. PIECES names up to MAX_ASKED pieces by number; the answer
-says which of the first ones are here (at most MAX_GIVEN), and brings these with their proofs, one after the other.
-Nothing is announced piece by piece: how many pieces a peer holds stands in its record, and what it holds it is asked.
+CATALOGUE gives the list that the dataset's hash stands for, SOURCES where the data lies on the web (`web_sources`).
+PIECES names up to MAX_ASKED pieces by number; the answer says which of the first ones are here (at most MAX_GIVEN), and
+brings these with their proofs, one after the other. Nothing is announced piece by piece: how many pieces a peer holds
+stands in its record, and what it holds it is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.requests import CATALOGUE, PIECES, Request
+from spes_p2p.sync.requests import CATALOGUE, PIECES, SOURCES, Request
 from spes_p2p.wire import pack
 
 MAX_ASKED = 1024
@@ -41,12 +42,25 @@ class PieceShelf(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class EmptyShelf:
+    """Of a node that knows what the dataset is, and holds none of it: it lies on the web."""
+
+    grid: PieceGrid
+    held: int = 0
+
+    def find(self, piece: int) -> bytes | None:
+        return None
+
+
 @dataclass
 class DataTraffic:
     """Bytes of data to and from others, apart from what rounds need. Counted on the network's thread."""
 
     sent: int = 0
     received: int = 0
+    from_web: int = 0
+    """No part of `received`."""
 
     def add_sent(self, size: int) -> None:
         self.sent += size
@@ -54,6 +68,11 @@ class DataTraffic:
     def take(self) -> tuple[int, int]:
         """(sent, received) since the last call."""
         counted, self.sent, self.received = (self.sent, self.received), 0, 0
+        return counted
+
+    def take_web(self) -> int:
+        """Bytes from web servers since the last call."""
+        counted, self.from_web = self.from_web, 0
         return counted
 
 
@@ -65,17 +84,24 @@ class PiecesHead:
 
 
 class PieceServing:
-    """Answers CATALOGUE and PIECES from a shelf."""
+    """Answers CATALOGUE and PIECES from a shelf, and SOURCES with what `sources` gives (None: nothing is known)."""
 
-    def __init__(self, shelf: PieceShelf, traffic: DataTraffic) -> None:
+    def __init__(
+        self, shelf: PieceShelf, traffic: DataTraffic, sources: Callable[[], bytes | None] = lambda: None
+    ) -> None:
         self._shelf = shelf
         self._traffic = traffic
+        self._sources = sources
 
     def answer(self, request: Request) -> Blob:
         """Raises RemoteProtocolError for another dataset, and for what no such dataset has."""
         catalogue = self._shelf.grid.catalogue
         if request.name != catalogue.dataset_hash:
             raise RemoteProtocolError(f"this is dataset {short(catalogue.dataset_hash)}, not {short(request.name)}")
+        if request.kind == SOURCES:
+            if (packed := self._sources()) is None:
+                raise RemoteProtocolError("no web server is known here")
+            return Blob(packed)
         if request.kind == CATALOGUE:
             return Blob(pack(catalogue), on_sent=self._traffic.add_sent)
         return self._pieces(asked_numbers(request.hashes, self._shelf.grid.total))

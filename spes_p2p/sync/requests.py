@@ -29,6 +29,7 @@ CHAIN = "chain"
 RUN = "run"
 CATALOGUE = "catalogue"
 PIECES = "pieces"
+SOURCES = "sources"
 MAX_TILES_AT_ONCE = 64
 MAX_JOINED_BYTES = 4 * 2**20
 """Of several tiles in one answer: they are copied together, for each stream that is served."""
@@ -42,8 +43,8 @@ class Request:
     """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count; for
     VALUES in `hashes` the roster entry that counts them, packed), TILES (hashes, joined), HASHES (name: state root,
     first: round), WIRES (first: round, count: the round of the state that the asker has), CHAIN (first round, count),
-    RUN; of the run's data CATALOGUE (name: the dataset) and PIECES (name: the dataset; hashes: numbers of pieces, 8
-    bytes each).
+    RUN; of the run's data CATALOGUE and SOURCES (name: the dataset), and PIECES (name: the dataset; hashes: numbers of
+    pieces, 8 bytes each).
 
     MOMENTS with a count of 0 says that the asker needs no more of the column in which the first tile is.
     """
@@ -104,7 +105,7 @@ class Serving:
             return self._hashes(request.name, request.first)
         if request.kind == WIRES:
             return self._wires(request.first)
-        if request.kind in (CATALOGUE, PIECES):
+        if request.kind in (CATALOGUE, PIECES, SOURCES):
             if self._data is None:
                 raise RemoteProtocolError("no data of the run is here")
             return self._data(request)

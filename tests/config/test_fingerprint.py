@@ -33,6 +33,7 @@ OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would n
     "optimizer.batch_sequences": 16,
     "optimizer.micro_batch_sequences": 4,
     "optimizer.betas": (0.8, 0.9),
+    "data.urls": ("https://example.org/shards",),
     "sync.steps_per_round": 7,
     "sync.fragments": 5,
     "swarm.experts_per_peer": 2,

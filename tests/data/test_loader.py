@@ -161,9 +161,9 @@ def test_a_token_beyond_the_vocabulary_is_refused(counting: Counting) -> None:
 
 def test_less_data_than_a_round_needs_is_refused(counting: Counting) -> None:
     config = tiny_config("swarm.min_peers=2", "sync.steps_per_round=5", "data.held_out_fraction=0.5")
-    check_enough(counting(80), config)
+    check_enough(counting(80).tokens, config)
     with pytest.raises(DataError, match=r"are 39 training sequences of 4 tokens, a round needs 40 \(") as caught:
-        check_enough(counting(78), config)
+        check_enough(counting(78).tokens, config)
     assert "tokenize more text" in caught.value.fix
 
 

@@ -335,3 +335,17 @@ def test_the_command_shows_bad_lines_and_a_summary(corpus: Path, tmp_path: Path)
 def test_the_data_package_needs_no_torch() -> None:
     imports = "from spes_p2p.data import leases, manifest, memmap, tokenize; import spes_p2p.cli.tokenize"
     subprocess.run([sys.executable, "-c", f"{imports}; import sys; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_urls_are_kept_in_the_manifest_and_change_nothing_else(corpus: Path, tmp_path: Path) -> None:
+    """They may change later: what the dataset is, they do not say."""
+    urls = ("https://example.org/shards", "hf://datasets/me/mine")
+    for name, given in (("without", ()), ("with", urls)):
+        tokenize([str(corpus)], tmp_path / name, replace(SMALL, urls=given))
+    first, second = content(tmp_path / "without"), content(tmp_path / "with")
+    assert [name for name in first if first[name] != second[name]] == ["manifest.json"]
+    assert b"urls" not in first["manifest.json"]
+    assert Dataset.open(tmp_path / "with").urls == urls
+    with pytest.raises(ConfigError, match="has a user name or a password") as caught:
+        tokenize([str(corpus)], tmp_path / "with", replace(SMALL, urls=("https://me:secret@example.org",)))
+    assert "secret" not in str(caught.value)

@@ -30,6 +30,8 @@ def opened(folder: Path) -> FolderPieces:
 
 
 def test_a_prepared_folder_is_hashed_once(folder: Path) -> None:
+    """By tokenize, so that a web server can hold the hashes beside the shards."""
+    assert (folder / TREES).is_file()
     first = opened(folder)
     trees = folder / TREES
     written = trees.stat().st_mtime_ns, trees.stat().st_ino
@@ -71,6 +73,7 @@ def test_what_was_kept_of_other_shards_or_is_damaged_is_made_anew(folder: Path) 
 def test_where_the_folder_cannot_be_written_the_trees_are_kept_in_the_own_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (folder / TREES).unlink()
     (folder / TREES).mkdir()  # nobody can put a file there, not even root
     pieces = opened(folder)
     assert (folder.parent / "own" / TREES).is_file()
@@ -85,6 +88,7 @@ def test_what_a_killed_process_had_begun_is_removed(folder: Path) -> None:
     left, running = folder / f"{TREES}.{ended.pid}.tmp", folder / f"{TREES}.1.tmp"
     left.touch()
     running.touch()
+    (folder / TREES).unlink()
     opened(folder)
     assert not left.exists()
     assert running.exists()

@@ -98,8 +98,7 @@ def test_every_piece_comes_with_its_proof_and_neighbours_in_one_request(lab: Lab
         assert server.count(".npy") <= total // web_shards.MOST_TOGETHER + 4
         size = 2 * lab.whole.grid.tokens + (lab.folder / TREES).stat().st_size
         assert server.sent < 1.1 * size
-        assert mirrors.received == server.sent
-        assert lab.paced >= 2 * lab.whole.grid.tokens
+        assert lab.paced == server.sent
 
     lab.play(story, server.url)
 
@@ -175,13 +174,27 @@ def test_a_server_that_lies_is_named_and_asked_no_more(lab: Lab, server: WebServ
         lab.play(story, server.url, good.url)
 
 
-def test_another_dataset_at_that_place_is_no_trap(lab: Lab, tmp_path: Path) -> None:
-    """Names that lead out of the folder, too."""
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('"a-00000.npy"', '"../../a-00000.npy"'), "has names that lead out of its folder"),
+        (('"a-00000.npy"', '"/a-00000.npy"'), "has names that lead out of its folder"),
+        (('"a-00000.npy"', '"\\ud800"'), "has names that lead out of its folder"),
+        (('"a-00000.npy"', "7"), "has names that lead out of its folder"),
+        (('"tokens": 2250', '"tokens": 2251'), "lists other shards than the run's"),
+        (('"shards": [', '"shards": [[],'), "is damaged"),
+        (('"shards": [', '"shards": ' + "[" * 100_000), "is damaged"),
+        (('{', "\\xff", ), "is damaged"),
+    ],
+    ids=["up", "root", "no text", "number", "tokens", "types", "nested", "no JSON"],
+)  # fmt: skip
+def test_what_a_manifest_says_is_no_trap(lab: Lab, tmp_path: Path, change: tuple[str, str], words: str) -> None:
     text = (lab.folder / "manifest.json").read_text()
-    (tmp_path / "manifest.json").write_text(text.replace('"a-00000.npy"', '"../../a-00000.npy"'))
+    (tmp_path / "manifest.json").write_text(text.replace(*change, 1))
+    assert change[0] in text
 
     async def story(mirrors: WebMirrors) -> None:
-        with pytest.raises(NetworkError, match="lead out of its folder"):
+        with pytest.raises(NetworkError, match=words):
             await mirrors.pieces([0])
 
     with WebServer(tmp_path) as wrong:
@@ -347,7 +360,7 @@ def test_the_hubs_token_goes_to_the_hub_alone(
         hub.faults = Faults(
             status=lambda asked: None if "authorization" in asked.headers else 401,
             redirect=lambda asked: (
-                f"https://localhost.:{cdn.port}{asked.path}" if "authorization" in asked.headers else None
+                f"https://localhost:{cdn.port}{asked.path}" if "authorization" in asked.headers else None
             ),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from spes_p2p.data.feed import Feed, PieceDataset
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.trees import FolderPieces
+from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.peer.data_feed import CATALOGUE_FILE, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -19,7 +20,7 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.piece_fetching import PieceFetcher
-from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf
+from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
 from spes_p2p.sync.requests import Request
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack, unpack
@@ -46,10 +47,26 @@ class Shelf:
         return self._serving.answer(unpack(Request, request))
 
 
+class OpenWeb:
+    """Web servers with all of the data, as the real ones look to who fetches; counts what leaves them."""
+
+    def __init__(self, whole: FolderPieces) -> None:
+        self.can_be_asked = True
+        self.given: list[int] = []
+        self._whole = whole
+
+    async def pieces(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+        await asyncio.sleep(0.05)
+        if not self.can_be_asked:
+            raise NetworkError("gone")
+        self.given += numbers
+        return [(number, joined) for number in numbers if (joined := self._whole.find(number)) is not None]
+
+
 class Volunteer:
     """A peer without data: cache, feed, loader and fetching, as `Connection` puts them together."""
 
-    def __init__(self, site: Site, name: str, slots: int = 10**6) -> None:
+    def __init__(self, site: Site, name: str, slots: int = 10**6, web: OpenWeb | None = None) -> None:
         self.name = PeerId(name)
         self.said: list[str] = []
         self.notices: list[Notice] = []
@@ -59,7 +76,7 @@ class Volunteer:
         transport = site.network.peer(name).transport
         fetcher = PieceFetcher(
             transport, site.whole.grid, BOOT, lambda: site.held(self.name), self.notices.append, DataTraffic(),
-            lambda: 5.0, in_place,
+            lambda: 5.0, in_place, web,
         )  # fmt: skip
         self._task = asyncio.get_running_loop().create_task(DataFeed(self.feed, fetcher).run())
         self.given = Shelf(self.feed.cache)
@@ -102,10 +119,18 @@ class Site:
         self.whole: FolderPieces = make_pieces(folder / "whole", TOKENS)
         self.boot = Shelf(self.whole)
         self.volunteers: dict[PeerId, Volunteer] = {}
+        self.boot_pieces: int | None = None
+
+    async def start_without_data(self) -> None:
+        """The bootstrap node knows what the dataset is, and has none of it."""
+        self.boot = Shelf(EmptyShelf(self.whole.grid))
+        self.boot_pieces = 0
+        await self.start()
 
     def held(self, asker: PeerId) -> dict[PeerId, int]:
         """As peers say it in their records."""
-        return {name: one.feed.cache.held for name, one in self.volunteers.items() if name != asker}
+        held = {name: one.feed.cache.held for name, one in self.volunteers.items() if name != asker}
+        return held | ({} if self.boot_pieces is None else {BOOT: self.boot_pieces})
 
     async def start(self) -> None:
         await self.network.peer(BOOT).transport.serve(self.boot)
@@ -119,10 +144,10 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def play(folder: Path, story: Callable[[Site], Awaitable[None]]) -> None:
+def play(folder: Path, story: Callable[[Site], Awaitable[None]], has_data: bool = True) -> None:
     async def main() -> None:
         site = Site(folder)
-        await site.start()
+        await (site.start() if has_data else site.start_without_data())
         await story(site)
         for one in site.volunteers.values():
             await one.stop()
@@ -233,3 +258,61 @@ def test_the_catalogue_is_kept_for_a_later_life(tmp_path: Path) -> None:
     assert kept_catalogue(folder, sha256(b"another run")) is None
     (folder / CATALOGUE_FILE).write_bytes(b"damaged")
     assert kept_catalogue(folder, catalogue.dataset_hash) is None
+
+
+def test_what_no_peer_has_comes_from_the_web_about_once(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        web = OpenWeb(site.whole)
+        peers = [Volunteer(site, name, web=web) for name in "abcd"]
+        for one in peers:
+            await site.network.peer(one.name).transport.serve(one.given)
+            one.lease(0, 600)  # all of them want all
+        await asyncio.sleep(60)
+        for one in peers:
+            assert await one.train(60) == 0.0
+        total = site.whole.grid.total
+        assert set(web.given) == set(range(total))
+        assert len(web.given) < 1.25 * total
+        assert site.boot.traffic.sent == 0
+
+    play(tmp_path, story, has_data=False)
+
+
+def test_training_that_waits_goes_to_the_web_at_once(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        web = OpenWeb(site.whole)
+        one = Volunteer(site, "a", web=web)
+        for name in "bcdefgh":  # most are theirs to fetch first, and they do not
+            other = Volunteer(site, name)
+            await site.network.peer(other.name).transport.serve(other.given)
+        one.lease(0, 600)
+        assert await one.train(3) < 2.0
+
+    play(tmp_path, story, has_data=False)
+
+
+def test_peers_and_the_bootstrap_node_come_before_the_web(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        web = OpenWeb(site.whole)
+        one = Volunteer(site, "a", web=web)
+        one.lease(0, 600)
+        await asyncio.sleep(20)
+        assert await one.train(60) == 0.0
+        assert web.given == []
+
+    play(tmp_path, story)
+
+
+def test_a_web_server_that_is_gone_is_asked_again_when_it_is_back(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        web = OpenWeb(site.whole)
+        one = Volunteer(site, "a", web=web)
+        web.can_be_asked = False
+        one.lease(0, 100)
+        await asyncio.sleep(20)
+        assert one.feed.trouble
+        web.can_be_asked = True
+        await one.train(10, most_seconds=70)
+        assert one.feed.trouble == ""
+
+    play(tmp_path, story, has_data=False)

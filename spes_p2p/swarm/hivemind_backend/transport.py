@@ -34,6 +34,7 @@ from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.pipe import Incoming, PipeStream
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
 from spes_p2p.swarm.hivemind_backend.relay import RelayDesk
+from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.speed import SpeedDesk, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
@@ -104,6 +105,11 @@ class HivemindTransport:
         await p2p.add_binary_stream_handler(_SPEED_NAME, self._serve_speed)
         await self.refresh_addresses()
         self._spawn(self._follow_addresses(p2p))
+
+    @property
+    def download(self) -> Pacer:
+        """This peer's own limit, for what comes over other ways too."""
+        return self._traffic.download
 
     def is_member(self, peer: PeerId) -> bool:
         """Whether who serves takes `peer` for no stranger."""
