@@ -38,8 +38,9 @@ LONGEST = (
     "tests/swarm/test_kill_anywhere.py",
     "tests/swarm/test_life_of_a_swarm.py",
     "tests/testing/test_exhaustive.py",
-    "tests/swarm/",
     "tests/cli/test_processes.py",
+    "tests/swarm/",
+    "tests/cli/test_join.py",
     "tests/sync/test_kill_in_memory.py",
     "tests/sync/",
 )

@@ -24,6 +24,7 @@ from spes_p2p.testing.virtual_time import run_virtual
 from tests import oracle
 
 T = TypeVar("T")
+GUARD_SECONDS = 0.05
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 SMALL = (
     "model.d_model=8",
@@ -78,7 +79,7 @@ def in_swarm(
 
 
 async def guard_promises(swarm: MemorySwarm) -> None:
-    """At any moment: a state that an elector has signed for is whole on its disk."""
+    """A state that an elector has signed for is whole on its disk, looked at some twenty times a round."""
     while True:
         for life in swarm.up:
             record = life.votes.record
@@ -89,7 +90,7 @@ async def guard_promises(swarm: MemorySwarm) -> None:
                     superseded = life.store.rounds()[-1] >= manifest.round
                     if held is None and not superseded:  # another history may have won
                         assert not life.chain.has(record.parent, manifest.round - 1), f"{life.name} signed and forgot"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(GUARD_SECONDS)
 
 
 def commits(swarm: MemorySwarm, name: str = "") -> list[Commit]:
