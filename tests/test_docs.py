@@ -122,6 +122,18 @@ def test_the_layers_are_those_that_are_checked() -> None:
     assert [sorted(names) for names in told.values()] == checked
 
 
+def test_every_promise_has_a_test_that_runs_by_default() -> None:
+    """And those whole files that only `--thorough` runs are marked as such."""
+    promises = text_of(ROOT / "docs" / "reliability.md").partition("### Which test holds which promise")[2]
+    rows = [row for row in promises.partition("\n## ")[0].splitlines() if "`tests/" in row]
+    assert len(rows) > 10
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)`(†?)", row)
+        thorough = [re.search(r"^pytestmark = [^\]]*thorough", text_of(ROOT / path), re.MULTILINE) for path, _ in named]
+        assert [bool(mark) for _, mark in named] == [bool(found) for found in thorough], row
+        assert not all(thorough), f"only --thorough holds the promise: {row}"
+
+
 def test_every_error_and_warning_is_in_the_troubleshooting_page() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "make_error_docs.py"))
     assert script["render"]() == text_of(script["PAGE"]), "run: python scripts/make_error_docs.py"
