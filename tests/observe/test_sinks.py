@@ -8,6 +8,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -64,16 +65,18 @@ def test_half_a_line_left_by_a_crash_is_removed(tmp_path: Path) -> None:
         assert EventReader(path).read()[-1] == (2.0, Warning("after"))
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file of this process may grow beyond 300 bytes."""
+    """No file of this process may grow beyond 300 bytes: around the test alone, since pytest's output may be a file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("small_files")
+@small_files()
 def test_no_space_left_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> None:
     text = io.StringIO()
     bus = EventBus(JsonLines(tmp_path / "metrics.jsonl"), PlainLines(text))
@@ -89,7 +92,7 @@ def test_no_space_left_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> No
     bus.close()
 
 
-@pytest.mark.usefixtures("small_files")
+@small_files()
 def test_no_space_left_does_not_cut_what_others_appended(tmp_path: Path) -> None:
     ours, theirs = JsonLines(tmp_path / "metrics.jsonl"), JsonLines(tmp_path / "metrics.jsonl")
     ours.write(1.0, Warning("ours"))
@@ -103,7 +106,7 @@ def test_no_space_left_does_not_cut_what_others_appended(tmp_path: Path) -> None
         sink.close()
 
 
-@pytest.mark.usefixtures("small_files")
+@small_files()
 def test_lines_of_text_go_on_when_there_is_room_again(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w") as log, open(tmp_path / "json", "w") as json_log:
         bus = EventBus(PlainLines(log), JsonStream(json_log))
