@@ -35,7 +35,7 @@ BACKOFF_SECONDS = 0.5
 MOST_BACKOFF_SECONDS = 20.0
 STALL_SECONDS = 10.0
 """Without a byte."""
-LEAST_BYTES_PER_SECOND = 16_000
+LEAST_BYTES_PER_SECOND = 4_000
 """A server that is slower for long is given up for this range."""
 MAX_REDIRECTS = 5
 MAX_UNRANGED_BYTES = 16 * 2**20

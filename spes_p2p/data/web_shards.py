@@ -14,6 +14,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import groupby
+from weakref import WeakValueDictionary
 
 from spes_p2p.data.manifest import MANIFEST, Manifest
 from spes_p2p.data.merkle import HASH_BYTES, level_sizes, parents, siblings
@@ -49,7 +50,8 @@ class WebShards:
         """Of each shard: the nodes that stand for a group of its pieces."""
         self._leaves: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         """Of the groups that were used last, by shard and number."""
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of what is being fetched: who needs the same waits for it."""
 
     async def pieces(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
         """Pieces that lie one behind the other in one shard, each with its proof, joined.
@@ -71,7 +73,7 @@ class WebShards:
         return found
 
     async def _shard_names(self) -> tuple[str, ...]:
-        async with self._lock:
+        async with self._lock("names"):
             if self._names is None:
                 self._names = await self._read_names()
             return self._names
@@ -100,7 +102,7 @@ class WebShards:
 
     async def _upper_nodes(self, place: Place) -> bytes:
         shard = place.shard
-        async with self._lock:
+        async with self._lock(f"upper {shard}"):
             if shard not in self._upper:
                 nodes = await self._nodes(shard, GROUP_LEVELS, 0, level_sizes(place.pieces)[GROUP_LEVELS])
                 if _top(nodes) != self._grid.catalogue.shards[shard].root:
@@ -115,7 +117,7 @@ class WebShards:
             expected = nodes[group * HASH_BYTES : (group + 1) * HASH_BYTES]
         else:
             expected = bytes(self._grid.catalogue.shards[place.shard].root)
-        async with self._lock:
+        async with self._lock(f"leaves {key}"):
             if key not in self._leaves:
                 count = min(GROUP, place.pieces - group * GROUP)
                 leaves = await self._nodes(place.shard, 0, group * GROUP, count)
@@ -126,6 +128,11 @@ class WebShards:
                     self._leaves.popitem(last=False)
             self._leaves.move_to_end(key)
             return self._leaves[key]
+
+    def _lock(self, what: str) -> asyncio.Lock:
+        lock = self._locks.get(what) or asyncio.Lock()
+        self._locks[what] = lock
+        return lock
 
     async def _nodes(self, shard: int, level: int, first: int, count: int) -> bytes:
         at = self._starts[shard][level] + first * HASH_BYTES
