@@ -30,6 +30,8 @@ class WebMirrors:
         self._liars: set[WebFolder] = set()
         self._failures: Counter[WebFolder] = Counter()
         self._rests_until: dict[WebFolder, float] = {}
+        self.trouble = ""
+        """Why no server gave anything at the last time."""
 
     def use(self, folders: Sequence[WebFolder]) -> None:
         """From now on these, the first ones first. A liar comes back when it was left out, and is named again."""
@@ -49,8 +51,9 @@ class WebMirrors:
         runs = runs_of(self._grid, numbers)
         found = await asyncio.gather(*(self._run(run, reasons) for run in runs))
         pieces = [piece for part in found for piece in part]
+        self.trouble = "" if pieces else "; ".join(dict.fromkeys(reasons)) or self.trouble
         if not pieces:
-            raise NetworkError("; ".join(dict.fromkeys(reasons)) or "no web server can be asked now")
+            raise NetworkError(self.trouble or "no web server can be asked now")
         return pieces
 
     async def _run(self, numbers: Sequence[int], reasons: list[str]) -> list[tuple[int, bytes]]:

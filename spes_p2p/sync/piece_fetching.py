@@ -61,6 +61,11 @@ class Web(Protocol):
     @property
     def can_be_asked(self) -> bool: ...
 
+    @property
+    def trouble(self) -> str:
+        """Why none gave anything at the last time; "" where one did."""
+        ...
+
     async def pieces(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
         """What they give of these, checked. Raises NetworkError where they give none."""
         ...
@@ -166,6 +171,8 @@ class PieceFetcher:
             if works:
                 await asyncio.wait(works)
         if job.left:
+            if self._web is not None and self._web.trouble and WEB not in chosen:
+                job.reasons.append(f"{WEB}: {self._web.trouble}")
             reasons = "; ".join(dict.fromkeys(job.reasons)) or "nobody has them"
             raise NetworkError(f"{len(job.left)} pieces of the data could not be had ({reasons})")
 

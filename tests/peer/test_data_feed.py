@@ -51,7 +51,7 @@ class OpenWeb:
     """Web servers with all of the data, as the real ones look to who fetches; counts what leaves them."""
 
     def __init__(self, whole: FolderPieces) -> None:
-        self.can_be_asked = True
+        self.can_be_asked, self.trouble = True, ""
         self.given: list[int] = []
         self._whole = whole
 
@@ -307,11 +307,11 @@ def test_a_web_server_that_is_gone_is_asked_again_when_it_is_back(tmp_path: Path
     async def story(site: Site) -> None:
         web = OpenWeb(site.whole)
         one = Volunteer(site, "a", web=web)
-        web.can_be_asked = False
+        web.can_be_asked, web.trouble = False, "example.org answered 503"
         one.lease(0, 100)
         await asyncio.sleep(20)
-        assert one.feed.trouble
-        web.can_be_asked = True
+        assert "(web: example.org answered 503)" in one.feed.trouble
+        web.can_be_asked, web.trouble = True, ""
         await one.train(10, most_seconds=70)
         assert one.feed.trouble == ""
 
