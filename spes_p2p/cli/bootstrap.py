@@ -31,10 +31,27 @@ def bootstrap(
             help="The run: a file or a bundled name (default: only a DHT node).", autocompletion=completing.config
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the run's token shards.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of identity and certificates.")] = Path(
-        "bootstrap-node"
-    ),
+    mirror: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INVITE", help="Serve a run that somebody else began, without a say in it.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of the run's token shards (a mirror's default: from other peers).")
+    ] = None,
+    max_disk: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most disk for data that a mirror copies from other peers.")
+    ] = "20GB",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder of identity and certificates (default: bootstrap-node; of a mirror: mirror).",
+            show_default=False,
+        ),
+    ] = None,
     archive: Annotated[
         Path | None,
         typer.Option(help="Folder that keeps the newest state too, so that the run outlives its peers."),
@@ -59,15 +76,16 @@ def bootstrap(
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
 ) -> None:
-    """Founds the DHT, begins a run, and prints what volunteers type. Needs no GPU; the run goes on without it.
+    """Founds the DHT, begins a run, and prints what volunteers type; or mirrors a run. Needs no GPU.
 
     Example: spes-p2p bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337
     """
     from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
-    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, parse_limit
+    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, meeting, parse_disk, parse_limit
 
+    mirrored = None if mirror is None else meeting((mirror,), initial_peers or ())
     network = NetworkOptions(
-        tuple(initial_peers or ()),
+        tuple(initial_peers or ()) if mirrored is None else mirrored.addresses,
         tuple(host_maddrs or DEFAULT_HOST_MADDRS),
         tuple(announce_maddrs or ()),
         identity_path,
@@ -77,7 +95,8 @@ def bootstrap(
         parse_limit(max_download, "--max-download"),
     )
     options = BootstrapOptions(
-        network, output, config, data, tuple(overrides or ()), archive, init_from,
-        serve=serve, metrics_port=metrics_port, metrics_host=metrics_host,
+        network, output or Path("bootstrap-node" if mirror is None else "mirror"), config, data, tuple(overrides or ()),
+        archive, init_from, serve=serve, mirror=mirrored, max_disk=parse_disk(max_disk),
+        metrics_port=metrics_port, metrics_host=metrics_host,
     )  # fmt: skip
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, with the address:\n  {command}\n"))

@@ -1,10 +1,12 @@
-"""`run_bootstrap`: the organiser's node, which needs no GPU. It founds the DHT, signs genesis, and follows the run."""
+"""`run_bootstrap`: the organiser's node, which needs no GPU. It founds the DHT, signs genesis, and follows the run.
+
+With `BootstrapOptions.mirror` it does the same for a run that somebody else began, but signs nothing (`mirror.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
@@ -30,9 +32,10 @@ from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
-from spes_p2p.peer.herald import commit_lines, expected_coverage, genesis_lines, peers_text
+from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join_command
+from spes_p2p.peer.mirror import Mirror, kept_run
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
-from spes_p2p.peer.options import NetworkOptions, config_path
+from spes_p2p.peer.options import DEFAULT_MAX_DISK, Meeting, NetworkOptions, config_path
 from spes_p2p.peer.start_state import check_tokenizer, make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
 from spes_p2p.peer.web_data import check_on_web, open_on_web
@@ -40,13 +43,11 @@ from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
-from spes_p2p.swarm.invite import to_be_shown
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.ending import ENDING_FILE, EndingWatch, SignedEnding, keep_ending, load_ending
-from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
@@ -66,8 +67,9 @@ class BootstrapOptions:
 
     `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder whose values the
     run starts from (None: made from its seed). `model`: a model of one's own that the run trains. `serve`: take part,
-    without training, as the public peer of the others. `metrics_port`: where Prometheus may ask at `metrics_host`
-    (None: nowhere).
+    without training, as the public peer of the others. `mirror`: the run to mirror, in the place of a config;
+    `max_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`: where Prometheus may ask
+    at `metrics_host` (None: nowhere).
     """
 
     network: NetworkOptions
@@ -79,6 +81,8 @@ class BootstrapOptions:
     init_from: Path | None = None
     model: Model | None = None
     serve: bool = False
+    mirror: Meeting | None = None
+    max_disk: int = DEFAULT_MAX_DISK
     metrics_port: int | None = None
     metrics_host: str = LOCALHOST
 
@@ -104,7 +108,12 @@ async def serve_until(
 
 
 def _check(options: BootstrapOptions) -> None:
-    if options.serve and options.config_path is None:
+    if options.mirror is not None and (options.config_path or options.overrides or options.init_from):
+        raise ConfigError(
+            "a mirror takes the run as it is: config, changes and start come from those who have them",
+            fix="leave out everything that says how the run is to be",
+        )
+    if options.serve and options.config_path is None and options.mirror is None:
         raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
     if options.serve and options.archive is not None:
         raise ConfigError(
@@ -113,11 +122,17 @@ def _check(options: BootstrapOptions) -> None:
         )
 
 
-_RunAndData = tuple[Config, PieceShelf | None]
+@dataclass(frozen=True)
+class _Run:
+    """`data` None: peers bring data of their own. `mirror`: of a run that somebody else began."""
+
+    config: Config
+    data: PieceShelf | None
+    mirror: Mirror | None = None
 
 
-async def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
-    """The config, in which `data.urls` are those that peers are told, and the dataset; None where peers bring it."""
+async def _read_run(options: BootstrapOptions, say: Say) -> _Run:
+    """The config, in which `data.urls` are those that peers are told, and the dataset."""
     assert options.config_path is not None
     overrides = list(options.overrides)
     if options.data is not None:
@@ -128,7 +143,7 @@ async def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
     elif options.model is not None:
         config = start_from_own(options.model, config, options.folder)
     if config.data.source == "local":
-        return config, None
+        return _Run(config, None)
     urls = checked_urls(config.data.urls)
     if not config.data.path and not urls:
         raise ConfigError(
@@ -152,7 +167,7 @@ async def _read_run(options: BootstrapOptions, say: Say) -> _RunAndData:
     for url in filter(needs_consent, urls):
         say(f"{url} is of a private network or plain http: peers fetch data from it only with join --web-data any")
     config = config.model_copy(update={"data": config.data.model_copy(update={"urls": urls})})
-    return with_tokenizer(config, dataset, say), shelf
+    return _Run(with_tokenizer(config, dataset, say), shelf)
 
 
 def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
@@ -182,33 +197,52 @@ def _one_is_byte(found: dict[str, str], named: dict[str, str]) -> bool:
     return "" not in names and len(names) == 2 and "byte" in names
 
 
-async def _serve(options: BootstrapOptions, run: _RunAndData | None, say: Say, ready: Callable[[str], None]) -> None:
+async def _serve(options: BootstrapOptions, run: _Run | None, say: Say, ready: Callable[[str], None]) -> None:
     network = await _open(options)
     try:
         check_dialable(network)
-        if run is None:
+        if options.mirror is not None:
+            await _mirror(options, options.mirror, network, say, ready)
+        elif run is None:
             say(f"DHT node at {' '.join(network.transport.addresses)}")
             async with _measuring(options, "", network, partial(state_of_node, network.transport), say):
                 await network.keep_alive(say)
         else:
-            config, data = run
-            dataset = data.grid.catalogue.dataset_hash if data is not None else NO_HASH
-            info = describe_run(config, dataset, network.signer.peer_id)
-            await _organise(options, config, info, data, network, say, ready)
+            dataset = run.data.grid.catalogue.dataset_hash if run.data is not None else NO_HASH
+            info = describe_run(run.config, dataset, network.signer.peer_id)
+            await _organise(options, run, info, network, say, ready)
     finally:
         await network.close()
 
 
+async def _mirror(
+    options: BootstrapOptions, meeting: Meeting, network: HivemindNetwork, say: Say, ready: Callable[[str], None]
+) -> None:
+    mirror = await Mirror.find(network, meeting, options.folder, say)
+    try:
+        data = await mirror.open_data(options.data, options.max_disk)
+        await _organise(options, _Run(mirror.config, data, mirror), mirror.info, network, say, ready)
+    finally:
+        await mirror.close()
+
+
 async def _open(options: BootstrapOptions) -> HivemindNetwork:
-    """In the DHT of the peers that it knew in an earlier life; a new one where none of them answers."""
-    identity, known = options.folder / "identity.key", kept_addresses(options.folder)
-    if known and not options.network.initial_peers:
-        with contextlib.suppress(NetworkError):
-            network = await open_network(replace(options.network, initial_peers=known), identity)
-            if not network.client_mode:
-                return network
-            await network.close()  # what a few peers could not dial is no reason not to be there for the others
-    return await open_network(options.network, identity)
+    """In the DHT of those that are given, and of those that this node knew in an earlier life.
+
+    Who has a run here can do without them, and founds another DHT where none of them answers.
+    """
+    identity, fingerprint = options.folder / "identity.key", options.mirror.fingerprint if options.mirror else None
+    given, known = options.network.initial_peers, kept_addresses(options.folder, fingerprint)
+    everybody = replace(options.network, initial_peers=tuple(dict.fromkeys((*given, *known))))
+    is_needed = given and (options.mirror is None or kept_run(options.folder, fingerprint) is None)
+    if is_needed or not everybody.initial_peers:
+        return await open_network(everybody, identity)
+    with contextlib.suppress(NetworkError):
+        network = await open_network(everybody, identity)
+        if not network.client_mode:
+            return network
+        await network.close()  # that a few peers could not dial it is no reason not to be there for the others
+    return await open_network(replace(options.network, initial_peers=()), identity)
 
 
 def check_dialable(network: HivemindNetwork) -> None:
@@ -223,13 +257,13 @@ def check_dialable(network: HivemindNetwork) -> None:
 
 async def _organise(
     options: BootstrapOptions,
-    config: Config,
+    run: _Run,
     info: RunInfo,
-    data: PieceShelf | None,
     network: HivemindNetwork,
     say: Say,
     ready: Callable[[str], None],
 ) -> None:
+    config, data, mirror = run.config, run.data, run.mirror
     layout = run_layout(config, options.model)
     folder = options.folder / "run"
     claim_folder(folder, info, layout)
@@ -237,6 +271,8 @@ async def _organise(
         store = StateStore(folder / "state", layout)
         stack.callback(store.close)
         chain = Chain(folder / "chain")
+        if mirror is not None and config.run.initial_state and store.latest() is None:
+            await mirror.fetch_initial(store)
         await _make_initial(store, layout, config, options, say)
         archive = None
         if options.archive is not None:
@@ -247,7 +283,8 @@ async def _organise(
         serve_data = None
         if data is not None:
             keeper = SourceKeeper(info, EnvelopeChecker(network.verifier).check, options.folder / DATA)
-            keeper.publish(config.data.urls, time.time_ns() // 1000, network.signer)
+            if mirror is None:
+                keeper.publish(config.data.urls, time.time_ns() // 1000, network.signer)
             serve_data = PieceServing(data, DataTraffic(), lambda: keeper.packed).answer
         server = None
         if options.serve:
@@ -276,7 +313,7 @@ async def _organise(
         )
         stack.push_async_callback(organiser.stop)
         contacts = Contacts(options.folder, info, network.signer.peer_id, options.network.initial_peers)
-        describe = _describer(info, network, chain, data.held if data is not None else 0)
+        describe = _describer(info, network, chain, data)
 
         def newest() -> tuple[Commit, float] | None:
             return chain.newest_received
@@ -302,14 +339,23 @@ async def _organise(
         ending = _watch_ending(folder / ENDING_FILE, info, network, say, _once(trouble))
         stack.push_async_callback(ending.stop)
         await ending.start()
-        _introduce(config, info, chain, say)
+        for line in introduction(config, info, chain.newest):
+            say(line)
         say(f"volunteers join with:\n  spes-p2p join {contacts.word}")
         say(f"once peers are there, the newest invitation names them too: spes-p2p invite --output {options.folder}")
-        pieces = data.held if data is not None else 0
-        look = partial(state_of_run, network.transport, chain, announcer, organiser, pieces)
+
+        def look() -> NodeState:
+            return state_of_run(network.transport, chain, announcer, organiser, _held(data))
+
         await stack.enter_async_context(_measuring(options, info.run_id, network, look, say))
         ready(join_command(network.transport.addresses, info))
-        await _first_failure(trouble, _herald(chain, say), network.keep_alive(say))
+        chores = [_herald(chain, say), network.keep_alive(say)]
+        if mirror is not None:
+            chores += [mirror.await_genesis(organiser, store), mirror.copy_data(announcer)]
+            if data is not None:
+                stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
+                chores.append(keeper.look_on(network.transport, lambda: tuple(announcer.known), lambda: stall_seconds))
+        await _first_failure(trouble, *chores)
 
 
 def _measuring(
@@ -349,17 +395,6 @@ async def _make_initial(store: StateStore, layout: Layout, config: Config, optio
     await asyncio.get_running_loop().run_in_executor(None, work)
 
 
-def _introduce(config: Config, info: RunInfo, chain: Chain, say: Say) -> None:
-    say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()}")
-    if chain.newest is not None:
-        say(f"it goes on at round {chain.newest.manifest.round}, step {chain.newest.manifest.step:,}")
-        return
-    if (warning := expected_coverage(config)) is not None:
-        say(warning)
-    wanted = config.swarm.min_peers
-    say(f"it begins when {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} come")
-
-
 async def _herald(chain: Chain, say: Say) -> None:
     """Says what is new in the chain."""
     told = chain.length
@@ -374,7 +409,13 @@ async def _herald(chain: Chain, say: Say) -> None:
         await asyncio.sleep(HERALD_SECONDS)
 
 
-def _describer(info: RunInfo, network: HivemindNetwork, chain: Chain, data_pieces: int) -> Callable[[], PeerRecord]:
+def _held(data: PieceShelf | None) -> int:
+    return data.held if data is not None else 0
+
+
+def _describer(
+    info: RunInfo, network: HivemindNetwork, chain: Chain, data: PieceShelf | None
+) -> Callable[[], PeerRecord]:
     started = int(time.time())
 
     def describe() -> PeerRecord:
@@ -392,16 +433,10 @@ def _describer(info: RunInfo, network: HivemindNetwork, chain: Chain, data_piece
             role="bootstrap",
             client_mode=network.client_mode,
             joined_at_seconds=started,
-            data_pieces=data_pieces,
+            data_pieces=_held(data),
         )
 
     return describe
-
-
-def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
-    """What a volunteer types who has no invitation; loopback addresses only where there are no others."""
-    flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
-    return shlex.join(["spes-p2p", "join", "--initial-peers", *to_be_shown(addresses), *flags])
 
 
 async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:

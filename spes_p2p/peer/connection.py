@@ -344,7 +344,7 @@ class Connection:
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._publishers = tuple(group.addresses())
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
-        _check_organiser(options.organiser, self._info)
+        check_organiser(options.organiser, self._info)
         self._known_nodes = Contacts(options.output, self._info, self.peer_id, addresses)
         await self._check_not_over(group.round)
         if options.rounds is not None and group.round > options.rounds:
@@ -578,7 +578,7 @@ class Connection:
             self._feed.cache.close()
 
 
-def _check_organiser(expected: PeerId | None, info: RunInfo) -> None:
+def check_organiser(expected: PeerId | None, info: RunInfo) -> None:
     """Raises RemoteProtocolError where the run is not that of the organiser who invited."""
     if expected not in (None, info.organiser):
         raise RemoteProtocolError(

@@ -13,8 +13,9 @@ from pathlib import Path
 from spes_p2p.data.feed import Feed
 from spes_p2p.data.pieces import Catalogue
 from spes_p2p.data.shards import write_atomically
-from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash
+from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.piece_fetching import PieceFetcher
 
 DATA = "data"
@@ -82,6 +83,16 @@ class DataFeed:
 def _call(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all fetching
         loop.call_soon_threadsafe(what)
+
+
+def check_dataset(found: Hash, path: str, info: RunInfo) -> None:
+    """Raises DataError where what lies at `path` is not the run's dataset."""
+    if found != info.dataset:
+        raise DataError(
+            f"the data in {path} has hash {found.hex()[:16]}, the run trains on {info.dataset.hex()[:16]}",
+            fix="leave --data out (the data comes from other peers then), use the organiser's shards, or train on "
+            "your own with data.source=local",
+        )
 
 
 def kept_catalogue(folder: Path, dataset: Hash) -> Catalogue | None:

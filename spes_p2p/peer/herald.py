@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Set
 
 from spes_p2p.config.schema import Config
@@ -9,8 +10,11 @@ from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
+from spes_p2p.swarm.invite import to_be_shown
 from spes_p2p.swarm.membership import trainers
 from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit, Manifest
+from spes_p2p.sync.finding import SHOWN_DIGITS
+from spes_p2p.sync.genesis import RunInfo
 
 MOST_SHOWN = 3
 
@@ -24,6 +28,22 @@ def expected_coverage(config: Config) -> str | None:
         f"warning: {peers} {peers_text(peers)} with {each} columns each cover {peers * each} of {columns} expert "
         "columns; the others stay as they are until more peers come, unless some have memory for more"
     )
+
+
+def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[str]:
+    """Which run it is, and how far."""
+    named = f"run {info.run_id}, fingerprint {info.fingerprint.hex()}"
+    if newest is not None:
+        return [named, f"it goes on at round {newest.manifest.round}, step {newest.manifest.step:,}"]
+    wanted, warning = config.swarm.min_peers, expected_coverage(config)
+    begins = f"it begins when {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} come"
+    return [named, *([warning] if warning is not None else []), begins]
+
+
+def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
+    """What a volunteer types who has no invitation; loopback addresses only where there are no others."""
+    flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
+    return shlex.join(["spes-p2p", "join", "--initial-peers", *to_be_shown(addresses), *flags])
 
 
 def coverage(ownership: Ownership) -> str:

@@ -15,8 +15,8 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.errors import ConfigError, DataError, SpesError
-from spes_p2p.ids import NO_HASH, Hash, PeerId, short
+from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
@@ -24,7 +24,7 @@ from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks, unfailing
 from spes_p2p.peer.checks import Check, checkpoint_check, insist
 from spes_p2p.peer.connection import Connection
-from spes_p2p.peer.data_feed import DATA
+from spes_p2p.peer.data_feed import DATA, check_dataset
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure_ranks, wanted_columns
@@ -290,7 +290,7 @@ def _open_data(
         dataset = open_dataset(config)
         if not is_own:
             pieces = FolderPieces.open(dataset, options.output / DATA, say)
-            _check_dataset(pieces.dataset_hash, config, info)
+            check_dataset(pieces.dataset_hash, config.data.path, info)
             connection.serve_data(pieces)
     if config.eval.every_rounds:
         need_held_out(dataset, config, config.eval.sequences)
@@ -302,15 +302,6 @@ def _make_loader(config: Config, info: RunInfo, dataset: AnyDataset, me: PeerId)
     if config.data.source == "local" or info.dataset == NO_HASH:
         return LocalLoader(dataset, config, me)
     return LeasedLoader(dataset, config)
-
-
-def _check_dataset(found: Hash, config: Config, info: RunInfo) -> None:
-    if found != info.dataset:
-        raise DataError(
-            f"the data in {config.data.path} has hash {found.hex()[:16]}, the run trains on {info.dataset.hex()[:16]}",
-            fix="leave --data out (the data comes from other peers then), use the organiser's shards, or train on "
-            "your own with data.source=local",
-        )
 
 
 def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:

@@ -1,4 +1,6 @@
-"""The state that a run starts from where it is not made from the seed: a newcomer fetches it before it takes part.
+"""What a run started from, fetched: genesis, and the state where it is not made from the seed.
+
+A newcomer fetches that state before it takes part.
 
 So the run does not begin with peers that are still downloading. Where it has begun already, the newest state is what a
 newcomer needs; then a base of zeros stands in until that is fetched (see `joining`).
@@ -7,6 +9,7 @@ newcomer needs; then a base of zeros stands in until that is fetched (see `joini
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 
 import numpy as np
@@ -16,6 +19,9 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.catch_up import InThread
+from spes_p2p.sync.core.messages import Commit
+from spes_p2p.sync.core.rules import CheckSignature
+from spes_p2p.sync.genesis import RunInfo, check_genesis
 from spes_p2p.sync.transfer import Transfers
 
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
@@ -46,6 +52,19 @@ async def fetch_start(
             return
         except (NetworkError, RemoteProtocolError) as error:
             say(f"the state that the run starts from cannot be had yet: {error}")
+        await asyncio.sleep(pause_seconds)
+
+
+async def fetch_genesis(
+    info: RunInfo, transfers: Transfers, check: CheckSignature, sources: Sources, pause_seconds: float
+) -> Commit:
+    """Genesis, checked, as soon as somebody has it; for who takes no part, and so brings none about."""
+    while True:
+        for peer in await sources():
+            with contextlib.suppress(NetworkError, RemoteProtocolError):  # it waits as we do, or is gone
+                if part := await transfers.chain(peer, 0):
+                    check_genesis(part[0], info, check)
+                    return part[0]
         await asyncio.sleep(pause_seconds)
 
 

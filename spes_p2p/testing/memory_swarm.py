@@ -18,7 +18,7 @@ from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.own import OwnStart
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Intent, Manifest
@@ -27,6 +27,8 @@ from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.sync.starting import fetch_genesis
+from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 
 __all__ = ["ORGANISER", "MemorySwarm", "PretendPeer", "PretendWork"]
@@ -73,6 +75,8 @@ class MemorySwarm:
         """Every peer that ever was, in the order of their starts; `peers` has the last life of each."""
         self.watch: Callable[[PretendPeer, Manifest], None] = lambda peer, manifest: None
         """Is told of each manifest that a peer comes to stand on, while its state is on that peer's disk."""
+        self.mirrors: dict[PeerId, Organiser] = {}
+        self._mirror_stores: list[StateStore] = []
         self._incarnations = itertools.count(1)
 
     def new_incarnation(self) -> int:
@@ -93,12 +97,7 @@ class MemorySwarm:
         self.organiser_said: list[str] = []
         chain = Chain(self.folder / ORGANISER / "chain")
         if self.serve:
-            self.server = Server(
-                self.info, self.config, self.layout, self.folder / ORGANISER, net.transport, net.signer, net.verifier,
-                KeySealer(net.signer), chain, self._organiser_store, self.clock, self.organiser_said.append,
-                self.server_failures.append, self._sources, new_incarnation=self.new_incarnation,
-                first_sequence=int(self.clock.now() * 1000),
-            )  # fmt: skip
+            self.server = self._server(net, chain, self._organiser_store, self.organiser_said)
         self.organiser = Organiser(
             self.info, self.rules, self.config.swarm.min_peers, self.config.swarm.heartbeat_seconds, net.transport,
             KeySealer(net.signer), EnvelopeChecker(net.verifier), chain,
@@ -107,6 +106,36 @@ class MemorySwarm:
             fatal=self.server_failures.append,
         )  # fmt: skip
         await self.organiser.start()
+
+    def _server(self, net: MemoryPeer, chain: Chain, store: StateStore, said: list[str]) -> Server:
+        return Server(
+            self.info, self.config, self.layout, self.folder / net.peer_id, net.transport, net.signer, net.verifier,
+            KeySealer(net.signer), chain, store, self.clock, said.append, self.server_failures.append, self._sources,
+            new_incarnation=self.new_incarnation, first_sequence=int(self.clock.now() * 1000),
+        )  # fmt: skip
+
+    async def add_mirror(self, name: str, said: list[str], serve: bool = False) -> Organiser:
+        """One with an archive, or a member that serves; genesis comes from whoever has it. `said` gets its words."""
+        net, folder = self.network.peer(name), self.folder / name
+        chain, store = Chain(folder / "chain"), StateStore(folder / "state", self.layout)
+        store.create_initial(self._start)
+        archive = None if serve else StateStore(folder / "archive", self.layout)
+        self._mirror_stores += [store] if archive is None else [store, archive]
+        server = self._server(net, chain, store, said) if serve else None
+        checker, beat = EnvelopeChecker(net.verifier), self.config.swarm.heartbeat_seconds
+        mirror = Organiser(
+            self.info, self.rules, self.config.swarm.min_peers, beat, net.transport, KeySealer(net.signer), checker,
+            chain, store, self.clock, said.append, archive, server=server, fatal=self.server_failures.append,
+        )  # fmt: skip
+        self.mirrors[PeerId(name)] = mirror
+        await mirror.start()
+        transfers = Transfers(net.transport, self.layout, lambda: 5 * beat, patient=True)
+
+        async def others() -> Iterable[PeerId]:
+            return [ORGANISER, *(one for one in self.mirrors if one != name), *await self._sources()]
+
+        mirror.begun(await fetch_genesis(self.info, transfers, checker.check, others, beat))
+        return mirror
 
     async def _sources(self) -> Iterable[PeerId]:
         return [name for name, peer in self.peers.items() if peer.is_up]
@@ -154,3 +183,8 @@ class MemorySwarm:
         for peer in self.up:
             await peer.kill()
         await self.kill_organiser()
+        for name, mirror in self.mirrors.items():
+            self.network.kill(name)
+            await mirror.stop()
+        for store in self._mirror_stores:
+            store.close()

@@ -179,7 +179,11 @@ class PretendPeer:
             self._begin(place.tip.manifest, None)
 
     async def _sources(self) -> Iterable[PeerId]:
-        return [ORGANISER, *(name for name, peer in self.swarm.peers.items() if name != self.name and peer.is_up)]
+        return [
+            ORGANISER,
+            *self.swarm.mirrors,
+            *(name for name, peer in self.swarm.peers.items() if name != self.name and peer.is_up),
+        ]
 
     @property
     def round(self) -> int:

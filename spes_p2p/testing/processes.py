@@ -193,6 +193,10 @@ class LocalSwarm:
         self.address = line.split("--initial-peers ")[1].split()[0]
         return process
 
+    def mirror(self, name: str, invite: str, arguments: Sequence[str] = ()) -> Process:
+        """Starts a mirror of the run that is invited to."""
+        return self._start(name, ["bootstrap", "--mirror", invite, "--output", str(self.folder / name), *arguments])
+
     def peer(
         self,
         name: str,

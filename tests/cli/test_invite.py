@@ -50,6 +50,15 @@ def test_a_mistyped_one_is_one_clear_error(tmp_path: Path, word: str, command: s
     refused(spes_p2p(command, word[:-1] + ("1" if word[-1] != "1" else "2"), *more), "mistyped or cut short", "copy it")
 
 
+def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
+    more = ("--host-maddrs", LOOPBACK, "--output", str(tmp_path))
+    for changes in (("--config", "tiny"), ("run.seed=1",), ("--init-from", str(tmp_path))):
+        refused(
+            spes_p2p("bootstrap", "--mirror", word, *changes, *more), "a mirror takes the run as it is", "leave out"
+        )
+    refused(spes_p2p("bootstrap", "--mirror", word[:-1], *more), "mistyped or cut short")
+
+
 def test_nothing_at_all_is_told(tmp_path: Path) -> None:
     refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation is given", "spes1")
     refused(spes_p2p("status"), "no invitation is given")

@@ -43,6 +43,12 @@ def test_a_node_that_serves(tmp_path: Path) -> None:
     assert "--serve" not in run(tmp_path, SPES_CONFIG="tiny", SPES_SERVE="0").stdout.splitlines()
 
 
+def test_a_mirror_needs_no_config(tmp_path: Path) -> None:
+    lines = run(tmp_path, SPES_MIRROR="spes1abc").stdout.splitlines()
+    assert lines[:5] == ["bootstrap", "--mirror", "spes1abc", "--output", "bootstrap-node"]
+    assert "--config" not in lines
+
+
 def test_without_a_config_it_says_what_to_set(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result.returncode != 0

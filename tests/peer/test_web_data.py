@@ -84,9 +84,10 @@ def test_the_run_is_the_same_wherever_its_data_lies(server: WebServer, shards: P
     def read(*overrides: str, data: str | None = None) -> tuple[str, bytes, int, list[str]]:
         said = list[str]()
         options = BootstrapOptions(NetworkOptions(), tmp_path / "node", Path("tiny"), data, overrides)
-        config, shelf = asyncio.run(_read_run(options, said.append))
+        run = asyncio.run(_read_run(options, said.append))
+        shelf = run.data
         assert shelf is not None
-        return published_yaml(config), shelf.grid.catalogue.dataset_hash, shelf.held, said
+        return published_yaml(run.config), shelf.grid.catalogue.dataset_hash, shelf.held, said
 
     here = read(data=str(shards))
     web = read(f"data.urls={server.url}")

@@ -155,7 +155,8 @@ class Caretaker:
 
     def _tick(self, vigil: Vigil, now: float) -> None:
         self._try("watch the members", self._watch, vigil, now)
-        self._try("renew the run", self._renew_if_due, vigil, now)
+        if self._transport.peer_id == self._info.organiser:  # else it is a mirror, without the key
+            self._try("renew the run", self._renew_if_due, vigil, now)
         self._try("keep the newest state", self._keep_newest, vigil, now)
         self._try("say what can be had here", self._speak, vigil, now)
 

@@ -1,5 +1,7 @@
 """The bootstrap node as others meet it: makes genesis when enough peers have come, and answers from then on.
 
+Without the organiser's key it is a mirror: it is given genesis, signs nothing, and does all else.
+
 It trains nothing and, unless it is to serve, has no vote. It keeps the newest certificates and the initial state for
 whoever asks, and with an archive the newest state (see `caretaker`); the run goes on without it. With a `Server` it is
 a member too, through which others exchange their values.
@@ -78,6 +80,7 @@ class Organiser:
         self._store = store
         self._clock = clock
         self._say = say
+        self._has_key = transport.peer_id == info.organiser
         self._waiting: dict[PeerId, _Waiting] = {}
         self._server = server
         self._said = ""
@@ -124,9 +127,9 @@ class Organiser:
         envelope = self._checker.open(caller, request)
         check_same_run(envelope, self.info)
         for status in said_by(caller, envelope, self.info):
-            if self.chain.length == 0:
+            if self.chain.length == 0 and self._has_key:
                 self._await(status)
-            else:
+            elif self.chain.length:
                 self._caretaker.hear(status)
         return pack(replace(self._caretaker.word(), commit=self._chain_answer(envelope)))
 
@@ -180,7 +183,11 @@ class Organiser:
             members.append(self._server.member)
             wishes[self._server.member.peer] = Wish(0)
         manifest = genesis_manifest(self._rules, root, members, wishes)
-        self.chain.append(sign_genesis(manifest, self._transport.peer_id, self._sealer))
+        self.begun(sign_genesis(manifest, self._transport.peer_id, self._sealer))
+
+    def begun(self, genesis: Commit) -> None:
+        """With this genesis, which somebody has checked, the run begins here. Raises StorageFull."""
+        self.chain.append(genesis)
         self._waiting.clear()
         self._caretaker.begin()
         self._take_seat()

@@ -1,0 +1,208 @@
+"""What makes a bootstrap node a mirror: it serves a run that somebody else began, and has no say in it.
+
+Config, genesis and data come from whoever has them, and are checked by the run's fingerprint. Who follows the chain and
+keeps states is the same as on the organiser's node (`sync/organising`); without the organiser's key it signs nothing.
+What was fetched is kept, so that a mirror can start when nobody else is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.piece_cache import PieceCache
+from spes_p2p.data.pieces import PieceGrid
+from spes_p2p.data.trees import FolderPieces
+from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.interop.own import run_layout
+from spes_p2p.observe.metrics import bytes_text
+from spes_p2p.peer.connection import ANSWER_SECONDS, check_organiser
+from spes_p2p.peer.data_feed import DATA, PAUSE_SECONDS, PIECES_A_PASS, check_dataset, keep_catalogue, kept_catalogue
+from spes_p2p.peer.folder import RUN, claim_folder
+from spes_p2p.peer.options import Meeting
+from spes_p2p.state.files import write_whole
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork
+from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
+from spes_p2p.sync.announce import Announcer
+from spes_p2p.sync.core.actions import Notice
+from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo, check_run
+from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.organising.organiser import Organiser
+from spes_p2p.sync.piece_fetching import PieceFetcher, fetch_catalogue
+from spes_p2p.sync.pieces import DataTraffic
+from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.starting import fetch_genesis, fetch_start
+from spes_p2p.sync.tasks import Tasks
+from spes_p2p.sync.transfer import Transfers
+from spes_p2p.wire import pack, unpack
+
+INFO_FILE = "info"
+"""In `run/` of a mirror: what the run's fingerprint stands for."""
+LOOK_SECONDS = 5.0
+FULL_SECONDS = 60.0
+"""So long after a full disk it is tried again."""
+WINDOW = 2**16
+"""Pieces that are looked through at a time for those that are not here."""
+Say = Callable[[str], None]
+
+
+def kept_run(folder: Path, fingerprint: str | None) -> RunInfo | None:
+    """The run that the mirror of this folder serves, if it is this one; None where it has served none."""
+    try:
+        info = unpack(RunInfo, (folder / RUN / INFO_FILE).read_bytes())
+    except (OSError, RemoteProtocolError):  # none, or a damaged one: it is asked for again
+        return None
+    return info if info.fingerprint.hex().startswith((fingerprint or "").lower()) else None
+
+
+class Mirror:
+    """Made by `Mirror.find`, before anything of the run is opened here."""
+
+    def __init__(self, network: HivemindNetwork, info: RunInfo, config: Config, folder: Path, say: Say) -> None:
+        self.info = info
+        self.config = config
+        self._network = network
+        self._folder = folder
+        self._say = say
+        self._tasks = Tasks(lambda error: None)  # whoever waits for it hears of it
+        self._stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
+        self._cache: PieceCache | None = None
+
+    @classmethod
+    async def find(cls, network: HivemindNetwork, meeting: Meeting, folder: Path, say: Say) -> Mirror:
+        """The run that is invited to, by what is kept of it in `folder` or by who answers; claims the folder for it.
+
+        Raises NetworkError where nobody serves it, ConfigError where it cannot be mirrored from here.
+        """
+        info = kept_run(folder, meeting.fingerprint)
+        if info is None:
+            group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
+            info, config = await load_run(network.transport, group, ANSWER_SECONDS)
+        else:
+            config = check_run(info, info.fingerprint)
+        check_organiser(meeting.organiser, info)
+        if network.signer.peer_id == info.organiser:
+            raise ConfigError(
+                f"{folder} holds the organiser's key of run {info.run_id}: this is its bootstrap node, no mirror",
+                fix="start it with --config as before, or give the mirror a folder of its own with --output",
+            )
+        claim_folder(folder / RUN, info, run_layout(config, None))
+        write_whole(folder / RUN / INFO_FILE, pack(info))
+        say(f"a mirror of run {info.run_id}: it serves what it has, and signs nothing")
+        return cls(network, info, config, folder, say)
+
+    async def sources(self) -> tuple[PeerId, ...]:
+        """Who else is in the run now, as far as anybody answers."""
+        records: dict[PeerId, bytes] = {}
+        with contextlib.suppress(NetworkError):
+            records.update(await self._network.directory.read(peers_key(self.info.run_id), ANSWER_SECONDS))
+        known, _ = parse_all(parse_peer, records)
+        for peer, record in known.items():
+            self._network.transport.learn(peer, record.addresses)
+        return tuple(sorted(set(known) - {self._network.signer.peer_id}))
+
+    # ---------------------------------------------------------------- data
+
+    async def open_data(self, path: str | None, max_disk: int) -> FolderPieces | PieceCache | None:
+        """The run's data: a copy of it at `path`, else what is fetched, at most `max_disk` bytes; None for none.
+
+        Raises DataError for another dataset, NetworkError where nobody says what the dataset is.
+        """
+        if self.config.data.source == "local" or self.info.dataset == NO_HASH:
+            return None
+        in_thread, folder = self._tasks.in_thread, self._folder / DATA
+        if path is not None:
+            config = self.config.model_copy(update={"data": self.config.data.model_copy(update={"path": path})})
+            pieces = await in_thread(lambda: FolderPieces.open(open_dataset(config), folder, self._say))
+            check_dataset(pieces.dataset_hash, path, self.info)
+            return pieces
+        catalogue = kept_catalogue(folder, self.info.dataset)
+        if catalogue is None:
+            catalogue = await fetch_catalogue(
+                self._network.transport, self.info.dataset, await self.sources(), ANSWER_SECONDS, self._tell
+            )
+            keep_catalogue(folder, pack(catalogue))
+        grid = PieceGrid(catalogue)
+        whole = bytes_text(grid.tokens * grid.item_bytes)
+        self._say(f"the run's data is copied from other peers: {whole} in all, at most {bytes_text(max_disk)} of it")
+        self._cache = await in_thread(lambda: PieceCache(folder, grid, max_disk))
+        return self._cache
+
+    async def copy_data(self, announcer: Announcer) -> None:
+        """Fetches what is not here and has room; never returns. What others do wrong is tried again."""
+        if (cache := self._cache) is None:
+            await asyncio.Event().wait()
+            return
+
+        def holders() -> dict[PeerId, int]:
+            return {peer: record.data_pieces for peer, record in announcer.known.items()}
+
+        fetcher = PieceFetcher(
+            self._network.transport, cache.grid, self.info.organiser, holders, self._tell, DataTraffic(),
+            lambda: self._stall_seconds, self._tasks.in_thread,
+        )  # fmt: skip
+        while True:
+            absent = await self._tasks.in_thread(lambda: absent_pieces(cache, PIECES_A_PASS))
+            try:
+                if absent:
+                    await fetcher.fetch(absent, lambda pieces: _put(cache, pieces))
+                await asyncio.sleep(0 if absent else LOOK_SECONDS)
+            except NetworkError:
+                await asyncio.sleep(PAUSE_SECONDS)
+            except StorageFull as error:
+                self._say(f"no more of the run's data is copied for now: {error}")
+                await asyncio.sleep(FULL_SECONDS)
+                cache.grow_again()
+
+    def _tell(self, notice: Notice) -> None:
+        self._say(f"{notice.peer}: {notice.text}")
+
+    # ---------------------------------------------------------------- the run
+
+    async def fetch_initial(self, store: StateStore) -> None:
+        """What a run starts from that does not start from its seed; see `fetch_start`."""
+        root = Hash(bytes.fromhex(self.config.run.initial_state))
+        await fetch_start(
+            store, root, self._transfers(store), self.sources, self._tasks.in_thread, self._say,
+            self.config.swarm.heartbeat_seconds,
+        )  # fmt: skip
+
+    async def await_genesis(self, organiser: Organiser, store: StateStore) -> None:
+        """Gives it to `organiser` once somebody has it; never returns."""
+        if not organiser.chain.length:
+            check, pause = EnvelopeChecker(self._network.verifier).check, self.config.swarm.heartbeat_seconds
+            organiser.begun(await fetch_genesis(self.info, self._transfers(store), check, self.sources, pause))
+        await asyncio.Event().wait()
+
+    def _transfers(self, store: StateStore) -> Transfers:
+        return Transfers(self._network.transport, store.layout, lambda: self._stall_seconds, patient=True)
+
+    async def close(self) -> None:
+        await self._tasks.stop()
+        if self._cache is not None:
+            self._cache.close()
+
+
+def absent_pieces(cache: PieceCache, most: int) -> list[int]:
+    """The first pieces that are not here, so many at most and no more than there is room for."""
+    room, found = min(most, cache.capacity - cache.held), list[int]()
+    for first in range(0, cache.grid.total, WINDOW):
+        if len(found) >= room:
+            break
+        window = np.arange(first, min(first + WINDOW, cache.grid.total))
+        found += window[~cache.has(window)].tolist()
+    return found[: max(0, room)]
+
+
+def _put(cache: PieceCache, pieces: Sequence[tuple[int, bytes]]) -> None:
+    for piece, joined in pieces:
+        cache.put(piece, joined)
