@@ -45,6 +45,8 @@ FAULTS = tuple(Fault(step) for step in (*LEADER_STEPS, *MEMBER_STEPS))
 CORPUS_BYTES = 8 * 2**20
 ROUND_SECONDS = 300.0
 """A round that takes longer is one that hangs."""
+ROUNDS_TO_VOTE = 3
+"""Since it came: caught up, named as a member, and by the next manifest one who votes."""
 LEAVE_SECONDS = 10.0
 """The kernel ends at once what a killed process had started, but not in no time."""
 SETTLE_SECONDS = 60.0
@@ -78,7 +80,6 @@ class Chaos:
         self._thaw_at: dict[str, float] = {}
         self._meeting: list[str] = []
         """What peers that come back are told besides the bootstrap node: where the witness is."""
-        self._armed: list[Fault] = []
         self._findings = Findings(options)
         self._overrides = (
             *MODEL,
@@ -172,10 +173,11 @@ class Chaos:
         """What this round's draw says; the same draws for the same seed."""
         lot, kind, share = self._rng.random(), self._rng.random(), self._rng.random()
         fault, order = self._rng.choice(FAULTS), self._rng.sample(self._names[1:], len(self._names) - 1)
-        able = [name for name in order if name in self._up() and name not in self._thaw_at]
+        able = [name for name in order if self._votes(name)]
         spare = len(able) - self._options.peers // 2  # the witness and these must stay a majority
         if lot >= self._options.kill_rate or spare < 1:
             return
+        self._swarm.armoury.disarm()  # one at a time: nobody came to the last one
         if kind < 0.5:
             self._swarm.armoury.arm(fault)
             self._note(f"round {round + 1}: whoever comes to {fault.step!r} dies")
@@ -191,6 +193,14 @@ class Chaos:
             self._swarm.processes[able[0]].freeze()
             self._thaw_at[able[0]] = time.monotonic() + 5 + 20 * share
             self._note(f"{able[0]} freezes for {5 + 20 * share:.0f} s")
+
+    def _votes(self, name: str) -> bool:
+        """Whether it is awake, and has been in for long enough to be an elector again."""
+        if name not in self._up() or name in self._thaw_at:
+            return False
+        began = next(life.began for life in reversed(self._lives) if life.name == name)
+        rounds = sum(at >= began and isinstance(event, Round) for at, event in self._swarm.processes[name].seen)
+        return rounds >= ROUNDS_TO_VOTE
 
     def _kill(self, names: Sequence[str], share: float) -> None:
         """At some moment of the round, by the length that rounds had lately."""
