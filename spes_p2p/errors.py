@@ -70,6 +70,10 @@ class NetworkError(SpesError):
     """A peer could not be reached, or a stream broke."""
 
 
+class DaemonEnded(NetworkError):
+    """The libp2p daemon of this process ended by itself, or something ended it."""
+
+
 class PeerRefused(NetworkError):
     """The host of the peer refuses connections: the process is gone."""
 

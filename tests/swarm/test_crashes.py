@@ -156,6 +156,13 @@ def test_a_daemon_that_was_killed_is_replaced_and_the_peer_goes_on(story: Story)
     assert any("another one runs in its place" in text for text in story.warnings("p1"))
 
 
+@pytest.mark.parametrize("name", ["p1", "bootstrap"])
+def test_what_it_leaves_on_the_screen_is_one_line(story: Story, name: str) -> None:
+    said = story.processes[name].output()
+    assert said.count("the libp2p daemon ended") == 1
+    assert not any(words in said for words in ("Traceback", "never retrieved", "child process pid"))
+
+
 def test_a_killed_rank_ends_its_peer_with_the_reason(story: Story) -> None:
     assert story.rank_code == 1
     assert "local rank 1 was killed by SIGKILL" in story.processes["p0"].output()

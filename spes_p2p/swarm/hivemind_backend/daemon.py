@@ -10,24 +10,30 @@ import errno
 import ipaddress
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
-from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.errors import ConfigError, DaemonEnded, NetworkError
 from spes_p2p.swarm.hivemind_backend.dial import parse_address
 from spes_p2p.swarm.hivemind_backend.locks import FileLock
 
 NO_LOOKUP = "none"
 """A `dht_mode` of ours: the daemon dials the addresses that it is given, and never those that others tell of a peer."""
+DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
+"""What its socket says when it is no more."""
 _PREFIX = "spes-p2p-net-"
 _MAX_FOLDER_CHARACTERS = 50
 _LOCK = "lock"
+_SAID_NOTHING = "Daemon failed to start: None"
+"""hivemind's words for one that was killed; else it has given a reason."""
 
 
 class SocketFolder:
@@ -63,24 +69,50 @@ def _sweep(temporary: Path) -> None:
 
 
 async def start_daemon(folder: SocketFolder, **options: Any) -> P2P:
-    """A running daemon (hivemind's `P2P.create` with `options`). Raises NetworkError with the daemon's own words."""
-    owner = os.getpid()
+    """A running daemon (hivemind's `P2P.create` with `options`). Raises NetworkError with the daemon's own words.
+
+    Where this is cancelled, or fails, no daemon is left.
+    """
+    owner, made = os.getpid(), list[P2P]()
     check_ports(options.get("host_maddrs") or ())
 
     class RunP2P(P2P):
         _UNIX_SOCKET_PREFIX = f"/unix{folder.path}/"
         DHT_MODE_MAPPING: ClassVar[dict[str, dict[str, int]]] = {**P2P.DHT_MODE_MAPPING, NO_LOOKUP: {}}
 
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
         def _terminate(self) -> None:
-            if os.getpid() == owner:  # a forked child must not end its parent's daemon
-                super()._terminate()
+            if os.getpid() != owner:  # a forked child must not end its parent's daemon
+                return
+            child = self._child
+            self._child: Any = None  # asyncio would take its exit code away from who waits for it, who complains then
+            super()._terminate()
+            self._child = child
+            if child is not None and child.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGTERM)
 
     try:
         p2p = await RunP2P.create(**options)
-    except P2PDaemonError as error:
-        raise _explained(str(error)) from error
+    except BaseException as error:
+        for one in made:
+            kill_daemon(one)  # one that has just begun does not listen to SIGTERM
+            await one.shutdown()
+        if isinstance(error, (P2PDaemonError, *DAEMON_GONE)):
+            raise _explained(str(error)) from error
+        raise
     p2p._client.control._pending_calls = _PendingCalls()
     return p2p
+
+
+def kill_daemon(p2p: P2P) -> None:
+    """At once."""
+    if p2p._child is not None and p2p._child.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(p2p._child.pid, signal.SIGKILL)
 
 
 async def until_deaf(p2p: P2P) -> None:
@@ -139,7 +171,16 @@ def _taken(what: str) -> NetworkError:
     )
 
 
+def daemon_ended() -> DaemonEnded:
+    """For what broke because the daemon is no more."""
+    return DaemonEnded(
+        "the libp2p daemon ended while it was needed", fix="look for what ends it (memory?), then start this again"
+    )
+
+
 def _explained(words: str) -> NetworkError:
     if "address already in use" in words:
         return _taken(words)
+    if _SAID_NOTHING in words or not words.startswith("Daemon failed"):
+        return daemon_ended()
     return NetworkError(f"the libp2p daemon did not start: {words}", fix="check --host-maddrs and --announce-maddrs")

@@ -18,6 +18,7 @@ from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 from spes_p2p.errors import ClockSkewed, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm.calls import printable
+from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
 from spes_p2p.swarm.hivemind_backend.dial import Address, Dialled, dial, is_listing, parse_address, said_of
 from spes_p2p.swarm.hivemind_backend.hello import Met, greet
 from spes_p2p.swarm.hivemind_backend.names import listed
@@ -121,6 +122,8 @@ async def _meet_one(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_ab
         return Failed(text, f"is silent: the host accepts, but nobody answered within {GREETING_SECONDS:g} s")
     except (P2PDaemonError, P2PHandlerError, RemoteProtocolError) as error:
         return Failed(text, _reason(said_of(address, str(error))))
+    except DAEMON_GONE:
+        return Failed(text, "was not asked: our own libp2p daemon ended")
 
 
 async def _greet(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,17 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.logging import use_hivemind_log_handler
 
-from spes_p2p.errors import NetworkError
+from spes_p2p.errors import DaemonEnded, NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.hivemind_backend.daemon import NO_LOOKUP, SocketFolder, start_daemon, until_deaf
+from spes_p2p.swarm.hivemind_backend.daemon import (
+    DAEMON_GONE,
+    NO_LOOKUP,
+    SocketFolder,
+    daemon_ended,
+    kill_daemon,
+    start_daemon,
+    until_deaf,
+)
 from spes_p2p.swarm.hivemind_backend.dial import is_listing, parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
@@ -37,6 +45,8 @@ from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
 _DAEMON_END_SECONDS = 5.0
+_NOTICED_SECONDS = 0.2
+"""By then we have heard of a daemon's end that has just broken something."""
 _LOOKUP_SECONDS = 3.0
 _MOST_ASKED = 16
 MOST_RESTARTS = 5
@@ -78,6 +88,8 @@ class HivemindNetwork:
         self._stack = AsyncExitStack()
         self._life = AsyncExitStack()
         """The daemon of now, and its place in the DHT."""
+        self._watching: asyncio.Future[None] | None = None
+        """Done when the daemon of now has ended without us; None while none is meant to run."""
 
     @classmethod
     async def start(
@@ -98,18 +110,13 @@ class HivemindNetwork:
         not (see `reach`). `use_relay`: then it looks for relays, too, and keeps to those that carry enough (see
         `relay`); where it can be dialled, it is a relay for others. `wall_clock` is compared with that of the initial
         peers.
-        Raises NetworkError (a reason for each initial peer), IdentityInUse, ClockSkewed, ConfigError.
+        Raises NetworkError (a reason for each initial peer; DaemonEnded), IdentityInUse, ClockSkewed, ConfigError.
         """
         self = cls()
+        options = _daemon_options(initial_peers, host_maddrs, announce_maddrs, client_mode, use_relay)
+        names = tuple(filter(is_listing, announce_maddrs))
         try:
-            await self._start(
-                list(initial_peers),
-                identity_path,
-                _daemon_options(initial_peers, host_maddrs, announce_maddrs, client_mode, use_relay),
-                limits,
-                wall_clock,
-                tuple(filter(is_listing, announce_maddrs)),
-            )
+            await self._with_daemon(self._start(list(initial_peers), identity_path, options, limits, wall_clock, names))
         except BaseException:
             await self.close()
             raise
@@ -195,9 +202,41 @@ class HivemindNetwork:
     async def _start_daemon(self) -> P2P:
         p2p = await start_daemon(self._folder, identity_path=str(self._identity.path), **self._options)
         self.daemon_pid = p2p._child.pid
-        watch = asyncio.create_task(_watch(p2p, self.daemon_ended))
-        self._life.push_async_callback(_end_daemon, p2p, watch)
+        self._watching = watch = asyncio.create_task(_watch(p2p, self.daemon_ended))
+        self._life.push_async_callback(self._end_daemon, p2p, watch)
         return p2p
+
+    async def _end_daemon(self, p2p: P2P, watch: asyncio.Task[None]) -> None:
+        self._watching = None
+        try:
+            async with asyncio.timeout(_DAEMON_END_SECONDS):
+                await p2p.shutdown()
+        except TimeoutError:
+            kill_daemon(p2p)
+        await asyncio.wait((watch,), timeout=_DAEMON_END_SECONDS)
+        watch.cancel()
+
+    async def _with_daemon(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work`, unless the daemon ends meanwhile: some of hivemind's calls would wait for ever for its answer.
+
+        Raises DaemonEnded then, whatever else its end has broken.
+        """
+        task = asyncio.create_task(work)
+        try:
+            while not task.done() and not self._has_lost_daemon():
+                waited = (task,) if self._watching is None else (task, self._watching)
+                await asyncio.wait(waited, timeout=_NOTICED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and isinstance(task.exception(), (*DAEMON_GONE, P2PDaemonError, NetworkError)):
+                await asyncio.sleep(_NOTICED_SECONDS)
+            if self._has_lost_daemon():
+                raise daemon_ended()
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+        task.result()
+
+    def _has_lost_daemon(self) -> bool:
+        return self._watching is not None and self._watching.done()
 
     async def _join_dht(self, p2p: P2P, reached: list[Reached], validator: EnvelopeValidator) -> DHTNode:
         try:
@@ -218,10 +257,17 @@ class HivemindNetwork:
         """Another daemon in the place of one that ended: the same identity, address and handler.
 
         Where nobody that we knew answers, it founds a DHT of its own, which `Directory.acquaint` joins to the others'.
-        Raises NetworkError where it does not start.
+        Raises NetworkError where it does not start, DaemonEnded where it ends before all of that is done.
         """
         await self._life.aclose()
         self._life = AsyncExitStack()
+        try:
+            await self._with_daemon(self._restart())
+        except DaemonEnded:
+            self.daemon_ended.set()
+            raise
+
+    async def _restart(self) -> None:
         if self._options.get("host_maddrs"):
             self._options["host_maddrs"] = _where_it_was(self._options["host_maddrs"], self.transport.addresses)
         p2p = await self._start_daemon()
@@ -245,7 +291,10 @@ class HivemindNetwork:
                     f"the libp2p daemon ended {len(ends)} times in {now - ends[0]:.0f} s",
                     fix="look for what ends it (memory?), then start this again with --resume",
                 )
-            await self.restart()
+            try:
+                await self.restart()
+            except DaemonEnded:
+                continue
             say("the libp2p daemon ended; another one runs in its place, under the same identity")
 
     async def close(self) -> None:
@@ -321,7 +370,7 @@ async def _is_found(scout: P2P, peer: PeerId) -> bool:
     try:
         async with asyncio.timeout(_LOOKUP_SECONDS):
             await scout._client.connect(PeerID.from_base58(peer), [])
-    except (TimeoutError, P2PDaemonError):
+    except (TimeoutError, P2PDaemonError, *DAEMON_GONE):
         return False
     return True
 
@@ -337,13 +386,3 @@ async def _leave_dht(node: DHTNode, daemon_ended: asyncio.Event) -> None:
 async def _watch(p2p: P2P, ended: asyncio.Event) -> None:
     await until_deaf(p2p)
     ended.set()
-
-
-async def _end_daemon(p2p: P2P, watch: asyncio.Task[None]) -> None:
-    try:
-        async with asyncio.timeout(_DAEMON_END_SECONDS):
-            await p2p.shutdown()
-    except TimeoutError:
-        p2p._child.kill()
-    await asyncio.wait((watch,), timeout=_DAEMON_END_SECONDS)
-    watch.cancel()

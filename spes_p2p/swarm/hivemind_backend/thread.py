@@ -12,14 +12,18 @@ import os
 import signal
 import sys
 import threading
+from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+
 from spes_p2p.errors import LocalProtocolError
 
 T = TypeVar("T")
+_BROKEN = (ConnectionError, asyncio.IncompleteReadError, P2PDaemonError, P2PHandlerError)
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 10.0
 _LIBC = ctypes.CDLL(None)  # loaded before any fork: nothing may be imported between fork and exec
@@ -33,10 +37,30 @@ class NetworkLoop(asyncio.SelectorEventLoop):
     to whole groups while we still need the daemon to say good-bye.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.starting: set[asyncio.Future[Any]] = set()
+        """Processes that are being started; who cancels that would wait for ever for their end (a fault of asyncio)."""
+
     async def subprocess_exec(self, protocol_factory: Any, program: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("preexec_fn", _die_with(os.getpid()))
         kwargs.setdefault("start_new_session", True)
-        return await super().subprocess_exec(protocol_factory, program, *args, **kwargs)
+        starting = asyncio.ensure_future(super().subprocess_exec(protocol_factory, program, *args, **kwargs))
+        self.starting.add(starting)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            transport, protocol = await starting
+            transport.close()
+            await Process(transport, protocol, self).wait()
+            raise
+        finally:
+            self.starting.discard(starting)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """What a task of a library died of because a connection broke is no news: who needs the connection says it."""
+        if not isinstance(context.get("exception"), _BROKEN):
+            super().call_exception_handler(context)
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
@@ -100,10 +124,13 @@ class NetworkThread:
             self._loop.close()
 
 
-def _finish(loop: asyncio.AbstractEventLoop) -> None:
+def _finish(loop: NetworkLoop) -> None:
+    if loop.starting:
+        loop.run_until_complete(asyncio.wait(set(loop.starting), timeout=_STOP_SECONDS / 2))
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
-        task.cancel()
+        if not task.cancelling():  # else it is cleaning up, and would not come to the end of that
+            task.cancel()
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_SECONDS / 2))
     loop.run_until_complete(loop.shutdown_asyncgens())

@@ -21,6 +21,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 from spes_p2p.errors import NetworkError, PeerClosed, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
 from spes_p2p.swarm import calls
+from spes_p2p.swarm.hivemind_backend.daemon import DAEMON_GONE
 from spes_p2p.swarm.hivemind_backend.dial import (
     Address,
     AddressBook,
@@ -48,8 +49,6 @@ _ADDRESS_REFRESH_SECONDS = 30.0
 _AFTERTHOUGHT_SECONDS = 0.5
 _NEVER_LEFT = ("failed to dial", "dial backoff", "failed to find any peer", "routing: not found", "no addresses")
 """In these words the daemon says that nothing was sent, so that a second try cannot do anything twice."""
-_DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
-"""What its socket says when it is no more."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -210,7 +209,7 @@ class HivemindTransport:
         except TimeoutError as error:
             self._connected.discard(peer)
             # the daemon may have spent the time on looking for one that is gone
-            with contextlib.suppress(TimeoutError, *_DAEMON_GONE):
+            with contextlib.suppress(TimeoutError, *DAEMON_GONE):
                 async with asyncio.timeout(_AFTERTHOUGHT_SECONDS):
                     if await self.check_refused(peer):
                         raise _unreached(peer, [Dialled.REFUSED], "") from error
@@ -228,7 +227,7 @@ class HivemindTransport:
             return await self._exchange(peer, exchange)
         except _NothingSent as error:
             raise await self._why(peer, str(error)) from error
-        except _DAEMON_GONE as error:
+        except DAEMON_GONE as error:
             raise NetworkError(f"the libp2p daemon does not answer: {error}", fix="start this peer again") from error
 
     async def _exchange(self, peer: PeerId, exchange: Callable[[], Awaitable[T]]) -> T:
@@ -250,7 +249,7 @@ class HivemindTransport:
             raise NetworkError("the libp2p daemon has ended", fix="start this peer again")
         try:
             await self._connect(peer)
-        except _DAEMON_GONE as error:
+        except DAEMON_GONE as error:
             raise NetworkError(f"the libp2p daemon does not answer: {error}", fix="start this peer again") from error
 
     async def _connect(self, peer: PeerId) -> None:
@@ -320,7 +319,7 @@ class HivemindTransport:
             self._spawn(self._note_place(peer))
 
     async def _note_place(self, peer: PeerId) -> None:
-        with contextlib.suppress(*_DAEMON_GONE):
+        with contextlib.suppress(*DAEMON_GONE):
             self._book.met(peer, [place for found, place in await self._connections() if found == peer])
 
     async def _is_connected(self, peer: PeerId) -> bool:
@@ -333,7 +332,7 @@ class HivemindTransport:
         return [(peer, (address.host, address.port)) for peer, address in pairs]
 
     async def _follow_addresses(self, p2p: P2P) -> None:
-        with contextlib.suppress(*_DAEMON_GONE):
+        with contextlib.suppress(*DAEMON_GONE):
             while self._p2p is p2p and not self._daemon_ended.is_set():
                 await asyncio.sleep(_ADDRESS_REFRESH_SECONDS)
                 await self.refresh_addresses()

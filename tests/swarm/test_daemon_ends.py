@@ -1,0 +1,119 @@
+"""A libp2p daemon that ends at a bad moment: another one runs in its place or one line says it, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from spes_p2p.errors import DaemonEnded
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+WAIT_SECONDS = 30.0
+
+
+def daemons() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.name() == "p2pd" and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def kill_daemons() -> None:
+    for daemon in daemons():
+        daemon.send_signal(signal.SIGKILL)
+
+
+def kill_while_attaching(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The daemon ends before it has been told what this peer answers."""
+    attach, left = HivemindTransport.attach, [times]
+
+    async def attaching(self: HivemindTransport, *arguments: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            kill_daemons()
+        await attach(self, *arguments)
+
+    monkeypatch.setattr(HivemindTransport, "attach", attaching)
+
+
+def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> list[str]:
+        network, said = await HivemindNetwork.start(host_maddrs=LOOPBACK), list[str]()
+        try:
+            kill_while_attaching(monkeypatch, times=2)
+            alive = asyncio.create_task(network.keep_alive(said.append))
+            os.kill(network.daemon_pid, signal.SIGKILL)
+            async with asyncio.timeout(WAIT_SECONDS):
+                while not said and not alive.done():
+                    await asyncio.sleep(0.01)
+            assert not network.daemon_ended.is_set()
+            alive.cancel()
+        finally:
+            await network.close()
+        return said
+
+    with NetworkThread() as thread:
+        assert len(thread.run(scenario())) == 1
+    assert daemons() == []
+
+
+def test_a_start_whose_daemon_ends_says_that_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_while_attaching(monkeypatch, times=1)
+    with NetworkThread() as thread, pytest.raises(DaemonEnded, match="the libp2p daemon ended") as caught:
+        thread.run(HivemindNetwork.start(host_maddrs=LOOPBACK), WAIT_SECONDS)
+    assert caught.value.fix
+    assert daemons() == []
+
+
+@pytest.mark.parametrize("after_seconds", [0.0, 0.02, 0.1])
+def test_a_start_that_is_broken_off_leaves_no_daemon_and_no_word(
+    after_seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with Ctrl-C in the middle of it."""
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with caplog.at_level(logging.WARNING), NetworkThread() as thread:
+        starting = thread.submit(HivemindNetwork.start(host_maddrs=LOOPBACK))
+        until = time.monotonic() + WAIT_SECONDS
+        while not daemons() and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(after_seconds)
+        starting.cancel()
+    gc.collect()
+    assert daemons() == []
+    assert unraisable == []
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ConnectionResetError, 0), (lambda: asyncio.IncompleteReadError(b"", 1), 0), (ValueError, 1)],
+    ids=["reset", "cut off", "a bug"],
+)
+def test_a_broken_connection_of_a_library_is_no_traceback_and_a_bug_is_one(
+    error: Callable[[], Exception], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def die() -> None:
+        raise error()
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().create_task(die())
+        await asyncio.sleep(0.01)
+
+    with NetworkThread() as thread:
+        thread.run(scenario())
+        gc.collect()
+    assert len(caplog.records) == told
