@@ -157,8 +157,11 @@ def test_a_slow_server_is_given_up_and_another_one_gives_it(
         assert good.count(".npy") == 1
 
 
-@pytest.mark.parametrize("what", [".npy", TREES, "manifest.json"])
-def test_a_server_that_lies_is_named_and_asked_no_more(lab: Lab, server: WebServer, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [(".npy", "piece 200 hashes to another"), (TREES, "is not of the run's data"), ("manifest.json", "is damaged")],
+)
+def test_a_server_that_lies_is_named_and_asked_no_more(lab: Lab, server: WebServer, what: str, words: str) -> None:
     server.faults = Faults(lies=lambda asked: asked.path.endswith(what))
 
     async def story(mirrors: WebMirrors) -> None:
@@ -168,6 +171,7 @@ def test_a_server_that_lies_is_named_and_asked_no_more(lab: Lab, server: WebServ
         assert len(server.asked) == asked
         assert len(lab.told) == 1
         assert f"at {server.url}" in lab.told[0]
+        assert words in lab.told[0]
         assert "not asked for data again" in lab.told[0]
 
     with WebServer(lab.folder) as good:
@@ -371,4 +375,11 @@ def test_the_hubs_token_goes_to_the_hub_alone(
         assert {asked.path.rpartition("/")[0] for asked in hub.asked} == {"/datasets/me/mine/resolve/v1/shards"}
         assert hub.asked[1].headers["authorization"] == "Bearer hf_secret"
         assert cdn.asked
+        cdn.faults = Faults(status=lambda asked: 401)  # it would like to have one, too
+
+        async def greedy(mirrors: WebMirrors) -> None:
+            with pytest.raises(NetworkError, match="answered 401"):
+                await mirrors.pieces([1])
+
+        lab.play(greedy, "hf://datasets/me/mine@v1/shards")
         assert all("authorization" not in asked.headers for asked in cdn.asked)
