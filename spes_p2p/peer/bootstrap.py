@@ -17,11 +17,6 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.data.loader import check_enough, check_vocabulary, open_dataset
-from spes_p2p.data.manifest import Dataset
-from spes_p2p.data.tokenizers import is_public
-from spes_p2p.data.trees import FolderPieces
-from spes_p2p.data.web_url import checked_urls, needs_consent
 from spes_p2p.errors import ConfigError, NetworkError, StorageFull
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.own import Model, run_layout
@@ -36,9 +31,9 @@ from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join
 from spes_p2p.peer.mirror import Mirror, kept_run
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DISK, Meeting, NetworkOptions, config_path
-from spes_p2p.peer.start_state import check_tokenizer, make_own_start, make_start, start_from, start_from_own
+from spes_p2p.peer.run_data import open_run_data
+from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
-from spes_p2p.peer.web_data import check_on_web, open_on_web
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
@@ -52,7 +47,7 @@ from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
+from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.web_sources import SourceKeeper
 
@@ -132,7 +127,7 @@ class _Run:
 
 
 async def _read_run(options: BootstrapOptions, say: Say) -> _Run:
-    """The config, in which `data.urls` are those that peers are told, and the dataset."""
+    """What `open_run_data` makes of the config that was given."""
     assert options.config_path is not None
     overrides = list(options.overrides)
     if options.data is not None:
@@ -142,59 +137,7 @@ async def _read_run(options: BootstrapOptions, say: Say) -> _Run:
         config = start_from(options.init_from, config, options.folder, say)
     elif options.model is not None:
         config = start_from_own(options.model, config, options.folder)
-    if config.data.source == "local":
-        return _Run(config, None)
-    urls = checked_urls(config.data.urls)
-    if not config.data.path and not urls:
-        raise ConfigError(
-            "the run leases data, but no dataset is given",
-            fix="give the folder of the token shards with --data, say where they lie on the web with data.urls, or let "
-            "peers bring their own: data.source=local",
-        )
-    shelf: PieceShelf
-    if config.data.path:
-        dataset = open_dataset(config)
-        shelf = FolderPieces.open(dataset, options.folder / DATA, say)
-        urls = urls or checked_urls(dataset.urls)
-        await check_on_web(urls, shelf.grid, say)
-    else:
-        found = await open_on_web(urls, say, options.folder / DATA)
-        dataset, shelf = found.dataset, EmptyShelf(found.grid)
-        check_vocabulary(dataset, config)
-        if options.init_from is not None:
-            check_tokenizer(options.init_from, dataset, say)
-    check_enough(shelf.grid.tokens, config)
-    for url in filter(needs_consent, urls):
-        say(f"{url} is of a private network or plain http: peers fetch data from it only with join --web-data any")
-    config = config.model_copy(update={"data": config.data.model_copy(update={"urls": urls})})
-    return _Run(with_tokenizer(config, dataset, say), shelf)
-
-
-def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
-    """The config that is published: it names the tokenizer of the data, for whoever exports, and its hash.
-
-    What the organiser has named stays; a file of this machine is no name, and is not told to others. Raises
-    ConfigError where the organiser has named another tokenizer than the data was cut with.
-    """
-    found = {"tokenizer": dataset.tokenizer or "", "tokenizer_hash": dataset.tokenizer_fingerprint or ""}
-    if not config.data.tokenizer and found["tokenizer"] and not is_public(found["tokenizer"]):
-        say("the tokenizer of the data is a file here: who exports the model needs it, or its name on the hub "
-            "(data.tokenizer=NAME)")  # fmt: skip
-        found["tokenizer"] = ""
-    named = {key: getattr(config.data, key) or value for key, value in found.items()}
-    if found["tokenizer_hash"] not in ("", named["tokenizer_hash"]) or _one_is_byte(found, named):
-        raise ConfigError(
-            f"the data was cut with tokenizer {dataset.tokenizer!r}, the config names {named['tokenizer']!r}, "
-            "which is another one",
-            fix="tokenize with the one that the config names, or leave data.tokenizer and data.tokenizer_hash out",
-        )
-    return config.model_copy(update={"data": config.data.model_copy(update=named)})
-
-
-def _one_is_byte(found: dict[str, str], named: dict[str, str]) -> bool:
-    """Names on the hub may stand for one tokenizer, but not for the built-in one."""
-    names = {found["tokenizer"], named["tokenizer"]}
-    return "" not in names and len(names) == 2 and "byte" in names
+    return _Run(*await open_run_data(config, options.folder / DATA, options.init_from, say))
 
 
 async def _serve(options: BootstrapOptions, run: _Run | None, say: Say, ready: Callable[[str], None]) -> None:

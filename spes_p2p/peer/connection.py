@@ -296,24 +296,21 @@ class Connection:
         self._feeding, transport = Tasks(self.gate.failed), self._network.transport
         check = EnvelopeChecker(self._network.verifier).check
         self._sources = SourceKeeper(self._info, check, self._options.output / DATA)
-        self._feeding.spawn(
-            self._sources.look_on(transport, lambda: tuple(self._data_holders()), self._data_stall_seconds)
-        )
+        stall_seconds = max(5.0, 5 * self.config.swarm.heartbeat_seconds)
+        looking = self._sources.look_on(transport, lambda: tuple(self._data_holders()), lambda: stall_seconds)
+        self._feeding.spawn(looking)
         if self._feed is None:
             return
         web = mirrors_of(
             self._sources, self._feed.grid, self._options.web_data, self.config.data.urls, self._data_traffic,
-            self._network.transport.download, self.gate.notice,
+            transport.download, self.gate.notice,
         )  # fmt: skip
         fetcher = PieceFetcher(
-            self._network.transport, self._feed.grid, self._info.organiser, self._data_holders, self.gate.notice,
-            self._data_traffic, self._data_stall_seconds, self._feeding.in_thread, web,
+            transport, self._feed.grid, self._info.organiser, self._data_holders, self.gate.notice,
+            self._data_traffic, lambda: stall_seconds, self._feeding.in_thread, web,
         )  # fmt: skip
         self._feeding.spawn(DataFeed(self._feed, fetcher).run())
         self._web = web
-
-    def _data_stall_seconds(self) -> float:
-        return max(5.0, 5 * self.config.swarm.heartbeat_seconds)
 
     def _data_holders(self) -> dict[PeerId, int]:
         known = self._announcer.known if self._announcer is not None else {}

@@ -9,7 +9,7 @@ import pytest
 from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.errors import ConfigError
-from spes_p2p.peer.bootstrap import with_tokenizer
+from spes_p2p.peer.run_data import with_tokenizer
 from tests.sync.swarm_cases import small_config
 
 HASH = "ab" * 32

@@ -1,0 +1,81 @@
+"""The data of a run as its organiser opens it: on this disk or on the web, enough, and cut with the run's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import check_enough, check_vocabulary, open_dataset
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.tokenizers import is_public
+from spes_p2p.data.trees import FolderPieces
+from spes_p2p.data.web_url import checked_urls, needs_consent
+from spes_p2p.errors import ConfigError
+from spes_p2p.peer.start_state import check_tokenizer
+from spes_p2p.peer.web_data import check_on_web, open_on_web
+from spes_p2p.sync.pieces import EmptyShelf, PieceShelf
+
+Say = Callable[[str], None]
+
+
+async def open_run_data(
+    config: Config, folder: Path, init_from: Path | None, say: Say
+) -> tuple[Config, PieceShelf | None]:
+    """The config to publish, whose `data.urls` are those that peers are told, and the data; None: peers bring it.
+
+    `folder` may keep what was found; `init_from`: the model that the run starts from. Raises ConfigError, DataError.
+    """
+    if config.data.source == "local":
+        return config, None
+    urls = checked_urls(config.data.urls)
+    if not config.data.path and not urls:
+        raise ConfigError(
+            "the run leases data, but no dataset is given",
+            fix="give the folder of the token shards with --data, say where they lie on the web with data.urls, or let "
+            "peers bring their own: data.source=local",
+        )
+    shelf: PieceShelf
+    if config.data.path:
+        dataset = open_dataset(config)
+        shelf = FolderPieces.open(dataset, folder, say)
+        urls = urls or checked_urls(dataset.urls)
+        await check_on_web(urls, shelf.grid, say)
+    else:
+        found = await open_on_web(urls, say, folder)
+        dataset, shelf = found.dataset, EmptyShelf(found.grid)
+        check_vocabulary(dataset, config)
+        if init_from is not None:
+            check_tokenizer(init_from, dataset, say)
+    check_enough(shelf.grid.tokens, config)
+    for url in filter(needs_consent, urls):
+        say(f"{url} is of a private network or plain http: peers fetch data from it only with join --web-data any")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"urls": urls})})
+    return with_tokenizer(config, dataset, say), shelf
+
+
+def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
+    """The config that is published: it names the tokenizer of the data, for whoever exports, and its hash.
+
+    What the organiser has named stays; a file of this machine is no name, and is not told to others. Raises
+    ConfigError where the organiser has named another tokenizer than the data was cut with.
+    """
+    found = {"tokenizer": dataset.tokenizer or "", "tokenizer_hash": dataset.tokenizer_fingerprint or ""}
+    if not config.data.tokenizer and found["tokenizer"] and not is_public(found["tokenizer"]):
+        say("the tokenizer of the data is a file here: who exports the model needs it, or its name on the hub "
+            "(data.tokenizer=NAME)")  # fmt: skip
+        found["tokenizer"] = ""
+    named = {key: getattr(config.data, key) or value for key, value in found.items()}
+    if found["tokenizer_hash"] not in ("", named["tokenizer_hash"]) or _one_is_byte(found, named):
+        raise ConfigError(
+            f"the data was cut with tokenizer {dataset.tokenizer!r}, the config names {named['tokenizer']!r}, "
+            "which is another one",
+            fix="tokenize with the one that the config names, or leave data.tokenizer and data.tokenizer_hash out",
+        )
+    return config.model_copy(update={"data": config.data.model_copy(update=named)})
+
+
+def _one_is_byte(found: dict[str, str], named: dict[str, str]) -> bool:
+    """Names on the hub may stand for one tokenizer, but not for the built-in one."""
+    names = {found["tokenizer"], named["tokenizer"]}
+    return "" not in names and len(names) == 2 and "byte" in names
