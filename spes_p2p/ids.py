@@ -8,6 +8,9 @@ from typing import NewType
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58, as everybody writes it (tests use short names)."""
 
+MAX_PEER_ID = 128
+"""Characters; libp2p's of RSA keys have 46."""
+
 Hash = NewType("Hash", bytes)
 """A SHA-256 digest, 32 bytes."""
 

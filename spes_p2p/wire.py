@@ -3,7 +3,8 @@
 Everything that is signed, hashed or sent is packed here, so that the same content has the same bytes everywhere.
 Decoding trusts nothing: field count, types, and sizes are checked against the annotations, and any mismatch is a
 RemoteProtocolError. Supported annotations: int (signed 64 bit), float (finite), bool, str, bytes, nested
-dataclasses (generic ones with their argument), `tuple[X, ...]`, `tuple[X, Y]`, and `X | None`.
+dataclasses (generic ones with their argument), `tuple[X, ...]`, `tuple[X, Y]`, and `X | None`; a PeerId is a str of
+at most MAX_PEER_ID characters.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import msgpack
 
 from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import MAX_PEER_ID, PeerId
 
 T = TypeVar("T")
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -101,6 +103,8 @@ def _getter_of(kind: type) -> Callable[[Any], Any]:
 @cache
 def _reader(kind: Any) -> _Reader:
     """The function that checks a plain value against an annotation and builds what it stands for."""
+    if kind is PeerId:
+        return _peer_id
     if isinstance(kind, typing.NewType):
         return _reader(kind.__supertype__)
     if dataclasses.is_dataclass(kind):
@@ -123,7 +127,7 @@ def _record_reader(kind: type, arguments: tuple[Any, ...]) -> _Reader:
     readers = list(enumerate(_reader(kind) for kind in kinds))
     is_plain = not (hasattr(kind, "__post_init__") or hasattr(kind, "__slots__"))
     usual = tuple(_type_of(kind) for kind in kinds)
-    unclear = [(at, reader) for at, reader in readers if usual[at] not in (bool, str, bytes)]
+    unclear = [(at, read) for at, read in readers if usual[at] not in (bool, str, bytes) or read is _peer_id]
 
     def read(plain: Any) -> Any:
         if type(plain) is not list or len(plain) != len(names):
@@ -159,7 +163,7 @@ def _type_of(kind: Any) -> type | None:
 def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         one, usual = _reader(arguments[0]), {_type_of(arguments[0])}
-        if usual <= {bool, str, bytes}:
+        if usual <= {bool, str, bytes} and one is not _peer_id:
             return lambda plain: tuple(plain if set(map(type, _list(plain))) <= usual else map(one, plain))
         return lambda plain: tuple([one(item) for item in _list(plain)])
     readers = [_reader(argument) for argument in arguments]
@@ -176,6 +180,13 @@ def _list(plain: Any) -> list[Any]:
     if type(plain) is not list:
         raise _Mismatch(f"expected a list, got {_brief(plain)}")
     return plain
+
+
+def _peer_id(plain: Any) -> Any:
+    """They are kept for as long as a run has its chain: nobody may make them long."""
+    if type(plain) is str and len(plain) <= MAX_PEER_ID:
+        return plain
+    raise _Mismatch(f"expected a peer id of at most {MAX_PEER_ID} characters, got {_brief(plain)}")
 
 
 def _scalar_reader(kind: Any) -> _Reader:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from spes_p2p import wire
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import MAX_PEER_ID, Hash, PeerId
 from spes_p2p.swarm.vitals import Vitals
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ MAX_HEAD_BYTES = 32
 MAX_CERTIFICATE_BYTES = 192 * 2**10
 MAX_MANIFEST_BYTES = 288 * 2**10
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PEER_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_PEER_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_PEER_ID}}}")
 _VERSION = re.compile(r"[!-~]{1,64}")
 _ADDRESS = re.compile(r"/[!-~]+")
 

@@ -213,7 +213,8 @@ class Making:
     ) -> tuple[list[_Tile] | None, tuple[PeerId, ...]]:
         """The weighted mean over those whose values are fit, in roster order, by tile; adds the others to `out`.
 
-        `found` is used up: the mean takes the place of somebody's values.
+        `found` is used up: the mean takes the place of somebody's values. Raises TileDamaged rather than refuse what is
+        unfit because our own base is.
         """
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
@@ -221,7 +222,10 @@ class Making:
         late = (rules.expert_rounds if piece.block else rules.fragments) > 1
         bounded = lossy or self._layout.has_momentum
         steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
-        out |= screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf)
+        refused = screen(found, before, steps, LARGEST_ENCODED if bounded else math.inf)
+        if refused:
+            _check_sound(base, tiles)
+        out |= refused
         fit = tuple(peer for peer in piece.contributors if peer not in out)
         if not fit:
             return None, fit
@@ -231,6 +235,7 @@ class Making:
         parts = [slice(tile.start - tiles[0].start, tile.stop - tiles[0].start) for tile in tiles]
         made = [self._handed_out(tile, mean[part], before[part]) for tile, part in zip(tiles, parts, strict=True)]
         if not all(tile.left is None or np.isfinite(tile.left).all() for tile in made):
+            _check_sound(base, tiles)
             out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
             return None, ()
         return made, fit
@@ -373,3 +378,9 @@ class Making:
         """Living peers, any of whom may have staged the same."""
         now = self._now()
         return [peer for peer in self._core.contacts if self._core.alive(peer, now)]
+
+
+def _check_sound(base: Version, tiles: Sequence[Tile]) -> None:
+    """Raises TileDamaged where one of these tiles is not as it was committed; the scrubber mends it."""
+    for tile in tiles:
+        base.sound_values(tile.id)

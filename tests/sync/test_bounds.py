@@ -31,6 +31,7 @@ from spes_p2p.sync.core.messages import (
     Proposal,
     Report,
     Signed,
+    Slice,
     Status,
     Work,
     manifest_hash,
@@ -576,3 +577,25 @@ def test_one_reducer_alone_does_not_take_a_slice_out_of_a_round() -> None:
     assert core._acting_reducer(index, piece, now) in (core.me, story.honest)
     says_void(story.honest)
     assert core._acting_reducer(index, piece, now) is None
+
+
+@pytest.mark.parametrize("where", ["members", "roster", "slices", "ownership"])
+def test_a_manifest_names_nobody_at_length(where: str) -> None:
+    """Whoever leads could else have every peer keep megabytes of names for each round, for ever."""
+    for characters, is_taken in ((128, True), (129, False), (10**6, False)):
+        name = PeerId("x" * characters)
+        named: dict[str, Any] = {
+            "members": (Member(name, 1, True, 0),),
+            "roster": (Contribution(name, 1, 1, 1),),
+            "slices": (Slice(0, 0, 1, LIAR, (name,)),),
+            "ownership": ((name,),),
+        }
+        rules = run_rules(columns=1)
+        root = root_of(initial_state(rules))
+        manifest = genesis_manifest(rules, root, [Member(LIAR, 1, True, 0)], {LIAR: Wish(1)})
+        data = pack(replace(manifest, **{where: named[where]}))
+        if is_taken:
+            assert pack(unpack(Manifest, data)) == data
+        else:
+            with pytest.raises(RemoteProtocolError, match="a peer id of at most 128 characters"):
+                unpack(Manifest, data)

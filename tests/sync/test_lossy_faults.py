@@ -20,6 +20,7 @@ from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.core.fragments import due_columns
 from spes_p2p.sync.core.messages import Intent
+from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.requests import VALUES, Request
 from spes_p2p.testing.faults import Fault, MemoryFaults
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
@@ -170,16 +171,18 @@ def test_a_second_owner_comes_and_goes(folder: Path, rounds: int) -> None:
 HUGE = 1000.0
 
 
-def damage(version: Version, tile_id: int) -> None:
+def damage(version: Version, tile_id: int, value: float) -> None:
     tile = version.layout.tiles[tile_id]
     with open(version.block_path(tile.block), "r+b") as file:
         file.seek(4 * tile.start)
-        file.write(np.full(tile.size, HUGE, np.float32).tobytes())
+        file.write(np.full(tile.size, value, np.float32).tobytes())
 
 
+@pytest.mark.parametrize("value", [HUGE, np.nan])
 @pytest.mark.parametrize("block", [0, 1])
-def test_a_damaged_base_is_mended_and_spreads_nowhere(folder: Path, block: int) -> None:
-    """Neither into what its owner sends, nor into what it reduces, nor into the state that it makes."""
+def test_a_damaged_base_is_mended_and_spreads_nowhere(folder: Path, block: int, value: float) -> None:
+    """Neither into what its owner sends, nor into what it reduces, nor into the state that it makes; nor is anybody
+    blamed for it."""
 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
@@ -188,9 +191,11 @@ def test_a_damaged_base_is_mended_and_spreads_nowhere(folder: Path, block: int) 
             await swarm.until_round(life.round + 1)
             version = life.store.version(life.round)
             for tile_id in swarm.layout.tile_ids_of(block):
-                damage(version, tile_id)
+                damage(version, tile_id, value)
         await swarm.until_round(swarm.up[0].round + 3)
         assert not any(life.failures for life in swarm.lives)
+        blamed = [n for life in swarm.lives for n in life.notices if n.kind == "left out" and not n.text.endswith(LOST)]
+        assert not blamed
         check_agreement(swarm)
         for life in swarm.up:
             newest = life.store.version(life.round)
