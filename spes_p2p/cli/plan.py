@@ -217,8 +217,9 @@ def _fetched(found: Answer) -> str:
     a_day, served_a_day = ("" if size is None else f", {bytes_text(size)} a day" for size in (day, served))
     return (
         f"Data, beside the sync, of a peer without --data: {bytes_text(data.round_bytes)} down a round{a_day} "
-        f"({data.per_trained_byte:.2f} bytes for each byte of tokens over an epoch, up to "
-        f"{data.most_per_trained_byte:.2f} where nothing is kept). Bootstrap node and other holders serve "
+        f"({data.per_trained_byte:.2f} bytes for each byte of tokens in the first epoch and none later, "
+        f"where the dataset fits on its disk; {data.most_per_trained_byte:.2f} where hardly any of it does). "
+        "Bootstrap node and other holders serve "
         f"{bytes_text(data.served_bytes)} a round{served_a_day}, {bytes_text(data.least_served_bytes)} of a round at "
         "least by those with a copy."
     )

@@ -101,9 +101,29 @@ def text_of(report: RunReport, now: float) -> str:
     lines += [_certificate(report), "", *_peers(report.peers, now)]
     if report.columns:
         lines += ["", *_columns(report)]
+    if (data := _data_line(report)) is not None:
+        lines += ["", f"data: {data}"]
     if report.invitation:
         lines += ["", f"others join with: spes-p2p join {report.invitation}"]
     return "\n".join(lines)
+
+
+def _data_line(report: RunReport) -> str | None:
+    """How many copies of the data there are, and whose loss would stop training."""
+    from spes_p2p.ids import short
+
+    if (data := report.data) is None:
+        return None
+    text = f"{data.copies or 'no'} {'copies' if data.copies > 1 else 'copy'} of the least copied piece"
+    if data.needed:
+        organisers = {peer.peer for peer in report.peers if peer.state == "bootstrap"}
+        names = [f"the bootstrap node {short(one)}" if one in organisers else short(one) for one in data.needed[:3]]
+        more = f" or {len(data.needed) - 3} more" if len(data.needed) > 3 else ""
+        text += f"; without {' or '.join(names)}{more} training would stop"
+        text += f", after {data.safe_part:.0%} of an epoch" if data.safe_part >= 0.01 else ""
+    if data.web:
+        return f"{text}, and all of it on the web"
+    return text if data.copies else f"{text}: training will wait until somebody brings it"
 
 
 def _certificate(report: RunReport) -> str:

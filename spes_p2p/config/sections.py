@@ -151,6 +151,11 @@ class DataConfig(Section):
         "",
         max_length=64,
     )
+    copies: Natural = local(
+        "Peers at which the data of the next rounds lies at least, as far as their disks allow; a peer may choose for "
+        "itself, and with 0 it keeps nothing for others.",
+        3,
+    )
     sequence_length: Positive = agreed("Tokens of one training sequence.")
     block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
     shuffle: Literal["sequences", "blocks"] = agreed(

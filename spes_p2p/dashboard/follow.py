@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -132,6 +133,7 @@ class Follower:
                 "seals": report.seals, "electors": report.electors, "model_hash": report.model_hash,
                 "at": now - report.head_age_seconds if report.head_age_seconds is not None else None,
                 "stale": list(report.stale),
+                "data": None if report.data is None else dataclasses.asdict(report.data),
                 "columns": [[list(one.owners), one.stale_rounds] for one in report.columns],
             },
         )  # fmt: skip

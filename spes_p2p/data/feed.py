@@ -53,6 +53,8 @@ class Feed:
         self.changed = changed
         self._news = threading.Condition()
         self._always, self._planned, self._urgent = _NOTHING, _NOTHING, _NOTHING
+        self._kept = _NOTHING
+        """For others: what is left of the room when this peer has what it needs itself."""
         self._at_hand: dict[int, bytes] = {}
         """Pieces of the batch that is read next: checked, and not to be lost again before it is read."""
         self.is_tight = False
@@ -134,6 +136,20 @@ class Feed:
             row[filled : filled + len(part)] = part
             filled += len(part)
 
+    # ---- who keeps copies for others ----
+
+    @property
+    def spare(self) -> int:
+        """Pieces for which there is room beside those that are needed here."""
+        with self._news:
+            return max(0, self.cache.capacity - len(self._always) - len(self._planned))
+
+    def keep(self, pieces: NDArray[np.int64]) -> None:
+        """These stay, as far as there is room to spare, in the place of those before."""
+        with self._news:
+            self._kept = pieces
+            self._protect()
+
     # ---- who fetches ----
 
     def missing(self, most: int) -> Missing:
@@ -179,7 +195,9 @@ class Feed:
         return np.concatenate((self._always, self._planned))[:room]
 
     def _protect(self) -> None:
-        self.cache.need(np.concatenate((self._urgent, self._ahead())))
+        ahead = self._ahead()
+        room = max(0, self.cache.capacity - len(self._urgent) - len(ahead))
+        self.cache.need(np.concatenate((self._urgent, ahead, self._kept[:room])))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.data.copies import Spans
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.leases import Ranges, count, take
 from spes_p2p.data.manifest import Dataset
@@ -26,6 +27,7 @@ from spes_p2p.ids import PeerId
 
 AnyDataset = Dataset | PieceDataset
 """On this machine, or coming from other peers piece by piece."""
+RUN_STREAM = "run"
 MOST_AHEAD = 2**18
 """Sequences that are fetched ahead; a lease is about two rounds of them."""
 
@@ -113,8 +115,7 @@ class _Loader:
                 f"{config.data.sequence_length} tokens, fewer than one batch ({batch})",
                 fix="use more data, a smaller optimizer.batch_sequences or a smaller data.sequence_length",
             )
-        unit = config.data.block_sequences if config.data.shuffle == "blocks" else 1
-        self._order = Order(training, config.run.seed, unit, stream)
+        self._order = _order(training, config, stream)
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -149,7 +150,7 @@ class LeasedLoader(_Loader):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(dataset, config, "run", rank, world_size)
+        super().__init__(dataset, config, RUN_STREAM, rank, world_size)
         self._ranges, self._offset = ranges, offset
         self._need_rest()
 
@@ -273,6 +274,18 @@ def need_held_out(dataset: AnyDataset, config: Config, max_sequences: int) -> No
 def _held_out(sequences: TokenSequences, most: int) -> NDArray[np.int64]:
     chosen = min(sequences.held_out, most)
     return sequences.training + np.arange(chosen, dtype=np.int64) * sequences.held_out // max(chosen, 1)
+
+
+def _order(training: int, config: Config, stream: str) -> Order:
+    unit = config.data.block_sequences if config.data.shuffle == "blocks" else 1
+    return Order(training, config.run.seed, unit, stream)
+
+
+def spans_of(dataset: PieceDataset, config: Config) -> Spans:
+    """The run's stream of sequences in spans. Raises ValueError where not one sequence is trained on."""
+    length, held_out = config.data.sequence_length, config.data.held_out_fraction
+    training = TokenSequences(dataset, length, held_out).training
+    return Spans(dataset.feed.grid, _order(training, config, RUN_STREAM), length)
 
 
 def _positions(ranges: Ranges) -> NDArray[np.int64]:

@@ -47,7 +47,7 @@ from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf
+from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf, held_by
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.web_sources import SourceKeeper
 
@@ -377,6 +377,7 @@ def _describer(
             client_mode=network.client_mode,
             joined_at_seconds=started,
             data_pieces=_held(data),
+            held=held_by(data),
         )
 
     return describe

@@ -17,7 +17,11 @@ from spes_p2p import __version__
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.data.feed import Feed
+from spes_p2p.data.copies import Copies
+from spes_p2p.data.feed import Feed, PieceDataset
+from spes_p2p.data.held import Held
+from spes_p2p.data.leases import Leases
+from spes_p2p.data.loader import spans_of
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_mirrors import WebMirrors
@@ -25,9 +29,11 @@ from spes_p2p.errors import ConfigError, LastingError, NetworkError, RemoteProto
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.own import run_layout
 from spes_p2p.limits import allow_open_files
+from spes_p2p.observe.live import TRAINING
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.contacts import Contacts, kept_addresses
+from spes_p2p.peer.data_copies import DataCopies, Surroundings
 from spes_p2p.peer.data_feed import DATA, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
@@ -55,7 +61,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.piece_fetching import PieceFetcher, fetch_catalogue
-from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf
+from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf, held_by
 from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -143,6 +149,7 @@ class Connection:
         self._watch: asyncio.Task[None] | None = None
         self._shelf: PieceShelf | None = None
         self._feed: Feed | None = None
+        self._copies: Copies | None = None
         self._feeding: Tasks | None = None
         self._web: WebMirrors | None = None
         self._data_traffic = data_traffic or DataTraffic()
@@ -311,10 +318,31 @@ class Connection:
         )  # fmt: skip
         self._feeding.spawn(DataFeed(self._feed, fetcher).run())
         self._web = web
+        spans = spans_of(PieceDataset(self._feed), self.config)
+        self._copies = Copies(self._feed, spans, self.peer_id, self.config.data.copies)
+        copying = DataCopies(
+            self._feed, self._copies, fetcher, self._surroundings, self._is_syncing, self._feeding.in_thread
+        )
+        self._feeding.spawn(copying.run())
+
+    def _surroundings(self) -> Surroundings:
+        others = {peer: record for peer, record in self.known().items() if peer != self.peer_id}
+        held = {peer: record.held for peer, record in others.items()}
+        peers = frozenset(peer for peer, record in others.items() if record.role == "peer")
+        return Surroundings(self._driver.core.tip.leases if self._driver else Leases(), held, peers)
+
+    def _is_syncing(self) -> bool:
+        """Or fetching the state of a run that has begun."""
+        if self._driver is None:
+            return self._round_met > 0
+        return phase_of(self._driver.core.round) != TRAINING
+
+    def _held(self) -> Held:
+        held = self._copies.held if self._copies is not None else held_by(self._shelf)
+        return replace(held, web=self._shelf is not None and bool(self._sources.urls))
 
     def _data_holders(self) -> dict[PeerId, int]:
-        known = self._announcer.known if self._announcer is not None else {}
-        return {peer: record.data_pieces for peer, record in known.items()}
+        return {peer: record.data_pieces for peer, record in self.known().items()}
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, broken off and unwound when the gate says stop. Raises what the peer failed with, or Stopped."""
@@ -340,6 +368,7 @@ class Connection:
             self._say(said)
         group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
         self._publishers = tuple(group.addresses())
+        self._round_met = group.round
         self._info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
         check_organiser(options.organiser, self._info)
         self._known_nodes = Contacts(options.output, self._info, self.peer_id, addresses)
@@ -498,6 +527,7 @@ class Connection:
             client_mode=self._network.client_mode,
             joined_at_seconds=self._joined_at,
             data_pieces=self._shelf.held if self._shelf is not None and core is not None else 0,
+            held=self._held() if core is not None else Held(),
             vitals=self.vitals.now(self._phase(core)),
         )
 

@@ -8,6 +8,13 @@ fetches
     over an epoch       (P + h) / P  N (1 - (1 - 1/N)^(1 + P/s))
     nothing kept        (P + h) / P  (1 + P / s)                   the bound of the former for many peers
 
+That is what it needs itself, with `data.copies: 0`. Where a peer keeps copies for others, a dataset that fits on its
+disk comes as a whole, once. Of one that does not fit, each peer takes its part of c copies of all that is trained on,
+q = min(1, c / N), so that for each byte that it trains on it fetches
+
+    the dataset fits    (P + h) / P  N
+    nothing kept        (P + h) / P  (1 + P / s)  (1 + q (N - 1))
+
 One peer alone: (P + h) / P = 1.06. With `data.shuffle: blocks` s is a whole block. All of it comes from those who have
 the data: the bootstrap node, peers with `--data`, and, of pieces that several peers need, peers that fetched them
 before. In an epoch each piece leaves the first two at least once: (P + h) / P for each byte trained. Leaves out
@@ -34,9 +41,9 @@ class DataCost:
     """Bytes; those of a day need tokens a second."""
 
     per_trained_byte: float
-    """Over an epoch, where the peer's disk keeps what it fetched."""
+    """Over the first epoch, where the whole dataset fits on the peer's disk; nothing in later ones."""
     most_per_trained_byte: float
-    """While nothing of it is here yet, or nothing is kept."""
+    """Where hardly anything of the dataset fits on the disks, copies for others included."""
     trained_bytes: float
     """Of tokens, that one peer trains on in a round."""
     peers: int
@@ -77,9 +84,10 @@ def data_cost(config: Config, peers: int, tokens_per_second: float | None, sync:
     if tokens_per_second:
         per_day = DAY_SECONDS * tokens_per_second / round_tokens(config) * (1 - (sync.share or 0.0))
     together = 1 + PIECE_BYTES / unit
+    copies = min(config.data.copies, peers)
     return DataCost(
-        fetched_share(peers, together),
-        fetched_share(None, together),
+        fetched_share(1, 1.0) * peers if copies else fetched_share(peers, together),
+        fetched_share(None, together) * (1 + copies / peers * (peers - 1)),
         token_bytes * round_tokens(config),
         peers,
         per_day,
@@ -87,6 +95,7 @@ def data_cost(config: Config, peers: int, tokens_per_second: float | None, sync:
 
 
 def fetched_share(peers: int | None, together: float) -> float:
-    """Bytes fetched for each byte trained; `together`: sequences of a piece, in part; `peers` None: nothing is kept."""
+    """Bytes that a peer needs itself for each byte trained; `together`: sequences of a piece, in part; `peers` None:
+    nothing is kept."""
     kept = together if peers is None else peers * (1 - (1 - 1 / peers) ** together)
     return (PIECE_BYTES + PROOF_BYTES) / PIECE_BYTES * kept

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from spes_p2p import wire
+from spes_p2p.data.held import Held
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import MAX_PEER_ID, Hash, PeerId
 from spes_p2p.swarm.vitals import Vitals
@@ -125,6 +126,8 @@ class PeerRecord:
     """When this record was written, by the same clock."""
     data_pieces: int = 0
     """How many pieces of the run's dataset it gives to others."""
+    held: Held = Held()  # noqa: RUF009 (frozen)
+    """Which ones, by spans of what is trained on next."""
     vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:

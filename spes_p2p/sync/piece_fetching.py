@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -143,12 +143,14 @@ class PieceFetcher:
     def liars(self) -> frozenset[PeerId]:
         return frozenset(self._liars)
 
-    async def fetch(self, wanted: Sequence[int], take: Take, urgent: int = 0) -> None:
+    async def fetch(self, wanted: Sequence[int], take: Take, urgent: int = 0, among: Collection[PeerId] = ()) -> None:
         """Fetches these pieces and hands them to `take`, the first ones first; training waits for the first `urgent`.
+
+        `among`: who is known to have all of them, and is asked alone beside the organiser.
 
         Raises NetworkError when nobody who could be asked gave the rest, and what `take` raises.
         """
-        chosen = self._chosen()
+        chosen = self._chosen(among)
         for_web = self._for_web(wanted, urgent) if WEB in chosen else frozenset[int]()
         job = _Job(
             wanted, self._organiser, tuple(chosen), urgent > 0, lambda: max(LATE_SECONDS, 4 * self._answer_seconds),
@@ -176,16 +178,18 @@ class PieceFetcher:
             reasons = "; ".join(dict.fromkeys(job.reasons)) or "nobody has them"
             raise NetworkError(f"{len(job.left)} pieces of the data could not be had ({reasons})")
 
-    def _chosen(self) -> dict[PeerId, float]:
+    def _chosen(self, among: Collection[PeerId]) -> dict[PeerId, float]:
         """Whom to ask, and what part of the dataset each has; those with most, and always organiser and web."""
         now, total = self._now(), max(1, self._grid.total)
         known = {self._organiser: total} | dict(self._holders())
+        if among:
+            known = dict.fromkeys(among, total) | {self._organiser: known[self._organiser]}
         shares = {peer: min(1.0, held / total) for peer, held in known.items() if held > 0}
         shares.pop(self._transport.peer_id, None)
         able = [peer for peer in shares if peer not in self._liars and self._rests_until.get(peer, now) <= now]
         able.sort(key=lambda peer: (peer != self._organiser, self._failures[peer], -shares[peer], peer))
         chosen = {peer: shares[peer] for peer in able[:MOST_HOLDERS]}
-        if self._web is not None and self._web.can_be_asked and self._rests_until.get(WEB, now) <= now:
+        if not among and self._web is not None and self._web.can_be_asked and self._rests_until.get(WEB, now) <= now:
             chosen[WEB] = 1.0
         return chosen
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from spes_p2p.data.held import Held
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, short
@@ -116,6 +117,11 @@ class PieceServing:
                 if len(found) == MAX_GIVEN:
                     break
         return Blob(b"".join(found), pack(PiecesHead(np.packbits(given).tobytes())), self._traffic.add_sent)
+
+
+def held_by(shelf: PieceShelf | None) -> Held:
+    """What a node that keeps no copies for others says: all or nothing."""
+    return Held(whole=shelf is not None and shelf.held == shelf.grid.total)
 
 
 def pieces_request(dataset: Hash, numbers: Sequence[int]) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
@@ -105,6 +106,8 @@ class RunReport:
     columns: tuple[ColumnLine, ...]
     expert_rounds: int = 1
     """By the run's config, where somebody gave it."""
+    data: Coverage | None = None
+    """Of the run's data, by who was heard lately; None where nobody hands out any."""
     invitation: str = ""
     """By who is there now; empty where nobody says an address."""
 
@@ -269,6 +272,7 @@ def _report(
         model_hash=manifest.state_root.hex() if manifest else "",
         peers=_peer_lines(peers, manifest, now),
         columns=_columns(manifest) if manifest else (),
+        data=coverage({peer: one.held for peer, one in peers.items() if _is_fresh(one, now)}),
     )
 
 
@@ -289,7 +293,7 @@ def _peer_lines(peers: Mapping[PeerId, PeerRecord], manifest: Manifest | None, n
 
 
 def _state(record: PeerRecord, members: Collection[PeerId], manifest: Manifest | None, now: float) -> str:
-    fresh = now - record.written_at_seconds <= FRESH_SECONDS
+    fresh = _is_fresh(record, now)
     if record.role == "bootstrap":
         return "bootstrap"
     if record.peer in members:
@@ -297,6 +301,10 @@ def _state(record: PeerRecord, members: Collection[PeerId], manifest: Manifest |
     if not fresh:
         return "left"
     return "joining" if manifest else "waiting"
+
+
+def _is_fresh(record: PeerRecord, now: float) -> bool:
+    return now - record.written_at_seconds <= FRESH_SECONDS
 
 
 def _peer_line(record: PeerRecord, state: str) -> PeerLine:

@@ -35,7 +35,7 @@ def test_a_person_can_read_it_at_80_columns() -> None:
     assert "are a guess" in text
     assert "A state takes 29.3 GB of disk" in text
     assert "Data, beside the sync, of a peer without --data: " in text
-    assert "a day (1.85 bytes for each byte of tokens" in " ".join(text.split())
+    assert "a day (4.23 bytes for each byte of tokens" in " ".join(text.split())
 
 
 def test_without_gpu_and_link_it_says_what_to_give() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from spes_p2p.cli.status import CLEAR_SCREEN, _show_again, text_of
+from spes_p2p.data.held import Coverage
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 
@@ -74,6 +75,32 @@ def test_everything_about_a_run_fits_in_100_columns() -> None:
         "3 Nanna1, Nbenb2, last trained 2 rounds ago",
         "4 nobody, never trained",
     ]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Coverage(0, (), 1.0, web=True), "data: no copy of the least copied piece, and all of it on the web"),
+        (Coverage(4, (), 1.0), "data: 4 copies of the least copied piece"),
+        (
+            Coverage(1, (ORGANISER,), 0.0),
+            "data: 1 copy of the least copied piece; without the bootstrap node xboot3 training would stop",
+        ),
+        (
+            Coverage(1, (ANNA, BEN), 0.25),
+            "data: 1 copy of the least copied piece; without Nanna1 or Nbenb2 training would stop, "
+            "after 25% of an epoch",
+        ),
+        (
+            Coverage(0, (), 0.0),
+            "data: no copy of the least copied piece: training will wait until somebody brings it",
+        ),
+    ],
+)
+def test_how_many_copies_of_the_data_there_are_and_who_is_not_spared(data: Coverage, said: str) -> None:
+    report = replace(REPORT, data=data)
+    assert lines(report)[-1] == said
+    assert report.to_json()["data"]["copies"] == data.copies
 
 
 def test_a_round_in_which_nothing_was_trained_makes_no_column_stale() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from spes_p2p.wire import pack, unpack
 from tests.data.conftest import tiny_config
 from tests.data.piece_makers import make_dataset, make_pieces
 
+T = TypeVar("T")
 BOOT = PeerId("boot")
 TOKENS = (1000, 1400)
 CONFIG = tiny_config("optimizer.batch_sequences=10", "model.vocab_size=5000")
@@ -74,11 +76,11 @@ class Volunteer:
         self.feed = Feed(PieceCache(site.folder / name, site.whole.grid, size), self.said.append)
         self.loader = LeasedLoader(PieceDataset(self.feed), CONFIG)
         transport = site.network.peer(name).transport
-        fetcher = PieceFetcher(
+        self.fetcher = PieceFetcher(
             transport, site.whole.grid, BOOT, lambda: site.held(self.name), self.notices.append, DataTraffic(),
             lambda: 5.0, in_place, web,
         )  # fmt: skip
-        self._task = asyncio.get_running_loop().create_task(DataFeed(self.feed, fetcher).run())
+        self._task = asyncio.get_running_loop().create_task(DataFeed(self.feed, self.fetcher).run())
         self.given = Shelf(self.feed.cache)
         site.volunteers[self.name] = self
 
@@ -136,7 +138,7 @@ class Site:
         await self.network.peer(BOOT).transport.serve(self.boot)
 
 
-async def in_place(work: Callable[[], object]) -> object:
+async def in_place(work: Callable[[], T]) -> T:
     return work()
 
 

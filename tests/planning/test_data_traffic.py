@@ -67,9 +67,19 @@ def test_a_day_and_what_holders_serve() -> None:
 
 def test_blocks_in_order_cost_less_and_own_data_nothing() -> None:
     sync = sync_costs(run_named("small"), 4, 2, Link(), None)[0]
-    ways = [run_named("small", f"data.shuffle={how}") for how in ("sequences", "blocks")]
+    ways = [run_named("small", "data.copies=0", f"data.shuffle={how}") for how in ("sequences", "blocks")]
     single, blocks = (data_cost(config, 4, None, sync) for config in ways)
     assert single is not None
     assert blocks is not None
     assert blocks.per_trained_byte < single.per_trained_byte < single.most_per_trained_byte
     assert data_cost(run_named("small", "data.source=local"), 4, None, sync) is None
+
+
+def test_copies_for_others_are_counted() -> None:
+    """A dataset that fits comes as a whole to each of 8 peers; of another one each takes 3/8, and what it trains on."""
+    sync = sync_costs(run_named("small"), 8, 2, Link(), None)[0]
+    with_copies, alone = (data_cost(run_named("small", f"data.copies={copies}"), 8, None, sync) for copies in (3, 0))
+    assert with_copies is not None
+    assert alone is not None
+    assert with_copies.per_trained_byte == pytest.approx(8 * fetched_share(1, 1.0))
+    assert with_copies.most_per_trained_byte == pytest.approx(alone.most_per_trained_byte * (3 + 5 / 8))

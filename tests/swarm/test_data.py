@@ -58,7 +58,7 @@ def test_data_is_counted_apart(finished: Finished) -> None:
 
 
 def test_what_they_keep_is_the_runs_data(finished: Finished, tokens: Path) -> None:
-    """Piece by piece, and no more than they were leased: nobody has the whole dataset."""
+    """Piece by piece."""
     whole = FolderPieces.open(Dataset.open(tokens), finished.folder / "own", lambda text: None)
     for name in NAMES:
         cache = PieceCache(finished.folder / name / "data", whole.grid, 10**8)

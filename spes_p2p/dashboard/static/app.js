@@ -64,6 +64,12 @@ function tile(name, value, small, kind) {
   return element;
 }
 
+function dataTile(data, state) {
+  const name = peer => `${(state.peers[peer] || {}).state === "bootstrap" ? "bootstrap " : ""}${short(peer)}`;
+  const words = data.web ? "and the web" : data.needed.length ? `would stop without ${name(data.needed[0])}${data.needed.length > 1 ? ` or ${data.needed.length - 1} more` : ""}` : "of the least copied piece";
+  return tile("data copies", data.copies, words, data.copies || data.web ? data.needed.length ? "warn" : "" : "bad");
+}
+
 function showTiles(state) {
   const head = state.head || {}, peers = Object.values(state.peers), live = peers.filter(one => one.state === "member" || one.state === "replay");
   const speed = live.reduce((sum, one) => sum + (one.tokens_per_second || 0), 0);
@@ -76,6 +82,7 @@ function showTiles(state) {
     tile("held-out loss", last(state.held_out.loss) == null ? "–" : last(state.held_out.loss).toFixed(4), last(state.held_out.round) == null ? "" : `round ${last(state.held_out.round)}`),
     tile("peers", state.replay ? peers.length : `${live.length}`, state.replay ? "in the files" : `of ${peers.filter(one => (one.role || one.state) !== "bootstrap" && one.state !== "gone" && one.state !== "left").length} known`),
     ...((head.columns || []).length ? [tile("experts", `${head.columns.length - orphans} / ${head.columns.length}`, orphans ? `${orphans} without an owner` : "all have an owner", orphans ? "bad" : "")] : []),
+    ...(head.data ? [dataTile(head.data, state)] : []),
     tile("certificate", head.at ? span(state.now - head.at) : "–", head.degraded ? `DEGRADED, ${proof}` : proof || "newest round", head.degraded ? "warn" : ""),
   );
 }
