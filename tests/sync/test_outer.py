@@ -156,7 +156,7 @@ def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
     return swarm.peers[PeerId(name)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(at, marks=pytest.mark.thorough) for at in (1, 2))])
 @pytest.mark.parametrize("more", [("swarm.target_replicas=2",), DILOCO[1:]], ids=["two owners", "DiLoCo"])
 def test_reducers_that_change_die_and_come_back_change_nothing(folder: Path, more: tuple[str, ...], seed: int) -> None:
     """Peers join, are killed in the middle of a round, come back with their disk and without it, and leave."""
