@@ -1,4 +1,4 @@
-"""A bootstrap node whose words nobody can read any more stays up."""
+"""A bootstrap node stays up though nobody can read its words, and finds its peers again from another address."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import threading
 from pathlib import Path
 
-from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
+from spes_p2p.peer.bootstrap import BootstrapOptions, _open, serve_until
+from spes_p2p.peer.contacts import ADDRESSES_FILE
 from spes_p2p.peer.options import NetworkOptions
-from spes_p2p.swarm.hivemind_backend import NetworkThread
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -31,3 +32,20 @@ def test_a_full_log_ends_no_node(tmp_path: Path) -> None:
         thread.loop.call_soon_threadsafe(stop.set)
         serving.result()
     assert said[0].startswith("DHT node at")
+
+
+def test_it_goes_back_to_those_it_knew_and_does_without_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        peer = await HivemindNetwork.start(host_maddrs=(LOOPBACK,))
+        (tmp_path / ADDRESSES_FILE).write_text("00" * 32 + "\n" + "\n".join(peer.transport.addresses))
+        options = BootstrapOptions(NetworkOptions((), (LOOPBACK,), use_relay=False), tmp_path)
+        again = await _open(options)
+        assert [one.peer for one in again.reached] == [peer.transport.peer_id]
+        await again.close()
+        await peer.close()
+        alone = await _open(options)  # founds a DHT of its own
+        assert not alone.reached
+        await alone.close()
+
+    with NetworkThread() as thread:
+        thread.run(scenario())

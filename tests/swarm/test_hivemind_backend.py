@@ -372,6 +372,25 @@ def test_a_clock_that_was_ahead_and_went_back_hides_no_record(
     thread.run(scenario())
 
 
+def test_what_a_node_says_of_its_addresses(thread: NetworkThread) -> None:
+    """Its names, then where others have reached it, then what the daemon sees; a name is nothing to dial."""
+
+    async def scenario() -> None:
+        async with peers() as start:
+            node = await start(announce_maddrs=["/dnsaddr/run.example.org"])
+            name, local = node.transport.addresses
+            assert name == "/dnsaddr/run.example.org"
+            node.transport.note_dialled("/ip4/203.0.113.7/tcp/31337")
+            outside = f"/ip4/203.0.113.7/tcp/31337/p2p/{node.transport.peer_id}"
+            assert node.transport.addresses == (name, outside, local)
+            other = await start(initial_peers=[local])
+            other.transport.learn(node.transport.peer_id, (name, local))
+            assert other.transport.known_addresses() == [local]
+            assert await other.transport.call(node.transport.peer_id, b"x", 10.0) == b"x"
+
+    thread.run(scenario())
+
+
 def test_newcomers_join_through_any_peer_once_the_first_is_gone(thread: NetworkThread) -> None:
     async def scenario() -> None:
         async with peers() as start:

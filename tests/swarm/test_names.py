@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 
 import dns.asyncresolver
@@ -11,7 +12,8 @@ import dns.message
 import dns.rrset
 import pytest
 
-from spes_p2p.swarm.hivemind_backend import names
+from spes_p2p.errors import NetworkError
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, names
 
 PEER = "QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64"
 OTHER = "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd"
@@ -38,16 +40,23 @@ class Server(asyncio.DatagramProtocol):
             self._transport.sendto(reply.to_wire(), addr)
 
 
+@contextlib.asynccontextmanager
+async def serving(texts: Mapping[str, list[str]]) -> AsyncIterator[dns.asyncresolver.Resolver]:
+    """Gives a resolver that asks such a server."""
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_datagram_endpoint(lambda: Server(texts), ("127.0.0.1", 0))
+    resolver = dns.asyncresolver.Resolver(configure=False)
+    resolver.nameservers, resolver.port = ["127.0.0.1"], transport.get_extra_info("sockname")[1]
+    try:
+        yield resolver
+    finally:
+        transport.close()
+
+
 def listed(address: str, texts: Mapping[str, list[str]]) -> tuple[str, ...]:
     async def ask() -> tuple[str, ...]:
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_datagram_endpoint(lambda: Server(texts), ("127.0.0.1", 0))
-        resolver = dns.asyncresolver.Resolver(configure=False)
-        resolver.nameservers, resolver.port = ["127.0.0.1"], transport.get_extra_info("sockname")[1]
-        try:
+        async with serving(texts) as resolver:
             return await names.listed(address, resolver)
-        finally:
-            transport.close()
 
     return asyncio.run(ask())
 
@@ -70,3 +79,25 @@ def test_a_name_without_nodes_or_without_an_answer_says_so(
     monkeypatch.setattr(names, "LOOKUP_SECONDS", 0.3)
     with pytest.raises(ValueError, match=said):
         listed("/dnsaddr/run.example.org", texts)
+
+
+@pytest.mark.swarm
+def test_a_node_joins_by_a_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        here = ("/ip4/127.0.0.1/tcp/0",)
+        first = await HivemindNetwork.start(host_maddrs=here)
+        texts = {
+            "_dnsaddr.run.example.org.": [f"dnsaddr={address}" for address in first.transport.addresses],
+            "_dnsaddr.old.example.org.": [f"dnsaddr=/ip4/127.0.0.1/tcp/1/p2p/{OTHER}"],
+        }
+        async with serving(texts) as resolver:
+            monkeypatch.setattr(names, "Resolver", lambda: resolver)
+            second = await HivemindNetwork.start(["/dnsaddr/run.example.org"], host_maddrs=here)
+            assert [one.peer for one in second.reached] == [first.transport.peer_id]
+            with pytest.raises(NetworkError, match="names 1 node that does not answer"):
+                await HivemindNetwork.start(["/dnsaddr/old.example.org"], host_maddrs=here)
+        await second.close()
+        await first.close()
+
+    with NetworkThread() as thread:
+        thread.run(scenario())

@@ -105,7 +105,8 @@ async def _meet(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_about:
     finally:
         for task in meeting:
             task.cancel()
-    return Failed(text, f"names {len(addresses)} nodes that do not answer")
+    count = len(addresses)
+    return Failed(text, f"names {count} {'node that does' if count == 1 else 'nodes that do'} not answer")
 
 
 async def _meet_one(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_about: PeerId | str) -> Reached | Failed:

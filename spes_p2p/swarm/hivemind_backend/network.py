@@ -177,6 +177,7 @@ class HivemindNetwork:
         self.reach, address = await find_reach(p2p, [one.peer for one in reached], sorted(ports))
         if self.reach is Reach.PUBLIC and address:
             self.dialled_at = address
+            self.transport.note_dialled(address)
         return self.reach is Reach.PRIVATE
 
     async def _try_relays(self, p2p: P2P, reached: list[Reached]) -> tuple[P2P, list[Reached]]:

@@ -83,6 +83,7 @@ class HivemindTransport:
         self._addresses: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
         """`/dnsaddr/` names by which others may find us, which the daemon knows nothing of."""
+        self._dialled: tuple[str, ...] = ()
         self.relays: frozenset[PeerId] = frozenset()
         """Those that may be named to others: a circuit through another is no address of ours."""
         self._book = AddressBook()
@@ -124,7 +125,11 @@ class HivemindTransport:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return (*self.names, *self._addresses)
+        return tuple(dict.fromkeys((*self.names, *self._dialled, *self._addresses)))
+
+    def note_dialled(self, address: str) -> None:
+        """Another peer has reached us at this address, which the daemon may not know: a router forwards a port."""
+        self._dialled = (f"{address}/p2p/{self.peer_id}",)
 
     @property
     def bytes_sent(self) -> int:
