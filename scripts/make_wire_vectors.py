@@ -29,13 +29,13 @@ from spes_p2p.swarm.vitals import PeerWarning
 from spes_p2p.sync.core.messages import (
     WIRE_VERSION,
     Acceptance,
+    Choice,
     Commit,
     DegradedVote,
     Envelope,
     Manifest,
     Plan,
     Proposal,
-    Renewal,
     Report,
     Status,
     signing_bytes,
@@ -47,7 +47,7 @@ from spes_p2p.wire import pack
 
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
 SENT = (
-    Status, Plan, Report, Proposal, Acceptance, DegradedVote, Renewal, Manifest, Commit, Envelope, Request, ChainPart,
+    Status, Plan, Report, Proposal, Acceptance, DegradedVote, Choice, Manifest, Commit, Envelope, Request, ChainPart,
     RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending,
 )  # fmt: skip
 PEERS = tuple(PeerId(f"Qm{letter * 44}") for letter in "abc")

@@ -128,7 +128,6 @@ def _data_line(report: RunReport) -> str | None:
 
 def _certificate(report: RunReport) -> str:
     from spes_p2p.observe.metrics import seconds_text
-    from spes_p2p.sync.core.messages import ORGANISER
     from spes_p2p.sync.genesis import GENESIS
 
     if not report.certificate:
@@ -136,7 +135,7 @@ def _certificate(report: RunReport) -> str:
         return f"the run has not begun: {_count(waiting, 'peer')} waiting"
     signed = _count(report.seals, "signature")
     by = f"DEGRADED, {signed} of those who were heard" if report.degraded else signed
-    if report.certificate == ORGANISER:
+    if report.certificate == "organiser":
         by = "DEGRADED, signed by the organiser for new members"
     if report.certificate == GENESIS:
         by = "signed by the organiser"

@@ -19,7 +19,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import orphans
-from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit, manifest_hash
+from spes_p2p.sync.core.messages import DEGRADED, Commit, manifest_hash
 from spes_p2p.sync.report import PeerLine, RunReport
 
 LOOK_SECONDS = 2.0
@@ -31,7 +31,6 @@ DAY_SECONDS = 24 * 3600.0
 WARNING_SECONDS, MOST_WARNINGS = 3600.0, 20
 """In that time no more warnings of one peer are taken down."""
 _MOST_CHARACTERS = 400
-_KINDS = {DEGRADED: "degraded", ORGANISER: "organiser"}
 
 Open = Callable[[], Coroutine[Any, Any, Source]]
 
@@ -94,7 +93,7 @@ class Follower:
         stale = sum(manifest.round > since for since in manifest.column_rounds) if manifest.slices else 0
         history.add_round(
             round=manifest.round, name=manifest_hash(manifest).hex(), at=at,
-            kind=_KINDS.get(commit.certificate.kind, commit.certificate.kind), step=manifest.step,
+            kind=commit.certificate.label, step=manifest.step,
             tokens=manifest.tokens, round_tokens=sum(one.tokens for one in manifest.roster),
             roster=len(manifest.roster), members=len(manifest.members),
             alpha=manifest.merge.alpha if manifest.merge else 0.0, stale=stale,
@@ -111,8 +110,8 @@ class Follower:
             "orphans": list(orphans(manifest.ownership)),
         }
         history.put("chain", now)
-        if commit.certificate.kind in _KINDS:
-            kind = _KINDS[commit.certificate.kind]
+        if commit.certificate.kind == DEGRADED:
+            kind = commit.certificate.label
             history.add_event(at, kind, "", f"round {manifest.round} was committed without a majority ({kind})")
         if before is None:
             return

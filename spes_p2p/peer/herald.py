@@ -12,7 +12,7 @@ from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
 from spes_p2p.swarm.invite import to_be_shown
 from spes_p2p.swarm.membership import trainers
-from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit, Manifest
+from spes_p2p.sync.core.messages import Commit, Manifest
 from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo
 
@@ -68,7 +68,7 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
     """One line for the certificate, and one where members came or went or columns lost their last owner."""
     manifest = commit.manifest
     tokens = sum(entry.tokens for entry in manifest.roster)
-    kind = {DEGRADED: " (degraded)", ORGANISER: " (new members, by our key)"}.get(commit.certificate.kind, "")
+    kind = {"degraded": " (degraded)", "organiser": " (new members, by our key)"}.get(commit.certificate.label, "")
     lines = [
         f"round {manifest.round}{kind}: step {manifest.step:,}, "
         + (

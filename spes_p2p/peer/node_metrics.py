@@ -12,7 +12,7 @@ from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import DEGRADED, ORGANISER
+from spes_p2p.sync.core.messages import DEGRADED
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.tasks import Tasks
 
@@ -70,7 +70,7 @@ def state_of_run(
         step=manifest.step if manifest else None,
         tokens=manifest.tokens if manifest else None,
         round_timestamp_seconds=received_at,
-        degraded=newest.certificate.kind in (DEGRADED, ORGANISER) if newest else None,
+        degraded=newest.certificate.kind == DEGRADED if newest else None,
         members=len(manifest.members) if manifest else None,
         columns_without_owner=len(orphans(manifest.ownership)) if manifest else None,
         peers_seen=sum(record.role == "peer" for record in announcer.known.values()),

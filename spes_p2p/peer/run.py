@@ -41,7 +41,7 @@ from spes_p2p.planning.disk import checkpoint_bytes
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Commit
+from spes_p2p.sync.core.messages import DEGRADED, Commit
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
@@ -312,7 +312,7 @@ def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:
             round=manifest.round,
             step=manifest.step,
             roster_size=len(manifest.roster),
-            commit="degraded" if event.commit.certificate.kind in (DEGRADED, ORGANISER) else "committed",
+            commit="degraded" if event.commit.certificate.kind == DEGRADED else "committed",
             tokens=sum(entry.tokens for entry in manifest.roster),
             bytes_sent=max(0, event.bytes_sent - data_sent),
             bytes_received=max(0, event.bytes_received - data_received),

@@ -58,13 +58,6 @@ def is_majority(count: int, of: int) -> bool:
     return 2 * count > of
 
 
-def is_weighty_half(parent: Hash, heard: Collection[PeerId], all_electors: Collection[PeerId]) -> bool:
-    """Exactly half of the electors, with the lowest-ranked of all among them: counts as a majority when chains meet."""
-    if 2 * len(heard) != len(all_electors):
-        return False
-    return min(all_electors, key=lambda peer: rank(parent, peer)) in heard
-
-
 def next_members(
     current: Iterable[Member],
     heard: Iterable[Member],

@@ -21,7 +21,7 @@ from spes_p2p.state.version import Version
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.coding import stage_tile
-from spes_p2p.sync.core.forks import Line, best
+from spes_p2p.sync.core.forks import Line, has_quorum
 from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.genesis import RunInfo
@@ -50,18 +50,9 @@ class Meeting:
     ours: Line
     theirs: Line
 
-    @property
-    def winner(self) -> Commit | None:
-        """The newest commit of the other's history where that is the one to follow, else None."""
-        if not self.theirs:
-            return None
-        if self.ours and best(self.common, (self.ours, self.theirs)) == self.ours:
-            return None
-        return self.theirs[-1]
-
 
 class Parted(RemoteProtocolError):
-    """The other's commits do not follow from ours: the run has two histories."""
+    """The other's commits do not follow from ours, or the first of them has no quorum: one must choose (`forks`)."""
 
 
 class CatchUp:
@@ -89,28 +80,35 @@ class CatchUp:
         self._replayed: Staging | None = None
         self._outer = outer_optimizer(rules)
 
-    async def headers(self, tip_round: int, holder: PeerId, round: int) -> Commit:
+    async def headers(self, tip_round: int, holder: PeerId, round: int, at_any_price: bool = False) -> Commit:
         """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
 
-        Raises Parted where its history is another one than ours.
+        Raises Parted where its history is another one than ours, or where our tip's child has no quorum (unless the tip
+        is worth nothing: `at_any_price`).
         """
-        newest = await self._extend(holder, self._chain.length)
+        newest = await self._extend(holder, self._chain.length, 0 if at_any_price else tip_round + 1)
         if newest is None and tip_round < round < self._chain.length:
             newest = self._chain.commit(round)
         if newest is None:
             raise NetworkError(f"{short(holder)} has nothing after round {tip_round}")
         return newest
 
-    async def _extend(self, holder: PeerId, first: int) -> Commit | None:
+    async def _extend(self, holder: PeerId, first: int, needs_quorum: int) -> Commit | None:
         last: Commit | None = None
         before = self._chain.commit(first - 1) if first else None
         while part := await self._transfers.chain(holder, first):
             if before is not None and part[0].manifest.parent != manifest_hash(before.manifest):
                 raise Parted(f"{short(holder)} stands on another history of the run from round {first} on")
-            await self._in_thread(partial(self._append, part, before))
+            if first == needs_quorum > 0 and not has_quorum(part[0]):
+                raise Parted(f"{short(holder)} has gone on from round {first - 1} without a quorum")
+            await self.append(part, before)
             last = before = part[-1]
             first = last.manifest.round + 1
         return last
+
+    async def append(self, part: Sequence[Commit], before: Commit | None) -> None:
+        """Puts commits that follow `before` on disk, once they are checked."""
+        await self._in_thread(partial(self._append, part, before))
 
     def _append(self, part: Sequence[Commit], before: Commit | None) -> None:
         check_links(tuple(part), before, self._info, self._rules, self._check)

@@ -250,9 +250,9 @@ class VoteBook:
         else:
             self.record, self.incarnation = record, incarnation
 
-    def forget(self) -> None:
-        """Begins a new incarnation: what was signed before can not be stood by any more. Raises StorageFull."""
-        self.incarnation = self._new_incarnation()
+    def forget(self, above: int = 0) -> None:
+        """Begins an incarnation above `above`: what was signed before is not stood by any more. Raises StorageFull."""
+        self.incarnation = max(self._new_incarnation(), above + 1)
         self._votes_path.unlink(missing_ok=True)  # first: the new incarnation must never meet the old record
         write_whole(self._incarnation_path, str(self.incarnation).encode())
         self._left_path.unlink(missing_ok=True)

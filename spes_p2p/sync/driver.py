@@ -29,7 +29,7 @@ from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.choosing import Rates
 from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.forks import tokens_lost
+from spes_p2p.sync.core.forks import Way, parted_text, tokens_lost
 from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
 from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.core.round import Core
@@ -211,6 +211,8 @@ class Driver:
         self._times = self._fresh_times()
         self._full_until: float | None = None
         self._was_full = False
+        self._parted: set[Hash] = set()
+        """Manifests after which another final history than ours goes on, and of which a person was told."""
 
     # ---------------------------------------------------------------- life
 
@@ -298,12 +300,12 @@ class Driver:
         match action:
             case do.Persist():
                 self._persist(action)
+            case do.Forget():
+                self._forget(action)
             case do.Send():
                 self._outbox.post(action.to, action.envelope)
             case do.CloseTraining():
                 self._hooks.close_training()
-            case do.Probe():
-                self._tasks.spawn(self._probe(action.peer))
             case do.Notice():
                 self._hooks.notice(action)
             case _ if self._full_until is None:
@@ -320,6 +322,13 @@ class Driver:
         except OSError as error:
             self._broken = True  # not a word more: the state machine takes the vote for given
             self._hooks.failed(error)
+
+    def _forget(self, action: do.Forget) -> None:
+        try:
+            self._disk.votes.forget(action.above)
+        except StorageFull as error:
+            self._disk_is_full(error)
+        self._run(self.core.reborn(self._disk.votes.incarnation, self._clock.now()))
 
     def _begin_work(self, action: do.Action) -> None:
         """What needs room on the disk."""
@@ -356,10 +365,6 @@ class Driver:
     def _heard(self, answer: Envelope) -> None:
         self._run(self.core.receive(answer, self._clock.now()))
 
-    async def _probe(self, peer: PeerId) -> None:
-        if await self._transport.check_refused(peer):
-            self._run(self.core.gone(peer, self._clock.now()))
-
     # ---------------------------------------------------------------- committing
 
     async def _adopt(self, commit: Commit) -> None:
@@ -395,9 +400,9 @@ class Driver:
         tip, head = self.core.tip.round, self.core.head
         self._fetching = asyncio.current_task()
         try:
-            newest, meeting = await self._headers(tip, action)
+            newest, meeting, way = await self._headers(tip, action)
             if newest is None:
-                self._run(self.core.stays(action.head, self._clock.now()))
+                self._run(self.core.stays(action.head, way, self._clock.now()))
                 return
             reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
             self._check_link()
@@ -415,10 +420,12 @@ class Driver:
         async with self._making.lock:
             if self.core.head != head:  # our own child was committed meanwhile
                 return
+            if meeting is None and not self.core.still_takes(self._disk.chain.commit(tip + 1)):
+                self._run(self.core.stays(action.head, Way.WAIT, self._clock.now()))
+                return
             if meeting is not None:
                 self._disk.votes.leave(self.core.record)
                 await self._tasks.in_thread(partial(self._disk.chain.switch, meeting.theirs))
-            if meeting is not None and meeting.ours:
                 await self._tasks.in_thread(partial(self._disk.residuals.clear, newest.manifest))
                 await self._tasks.in_thread(staging.publish)
                 await self._switched(newest, meeting, action.holder)
@@ -448,14 +455,23 @@ class Driver:
             newest = [chain.commit(round).manifest for round in rounds]
             self._keeping_up.headers(self._clock.now(), chain.length - 1, newest)
 
-    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, Meeting | None]:
-        """The commit to go to, None where our own history is the one to follow; and the meeting, if they are two."""
+    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, Meeting | None, Way]:
+        """The commit to go to, None where we stay; and the meeting, if it is on another history than ours."""
         chain = self._disk.chain
         if action.round >= chain.length or (action.round > tip and chain.has(action.head, action.round)):
             with contextlib.suppress(Parted):
-                return await self._catching_up.headers(tip, action.holder, action.round), None
+                return await self._catching_up.headers(tip, action.holder, action.round), None, Way.MOVE
         meeting = await self._catching_up.meet(tip, action.holder, action.round)
-        return meeting.winner, meeting
+        way = self.core.way_to(meeting.ours, meeting.theirs, self._clock.now())
+        if way is Way.PARTED and manifest_hash(meeting.common) not in self._parted:
+            self._parted.add(manifest_hash(meeting.common))
+            self._hooks.notice(do.Notice("parted", parted_text(meeting.common, meeting.ours, meeting.theirs)))
+        if way is not Way.MOVE:
+            return None, None, way
+        if meeting.ours:
+            return meeting.theirs[-1], meeting, way
+        await self._catching_up.append(meeting.theirs, chain.commit(tip))
+        return meeting.theirs[-1], None, way
 
     async def renewed(self, commit: Commit) -> None:
         """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""

@@ -14,14 +14,14 @@ from spes_p2p.config.schema import Config
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.sync.core.messages import (
-    ORGANISER,
+    DEGRADED,
     WIRE_VERSION,
     Acceptance,
     Certificate,
     Commit,
+    DegradedVote,
     Envelope,
     Manifest,
-    Renewal,
     Seal,
     Sealer,
     manifest_hash,
@@ -99,9 +99,9 @@ def sign_genesis(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commi
 def sign_renewal(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commit:
     """A manifest by `rules.renewed_manifest` with its certificate: one seal, the organiser's."""
     name = manifest_hash(manifest)
-    signed = sealer.seal(Renewal(manifest.fingerprint, manifest.parent, name))
+    signed = sealer.seal(DegradedVote(manifest.fingerprint, manifest.parent, (), -1, name))
     seal = Seal(organiser, signed.public_key, signed.signature)
-    return Commit(Certificate(manifest.parent, ORGANISER, -1, name, (), (seal,)), manifest)
+    return Commit(Certificate(manifest.parent, DEGRADED, -1, name, (), (seal,)), manifest)
 
 
 def check_genesis(commit: Commit, info: RunInfo, check: CheckSignature) -> None:

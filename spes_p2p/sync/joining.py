@@ -68,6 +68,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         fragments=sync.fragments,
         outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
         organiser=info.organiser,
+        final_rounds=config.swarm.final_rounds,
     )
 
 
@@ -317,7 +318,7 @@ class Joining:
 
     async def _newest(self, catch_up: CatchUp, peer: PeerId, tip: Commit, known: int) -> Commit:
         try:
-            return await catch_up.headers(tip.manifest.round, peer, known)
+            return await catch_up.headers(tip.manifest.round, peer, known, at_any_price=True)
         except (NetworkError, RemoteProtocolError):
             return tip
 

@@ -19,7 +19,7 @@ import msgpack
 from spes_p2p.data import leases
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.swarm import membership
-from spes_p2p.sync.core import actions, knowledge, messages, rules, timing, votes
+from spes_p2p.sync.core import actions, knowledge, liveness, messages, rules, timing, votes
 from spes_p2p.wire import pack, unpack
 
 NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "_rules_by_situation", "fired"})
@@ -35,7 +35,7 @@ def _classes(*modules: ModuleType) -> dict[str, type]:
     return {kind.__name__: kind for kind in (*named, timing.Pace, timing.Window) if isinstance(kind, type)}
 
 
-_CLASSES = _classes(messages, votes, actions, rules, knowledge, membership, leases)
+_CLASSES = _classes(messages, votes, actions, rules, knowledge, liveness, membership, leases)
 _MESSAGES = {name: _CLASSES[name] for name in _classes(messages) if name not in ("Signed", "Pace", "Window")}
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"

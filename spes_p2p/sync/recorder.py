@@ -30,12 +30,13 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 4 * 2**20
 EVENTS = (
     *("receive", "tick", "trained", "reduced", "reduce_failed", "staged", "fetch_failed", "built", "verified"),
-    *("verify_failed", "unstaged", "gone", "moved", "applied", "switched", "stays", "catch_up_failed"),
-    *("not_adopted", "disk_full", "disk_has_room", "wish", "greet", "uplink_measured", "reply_to"),
+    *("verify_failed", "unstaged", "gone", "moved", "applied", "switched", "stays", "reborn"),
+    *("catch_up_failed", "choose", "not_adopted", "disk_full", "disk_has_room", "wish", "greet", "uplink_measured"),
+    "reply_to",
 )
 """Methods of `Core` that are recorded; all others only ask. Nothing else may change a `Core`."""
 NEWEST, BEFORE = "flight.recording", "flight-before.recording"
-_BEGIN, _UNDONE = "begin 2", "undone"
+_BEGIN, _UNDONE = "begin 3", "undone"
 
 
 class FlightRecorder:

@@ -32,7 +32,7 @@ from spes_p2p.swarm.records import (
 from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync import requests
 from spes_p2p.sync.announce import EVERY_SECONDS
-from spes_p2p.sync.core.messages import DEGRADED, ORGANISER, Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.sync.core.messages import DEGRADED, Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import NOBODY, check_certificate
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import GENESIS
@@ -84,7 +84,7 @@ class ColumnLine:
 
 @dataclass(frozen=True)
 class RunReport:
-    """`certificate` is the kind of the newest one (majority, degraded, genesis), empty before genesis.
+    """`certificate` is the kind of the newest one (majority, degraded, organiser, genesis), empty before genesis.
 
     `checked` says whether its seals were checked against the electors of its parent; `electors` are the seals that it
     has, and all that may vote on the next round. `head_age_seconds`: since when it is known, None where nobody says.
@@ -263,8 +263,8 @@ def _report(
         round=manifest.round if manifest else 0,
         step=manifest.step if manifest else 0,
         tokens=manifest.tokens if manifest else 0,
-        certificate=certificate.kind if certificate else "",
-        degraded=certificate is not None and certificate.kind in (DEGRADED, ORGANISER),
+        certificate=certificate.label if certificate else "",
+        degraded=certificate is not None and certificate.kind == DEGRADED,
         checked=checked,
         seals=len(certificate.seals) if certificate else 0,
         electors=len(electors(manifest.members)) if manifest else 0,

@@ -92,6 +92,7 @@ class Search:
         return self.report
 
     def _search(self, most_states: int) -> None:
+        self._path = [("start",)]
         start = self._world.start(self._faults)
         stack: list[tuple[State, int, Event]] = [(start, 0, ("start",))]
         self._seen.add(hash(start))

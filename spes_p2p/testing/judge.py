@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.swarm.membership import electors, is_weighty_half
+from spes_p2p.swarm.membership import electors
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import (
     RunRules,
@@ -43,6 +43,20 @@ class Violation(AssertionError):
         self.kind = kind
 
 
+@dataclass(frozen=True)
+class Guard:
+    """What a peer truly heard of the electors of its tip, worked out beside the protocol.
+
+    `seconds` since a quorum of them lived, 0 where it does now; `wait_seconds` is W; `just_asked` of one that has just
+    started or woken up, and may take at once; `live` are those that live on our tip, or before it.
+    """
+
+    seconds: float
+    wait_seconds: float
+    just_asked: bool
+    live: frozenset[PeerId]
+
+
 @dataclass
 class VoteHistory:
     """All that one elector ever made durable for the child of one manifest."""
@@ -71,10 +85,13 @@ class Judge:
         self.known: dict[Hash, Known] = {manifest_hash(genesis): Known(genesis, state, ())}
         self.children: dict[Hash, list[Hash]] = {}
         self.forks: list[tuple[Hash, Hash]] = []
+        self.chosen: set[Hash] = set()
+        """Children that the organiser has chosen."""
         self.reduced: dict[Hash, tuple[Trained, ...]] = {}
         self.wires: dict[Hash, tuple[Hash, ...]] = {}
         self._histories: dict[tuple[PeerId, int, Hash], VoteHistory] = {}
         self._seen: dict[int, Certificate] = {}
+        self._proposed: set[Hash] = set()
 
     # ---------------------------------------------------------------- votes
 
@@ -83,13 +100,9 @@ class Judge:
         peer: PeerId,
         record: VoteRecord,
         disk: Disk,
-        silences: Callable[[tuple[PeerId, ...]], list[tuple[PeerId, float, float]]],
+        guard: Callable[[], Guard],
     ) -> None:
-        """A voting record became durable.
-
-        `silences(heard)` gives, for each elector not in `heard`, how long the voter has not heard that it can vote, and
-        how long it had to wait for that.
-        """
+        """A voting record became durable; `guard` is what its voter truly heard."""
         history = self._histories.setdefault((peer, disk.incarnation, record.parent), VoteHistory())
         who = f"{peer} for the child of {short(record.parent)}"
         if record.promised < history.promised:
@@ -103,9 +116,15 @@ class Judge:
             vote = (record.degraded.value.heard, manifest_hash(record.degraded.value.manifest))
             if vote not in history.degraded:
                 history.degraded.add(vote)
-                for lost, silent, wait in silences(vote[0]):
-                    if silent < wait:
-                        raise Violation("wait", f"{who} gave up {lost} after {silent:.1f} s, not {wait:.1f} s")
+                heard = guard()
+                if heard.seconds < heard.wait_seconds:
+                    raise Violation("wait", f"{who} gave up a quorum that it heard {heard.seconds:.1f} s ago")
+                if not set(vote[0]) <= heard.live | {peer}:
+                    absent = sorted(set(vote[0]) - heard.live - {peer})
+                    raise Violation("absent", f"{who} signs with {absent}, whom it does not hear")
+                best = max(history.accepted, default=-1)
+                if best > record.degraded.value.accepted and history.accepted[best] != vote[1]:
+                    raise Violation("acceptance", f"{who} forgot in a degraded vote what it accepted at ballot {best}")
 
     def _saw_acceptance(self, who: str, record: VoteRecord, history: VoteHistory, disk: Disk) -> None:
         if record.accepted_ballot < max(history.accepted, default=-1):
@@ -140,6 +159,16 @@ class Judge:
                 raise Violation("durability", f"{peer} tells of votes that are not on its disk")
             if durable and ballots.promised == promised and ballots.accepted != accepted:
                 raise Violation("report", f"{peer} promised {promised} without saying that it accepted at {accepted}")
+
+    def saw_proposals(self, peer: PeerId, envelope: Envelope, disk: Disk) -> None:
+        """Who proposes what nobody has proposed before has made it."""
+        for signed in envelope.proposals:
+            manifest, hashes = signed.value.manifest, signed.value.wire_hashes
+            whole = all(disk.has(piece, tiles) for piece, tiles in zip(manifest.slices, hashes, strict=True))
+            is_new = signed.author == peer and manifest_hash(manifest) not in self._proposed
+            if is_new and not whole and manifest.state_root not in disk.finished:
+                raise Violation("staging", f"{peer} proposes a state that it has not on its disk")
+            self._proposed.add(manifest_hash(manifest))
 
     # ---------------------------------------------------------------- commits
 
@@ -176,13 +205,21 @@ class Judge:
             if members & set(parent.ownership[column]) - set(child.ownership[column]):
                 raise Violation("turns", f"round {child.round} takes column {column} from one who did not hand it out")
 
+    def saw_taken(self, peer: PeerId, child: Commit, guard: Guard) -> None:
+        """A peer goes on from its tip to this child: no minority overrules a quorum that lives, as far as it hears."""
+        waited = guard.seconds >= guard.wait_seconds or (guard.just_asked and guard.seconds > 0)
+        if child.certificate.kind == DEGRADED and not waited:
+            what = _describe(child.certificate)
+            raise Violation("overruled", f"{peer} takes a {what}, and heard a live quorum {guard.seconds:.1f} s ago")
+
     def saw_switch(self, peer: PeerId, left: Sequence[Commit], taken: Sequence[Commit]) -> None:
-        """A peer goes over to another history: never from a majority's child to that of a minority."""
-        kinds = (left[0].certificate.kind, taken[0].certificate.kind)
-        if kinds == (MAJORITY, DEGRADED):
-            voters = [member.peer for member in electors(self.known[left[0].manifest.parent].manifest.members)]
-            if not is_weighty_half(left[0].manifest.parent, taken[0].certificate.heard, voters):
-                raise Violation("fork", f"{peer} leaves what a majority has committed for a degraded history")
+        """A peer goes over to another history: never from a majority's child, nor from long work."""
+        if taken[0].certificate.manifest in self.chosen:
+            return
+        if (left[0].certificate.kind, taken[0].certificate.kind) == (MAJORITY, DEGRADED):
+            raise Violation("fork", f"{peer} leaves what a majority has committed for a degraded history")
+        if len(left) > self.rules.final_rounds and left[-1].manifest.tokens > taken[-1].manifest.tokens:
+            raise Violation("final", f"{peer} leaves {len(left)} rounds for a history with less work")
 
     def _check_siblings(self, certificate: Certificate, name: Hash, siblings: list[Hash]) -> None:
         """Two contents on one parent: only where a degraded certificate was signed by peers that gave others up."""

@@ -214,6 +214,70 @@ def split_and_meet(world: World, chance: random.Random) -> None:
         world.after(met + chance.uniform(-3.0, 12.0), trouble, world, chance)
 
 
+def lone_commit(world: World, chance: random.Random) -> None:
+    """One peer reaches nobody until it has gone on alone, is heard for a moment or longer, and is cut off or dies."""
+    peer = _victim(world, chance)
+    if peer is None:
+        return
+    away = chance.uniform(62.0, 100.0)
+    world.partition({peer.name: 1})
+    world.after(away, world.heal)
+    heard = away + chance.choice((0.3, 1.5, 4.0, 15.0))
+    fate = chance.random()
+    if fate < 0.4:
+        world.after(heard, peer.crash)
+    elif fate < 0.6:
+        world.after(heard, world.partition, {peer.name: 1})
+
+
+def lone_vote(world: World, chance: random.Random) -> None:
+    """As soon as somebody has accepted a proposal it reaches nobody, until it has gone on alone."""
+    voter = _victim(world, chance)
+    if voter is None:
+        return
+
+    def trap() -> None:
+        world.partition({voter.name: 1})
+        world.after(chance.uniform(65.0, 90.0), world.heal)
+
+    voter.at_next_vote = trap
+
+
+def sleep_alone(world: World, chance: random.Random) -> None:
+    """A peer that reaches nobody sleeps for longer than it would have to wait, and is reached again soon after."""
+    peer = _victim(world, chance)
+    if peer is not None:
+        world.partition({peer.name: 1})
+        away, asleep = chance.uniform(8.0, 30.0), chance.uniform(40.0, 80.0)
+        world.after(away, peer.sleep, asleep)
+        world.after(away + asleep + chance.uniform(2.0, 12.0), world.heal)
+
+
+def clock_back(world: World, chance: random.Random) -> None:
+    """A peer dies, and its clock is behind when it comes back; at times without its disk."""
+    peer = _victim(world, chance)
+    if peer is not None:
+        peer.clock_behind_seconds = chance.choice((2.0, 30.0, 3600.0))
+        _plan_restart(peer, chance, amnesia=0.3, death=0.0)
+        peer.crash()
+
+
+def disk_back(world: World, chance: random.Random) -> None:
+    """A peer dies, and comes back with a copy of its disk that was made a while ago."""
+    peer = _victim(world, chance)
+    if peer is None or peer.backup is not None:
+        return
+    peer.back_up()
+
+    def strike() -> None:
+        if peer.core is not None:
+            peer.restart_plan = lambda: world.after(chance.choice((0.1, 3.0)), _come_back, peer)
+            peer.crash()
+            peer.roll_back()
+
+    world.after(chance.uniform(0.1, 8.0), strike)
+
+
 def isolate(world: World, chance: random.Random) -> None:
     """One peer reaches nobody for a while."""
     peer = _leader(world, chance) if chance.random() < 0.6 else _victim(world, chance)
@@ -307,6 +371,8 @@ def join(world: World, chance: random.Random) -> None:
 
 ALL = (crash, crash_with_amnesia, quick_restart, cut, isolate, sleep, full_disk, leave, join)
 SLOW_BESIDE = (quick_restart, broken_vote, crash, full_disk, join, leave)
+LEFT_ALONE = (lone_commit, lone_commit, lone_vote, sleep_alone)
+IN_LONG_ROUNDS = (long_cut, lone_commit, crash, sleep)
 KINDS = (
     Kind("calm", (join,), 0, 1),
     Kind("crash", (crash,), 1, 3, weight=4),
@@ -319,6 +385,10 @@ KINDS = (
     Kind("cuts", (cut, isolate), 1, 4, weight=2),
     Kind("long cut", (long_cut,), 1, 1, mended_seconds=95.0, slowness=8.0, most_founders=5),
     Kind("meeting", (split_and_meet,), 1, 1, mended_seconds=125.0, slowness=8.0, most_founders=5),
+    Kind("alone", LEFT_ALONE, 1, 1, mended_seconds=125.0, slowness=25.0, most_founders=5),
+    Kind("long rounds", IN_LONG_ROUNDS, 1, 3, mended_seconds=220.0, slowness=80.0, most_founders=5),
+    Kind("clock", (clock_back, quick_restart), 1, 3),
+    Kind("old disk", (disk_back,), 1, 2, slowness=2.0),
     Kind("sleep", (sleep,), 1, 3, slowness=6.0),
     Kind("slow leader", (*4 * (slow_leader,), *SLOW_BESIDE), 1, 4, mended_seconds=68.0, slowness=4.0),
     Kind("disk", (full_disk, quick_restart), 1, 3, slowness=2.0),

@@ -20,7 +20,6 @@ from spes_p2p.sync.core.forks import best
 from spes_p2p.sync.core.messages import Commit, Envelope, Manifest, manifest_hash
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import genesis_manifest
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.testing.judge import Judge, Violation, voters
 from spes_p2p.testing.sim_peer import SimPeer
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
@@ -162,6 +161,13 @@ class World:
         self._cut_until.update((link, self.now + seconds) for link in links)
         self.after(seconds, self.changed, "links are mended")
 
+    def choose(self, child: Hash) -> None:
+        """The organiser has signed that the run goes on with this child, and everybody who runs hears of it."""
+        self.judge.chosen.add(child)
+        self.changed("the organiser has chosen")
+        for peer in self.up():
+            peer.choose(child)
+
     def delay_words_of(self, name: PeerId, late_seconds: float, seconds: float) -> None:
         """For a while all that this peer says comes late, by half of `late_seconds` to all of it."""
         self.changed(f"what {name} says comes up to {late_seconds} s late")
@@ -219,29 +225,6 @@ class World:
             return
         peer.receive(sender, envelope)
 
-    # ---------------------------------------------------------------- what the judge asks
-
-    def silences(self, voter: SimPeer, heard: Iterable[PeerId]) -> list[tuple[PeerId, float, float]]:
-        """(elector, true silence, least wait) for each elector that `voter` gave up."""
-        assert voter.core is not None
-        lost = {p: i for p, i in voters(voter.core.tip).items() if p not in heard and p != voter.name}
-        pace = voter.core.pace
-        since = {peer: max(voter.heard_voting.get((peer, i), 0.0), voter.awake_since) for peer, i in lost.items()}
-        refused = all(self._hopeless(peer, lost[peer], since[peer]) for peer in lost)
-        wait = Pace(pace.heartbeat_seconds).degraded_wait_seconds(refused)  # the least: what is learnt comes on top
-        return [(peer, self.now - since[peer], wait - 1e-6) for peer in lost]
-
-    def _hopeless(self, name: PeerId, incarnation: int, since: float) -> bool:
-        """Whether the elector was down, reborn or unable to vote at some time since it was heard last."""
-        peer = self.peers[name]
-        return (
-            peer.core is None
-            or peer.up_since > since
-            or peer.disk.incarnation != incarnation
-            or peer.disk.full
-            or peer.full_until > since
-        )
-
     # ---------------------------------------------------------------- progress
 
     def newest(self) -> Manifest:
@@ -250,7 +233,7 @@ class World:
         if not chains:
             return self.genesis
         if self.judge.forks:
-            line = best(self.genesis, [tuple(chain) for chain in chains])
+            line = best([tuple(chain) for chain in chains], self.rules.final_rounds)
         else:
             line = max((tuple(chain) for chain in chains), key=lambda line: len(line))
         return line[-1].manifest if line else self.genesis
@@ -270,6 +253,7 @@ class World:
             return
         self._adopted.add(name)
         self._check_servers(manifest)
+        self._check_newcomers(manifest)
         self.result.rounds = manifest.round
         self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
         self.last_change = self.now
@@ -279,6 +263,16 @@ class World:
         wrong = [m.peer for m in manifest.members if m.trains == self.peers[m.peer].intent.serving]
         if wrong:
             raise Violation("serving", f"round {manifest.round} takes {wrong} for what they are not")
+
+    def _check_newcomers(self, manifest: Manifest) -> None:
+        """Who is named for the first time has caught up."""
+        known = {(m.peer, m.incarnation) for m in self.judge.known[manifest.parent].manifest.members}
+        for member in manifest.members:
+            peer = self.peers[member.peer]
+            is_it = peer.core is not None and peer.disk.incarnation == member.incarnation
+            stood = peer.disk.tip.round
+            if (member.peer, member.incarnation) not in known and is_it and stood < manifest.round - 1:
+                raise Violation("newcomer", f"round {manifest.round} names {member.peer}, who is at {stood}")
 
     def bound_seconds(self) -> float:
         """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""
@@ -298,11 +292,12 @@ class World:
         connected = 2 * max(groups.values(), default=0) > len(chosen)
         view = max((max(c.round.view, c.record.promised) for c in cores if c.head == head), default=0)
         training = max(p.round_seconds for p in running)
-        wait = 0.0 if connected else pace.degraded_wait_seconds(False)
+        wait = 0.0 if connected else pace.degraded_wait_seconds()
         if self._state_is_lost():
             self._lost_after = self.last_change
         wait += pace.lost_state_wait_seconds() if self._lost_after == self.last_change else 0.0
-        return wait + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
+        asking = pace.deadline_seconds(0)
+        return wait + asking + 4 * pace.suspect_seconds + 3 * pace.deadline_seconds(view) + 4 * training
 
     def _would_train(self, peer: SimPeer) -> bool:
         """Whether rounds are made for this peer's sake; those who only serve keep the state as it is."""

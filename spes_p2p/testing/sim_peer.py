@@ -6,13 +6,14 @@ told to. Its `Disk` survives. Leaves out the trainer's arithmetic and everything
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from spes_p2p.data.leases import count
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256, short
 from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.forks import best
+from spes_p2p.sync.core.forks import Way
 from spes_p2p.sync.core.messages import (
     Commit,
     Envelope,
@@ -20,6 +21,7 @@ from spes_p2p.sync.core.messages import (
     Manifest,
     Merge,
     Report,
+    Status,
     Work,
     manifest_hash,
     plan_hash,
@@ -27,7 +29,7 @@ from spes_p2p.sync.core.messages import (
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.core.votes import VoteRecord
-from spes_p2p.testing.judge import Violation
+from spes_p2p.testing.judge import Guard, Violation, voters
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,
     SEQUENCE_TOKENS,
@@ -66,13 +68,19 @@ class SimPeer:
         self.awake_since = 0.0
         self.up_since = 0.0
         self.full_until = float("-inf")
-        self.heard_voting: dict[tuple[PeerId, int], float] = {}
         self.crash_after: dict[type[do.Action], int] = {}
         self.restart_plan: Callable[[], None] | None = None
         self.at_next_vote: Callable[[], None] | None = None
         self.at_next_proposal: Callable[[], None] | None = None
         self.is_gone_for_good = False
-        self._heard: dict[PeerId, tuple[int, int]] = {}
+        self.clock_behind_seconds = 0.0
+        self.backup: Disk | None = None
+        self.parted = False
+        """Whether it has met another final history, and stays on its own."""
+        self._heard: dict[PeerId, tuple[float, Status]] = {}
+        self._quorum_at = (NO_HASH, 0.0)
+        self._wait_seconds = 0.0
+        self._decided: Commit | None = None
         self._sleeps_since = 0.0
         self._life = 0
         self._trained: Trained | None = None
@@ -89,14 +97,14 @@ class SimPeer:
         self._life = next(world.lives)
         self.up_since = self.awake_since = now
         self._heard.clear()
-        self.heard_voting.clear()
         self._trained, self._work, self._training_since = None, Work(), None
         self.disk.restart()
         self.disk.arrive(world.next_incarnation, restarted=True)
         self.disk.full = False
+        first = int((now - self.clock_behind_seconds) * 1000) + self._life
         self.core = world.core_class(
             self.name, self.disk.incarnation, world.rules, FakeSealer(self.name), check_fake, Pace(HEARTBEAT_SECONDS),
-            self.disk.tip, now, self.disk.record, self.intent, self.disk.tip_commit, first_sequence=int(now * 1000),
+            self.disk.tip, now, self.disk.record, self.intent, self.disk.tip_commit, first_sequence=first,
             on_chain=self.disk.is_on_chain,
         )  # fmt: skip
         self.world.tell(f"{self.name} starts, incarnation {self.disk.incarnation}, at round {self.disk.tip.round}")
@@ -119,6 +127,17 @@ class SimPeer:
         """The disk is lost: what starts next is a new incarnation."""
         world = self.world
         self.disk = Disk(world.genesis, world.state, world.next_incarnation())
+
+    def back_up(self) -> None:
+        """Somebody keeps a copy of the disk as it is now."""
+        self.backup = copy.copy(self.disk)
+        for name in ("chain", "staged", "finished", "left"):
+            setattr(self.backup, name, copy.copy(getattr(self.disk, name)))
+
+    def roll_back(self) -> None:
+        """The copy takes the place of the disk."""
+        if self.backup is not None:
+            self.disk, self.backup = self.backup, None
 
     def sleep(self, seconds: float) -> None:
         """The machine is suspended: nothing runs, nothing is answered."""
@@ -148,6 +167,10 @@ class SimPeer:
         self._later(LEAVING_SECONDS, self.crash)
         self._do(self.core.wish(self.intent, self.world.now))
         self._close_training(self._life)
+
+    def choose(self, child: Hash) -> None:
+        """The organiser's choice has come."""
+        self._do(self._the_core.choose({child}, self.world.now))
 
     @property
     def round_seconds(self) -> float:
@@ -179,6 +202,7 @@ class SimPeer:
             self.world.at(self.asleep_until, self._tick, life)
             return
         self._note_wake()
+        self._note_quorum()
         self.world.after(1.01 * HEARTBEAT_SECONDS, self._tick, life)
         self._do(self.core.tick(now))
 
@@ -205,15 +229,58 @@ class SimPeer:
         """The truth about who was heard, for the judge."""
         for signed in envelope.statuses:
             status = signed.value
-            mark = (status.incarnation, status.sequence)
-            if mark > self._heard.get(status.peer, (0, -1)):
-                self._heard[status.peer] = mark
-                if status.intent.can_vote:
-                    self.heard_voting[(status.peer, status.incarnation)] = self.world.now
+            known = self._heard.get(status.peer)
+            if known is None or (status.incarnation, status.sequence) > (known[1].incarnation, known[1].sequence):
+                self._heard[status.peer] = (self.world.now, status)
+        self._note_quorum()
+
+    def _note_quorum(self) -> None:
+        core = self._the_core
+        head, at = self._quorum_at
+        if head != core.head:
+            at = self.world.now
+        if 2 * len(self._live()) > len(voters(core.tip)):
+            at = self.world.now
+        self._quorum_at = (core.head, at)
+        self._wait_seconds = core.pace.degraded_wait_seconds()  # what an event teaches counts from the next one on
+
+    def _live(self) -> frozenset[PeerId]:
+        """The electors that live by what was heard, worked out beside the core."""
+        core, now = self._the_core, self.world.now
+        chosen = voters(core.tip)
+        able = core.intent.can_vote and core.liveness.can_be_counted_on(core.pace, now)
+        live = {self.name} if chosen.get(self.name) == core.incarnation and able else set()
+        for peer, incarnation in chosen.items():
+            at, status = self._heard.get(peer, (float("-inf"), None))
+            if peer == self.name or status is None or now - at > core.pace.suspect_seconds:
+                continue
+            stands = status.head == core.head or (
+                0 <= status.round < core.tip.round and self.disk.is_on_chain(status.head, status.round)
+            )
+            if stands and status.incarnation == incarnation and status.intent.can_vote:
+                live.add(peer)
+        return frozenset(live)
+
+    def _judge_decision(self) -> None:
+        """A degraded child that others made is judged when the core decides for it."""
+        decided = self._the_core.round.decided
+        if decided is not self._decided and decided is not None and self.name not in decided.certificate.heard:
+            self.world.judge.saw_taken(self.name, decided, self.guard())
+        self._decided = decided
+
+    def guard(self) -> Guard:
+        """What the judge is told when this peer makes or takes a degraded child."""
+        wait = self._wait_seconds
+        self._note_quorum()
+        now, pace = self.world.now, self._the_core.pace
+        since = max(self._quorum_at[1], self.awake_since)
+        just_asked = now - self.awake_since <= 2.5 * pace.deadline_seconds(0)
+        return Guard(now - since, min(wait, self._wait_seconds) - 1e-6, just_asked, self._live())
 
     def _do(self, actions: Sequence[do.Action]) -> None:
         """Carries out actions in order; the process may die before or after any of them."""
         life = self._life
+        self._judge_decision()
         told: set[PeerId] = set()
         for action in actions:
             if self.world.say is not None:
@@ -229,6 +296,10 @@ class SimPeer:
                     raise Violation("storm", f"{self.name} sends two envelopes to {action.to} for one event")
                 told.add(action.to)
                 self._send(action)
+            elif isinstance(action, do.Forget):
+                self.disk.record, self.disk.left = None, set()
+                self.disk.incarnation = max(self.world.next_incarnation(), action.above + 1)
+                self._do(self._the_core.reborn(self.disk.incarnation, self.world.now))
             elif isinstance(action, do.Persist):
                 if self.disk.full:
                     self._do(self._the_core.disk_full(self.disk.record or VoteRecord(NO_HASH), self.world.now))
@@ -271,6 +342,7 @@ class SimPeer:
     def _send(self, action: do.Send) -> None:
         envelope = action.envelope
         self.world.judge.saw_message(self.name, envelope, self.disk)
+        self.world.judge.saw_proposals(self.name, envelope, self.disk)
         if envelope.commit is not None:
             self.world.judge.saw_commit(envelope.commit)
         self.world.send(self.name, action.to, envelope)
@@ -281,7 +353,7 @@ class SimPeer:
         if self.at_next_proposal is not None and len(action.record.proposed) > len(before.proposed if before else ()):
             trap, self.at_next_proposal = self.at_next_proposal, None
             world.after(0.001, trap)
-        world.judge.saw_record(self.name, action.record, self.disk, lambda heard: world.silences(self, heard))
+        world.judge.saw_record(self.name, action.record, self.disk, self.guard)
         if self.at_next_vote is not None and action.record.accepted is not None:
             trap, self.at_next_vote = self.at_next_vote, None
             trap()
@@ -291,8 +363,6 @@ class SimPeer:
             case do.CloseTraining():
                 rest = self.world.random.random() * self.step_seconds
                 self._later(rest, self._finish_training, self._the_core.head)
-            case do.Probe():
-                self._later(self.world.delay() + 0.1, self._probe, action)
             case do.Notice():
                 if action.kind == "refused":
                     raise Violation("refused", f"{self.name} refused what {action.peer} said: {action.text}")
@@ -410,7 +480,8 @@ class SimPeer:
         tiles = reduce_tiles(plan, piece, fit) if fit else ()
         for tile in tiles:
             self.world.judge.reduced[tile] = tuple(fit)
-        self.disk.stage(piece, tiles)
+        if tiles:
+            self.disk.stage(piece, tiles)
         names = tuple(trained.peer for trained in fit)
         report = Report(plan_hash(plan), action.index, self.name, names, tiles, tuple(left_out))
         self._do(core.reduced(report, self.world.now))
@@ -422,6 +493,8 @@ class SimPeer:
         for name in action.holders:
             holder = self.world.available(self.name, name)
             broken = self.world.random.random() < self.world.weather.broken_transfer
+            if holder is None:
+                self._later(0.0, self._refused, name)
             if holder is not None and not broken and holder.disk.has(piece, action.hashes):
                 self.disk.stage(piece, split(action.hashes))
                 self._do(core.staged(piece.key, action.hashes, self.world.now))
@@ -430,13 +503,19 @@ class SimPeer:
 
     def _build(self, action: do.Build) -> None:
         core = self._the_core
-        if core.round.building != action or not self._is_settled():
+        if not self._is_settled():
             return
         if not all(self.disk.has(piece, hashes) for piece, hashes in zip(action.slices, action.hashes, strict=True)):
-            raise Violation("staging", f"{self.name} builds from tiles that are not on its disk")
+            return  # they were done again since
         merge = Merge(action.alpha, neighbours_of(self.world.rules.num_columns)) if action.alpha else None
         root = self.disk.finish(self.world.rules, action.slices, merge)
-        self._do(core.built(action, self.world.judge.saw_build(action.hashes), root, merge, self.world.now))
+        wire_root = self.world.judge.saw_build(action.hashes)
+        self._later(self._work_time(), self._built, action, wire_root, root, merge, core.head)
+
+    def _built(self, action: do.Build, wire_root: Hash, root: Hash, merge: Merge | None, head: Hash) -> None:
+        """Other slices may have come meanwhile: then it is no more what is on disk."""
+        if self._the_core.head == head:
+            self._do(self._the_core.built(action, wire_root, root, merge, self.world.now))
 
     def _verify(self, action: do.Verify) -> None:
         core, proposal = self._the_core, action.proposal.value
@@ -484,14 +563,17 @@ class SimPeer:
         if not theirs:
             self._do(core.catch_up_failed(self.world.now))
             return
-        if ours and best(self.disk.manifest(common), (ours, theirs)) == ours:
-            self._do(core.stays(action.head, self.world.now))
+        way = core.way_to(ours, theirs, self.world.now)
+        self.parted |= way is Way.PARTED
+        if way is not Way.MOVE:
+            self._do(core.stays(action.head, way, self.world.now))
             return
         for commit in theirs:
             self.world.judge.saw_commit(commit)
         if root_of(holder.disk.state) != theirs[-1].manifest.state_root:
             raise Violation("state", f"{holder.name} serves another state than it committed")
         if not ours:
+            self.world.judge.saw_taken(self.name, theirs[0], self.guard())
             self.disk.publish(theirs, holder.disk.state)
             self._later(0.005, self._applied, list(theirs))
             return
@@ -529,6 +611,7 @@ class SimPeer:
     def _after_commit(self) -> None:
         if self.core is None:
             return
+        self._note_quorum()
         if self.intent.leaving and not self.core.is_member():
             self.crash()
             return
@@ -560,13 +643,15 @@ class SimPeer:
         stood_by = name in core.round.verified or any(manifest_hash(signed.value.manifest) == name for signed in bound)
         return stood_by and manifest.state_root in self.disk.finished
 
-    def _probe(self, action: do.Probe) -> None:
-        peer = self.world.peers.get(action.peer)
-        if peer is not None and peer.core is None and self.world.reaches(self.name, action.peer) and peer.refuses:
-            self._do(self._the_core.gone(action.peer, self.world.now))
+    def _refused(self, name: PeerId) -> None:
+        """A dial is refused where a process is gone, and by some firewalls where a network has fallen apart."""
+        peer = self.world.peers[name]
+        is_cut = not self.world.reaches(self.name, name)
+        if peer.refuses and (peer.core is None or is_cut):
+            self._do(self._the_core.gone(name, self.world.now))
 
     refuses = True
-    """Whether the host answers when the process is gone."""
+    """Whether the host answers when the process is gone, or a firewall in its place."""
 
     def _is_settled(self) -> bool:
         """Whether we may write for the round of the core: there is room, and no commit on its way from disk to core."""

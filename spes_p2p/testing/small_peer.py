@@ -6,12 +6,13 @@ that comes from the world around is passed in. Leaves out who else there is (`sm
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.sync.core import actions as do
+from spes_p2p.sync.core.forks import Way
 from spes_p2p.sync.core.messages import (
     Commit,
     Envelope,
@@ -25,7 +26,7 @@ from spes_p2p.sync.core.messages import (
 )
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import RunRules
-from spes_p2p.testing.judge import Judge, Violation, VoteHistory, voters
+from spes_p2p.testing.judge import Guard, Judge, Violation, VoteHistory, voters
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,
     SEQUENCE_TOKENS,
@@ -43,6 +44,7 @@ from spes_p2p.testing.snapshots import (
     BEAT_SECONDS,
     FIRST_SEQUENCE,
     HEARTBEAT_SECONDS,
+    OLDEST_SECONDS,
     SEQUENCES_A_BEAT,
     FixedPace,
     Snapshots,
@@ -53,7 +55,8 @@ from spes_p2p.testing.snapshots import (
 class Local:
     """All of one peer: its process (None while it is down), its disk, and the work that its `Core` asked for.
 
-    `heard_at` is the truth about who was heard, for the judge; `refused` whose host refused since.
+    `heard_at` is the truth about who was heard, for the judge, `live` who of them can vote and stands here by its last
+    word, `quorum_at` when a quorum of them lived.
     """
 
     name: PeerId
@@ -65,7 +68,9 @@ class Local:
     sequence: int = FIRST_SEQUENCE
     heard_at: dict[PeerId, float] = field(default_factory=dict)
     newest: dict[PeerId, int] = field(default_factory=dict)
-    refused: set[PeerId] = field(default_factory=set)
+    live: set[PeerId] = field(default_factory=set)
+    quorum_at: float = 0.0
+    started_at: float = 0.0
 
 
 class PathJudge(Judge):
@@ -112,7 +117,7 @@ class SmallPeers:
         name = local.name
         judge = self._judge_of(local)
         local.disk.record = action.record
-        judge.saw_record(name, action.record, local.disk, lambda heard: self._silences(local, heard))
+        judge.saw_record(name, action.record, local.disk, lambda: self._guard(local))
 
     def say(self, local: Local, envelope: Envelope) -> None:
         """A message leaves; it must not go beyond what is on disk."""
@@ -123,11 +128,26 @@ class SmallPeers:
         judge.remember(local.name, local.disk)
         return judge
 
-    def _silences(self, local: Local, heard: tuple[PeerId, ...]) -> list[tuple[PeerId, float, float]]:
+    def _guard(self, local: Local) -> Guard:
+        """What it truly heard of a quorum."""
+        self._note_quorum(local)
+        pace = FixedPace(HEARTBEAT_SECONDS)
+        just_asked = -local.started_at <= 2.5 * pace.deadline_seconds(0)
+        return Guard(-local.quorum_at, pace.degraded_wait_seconds() - 1e-6, just_asked, self._live(local))
+
+    def _note_quorum(self, local: Local) -> None:
         assert local.core is not None
-        lost = [peer for peer in voters(local.core.tip) if peer not in heard and peer != local.name]
-        wait = FixedPace(HEARTBEAT_SECONDS).degraded_wait_seconds(all(peer in local.refused for peer in lost))
-        return [(peer, -local.heard_at[peer], wait - 1e-6) for peer in lost]
+        if 2 * len(self._live(local)) > len(voters(local.core.tip)):
+            local.quorum_at = 0.0
+
+    def _live(self, local: Local) -> frozenset[PeerId]:
+        core = local.core
+        assert core is not None
+        chosen, suspect = voters(core.tip), FixedPace(HEARTBEAT_SECONDS).suspect_seconds
+        live = {peer for peer in local.live & set(chosen) if -local.heard_at[peer] <= suspect}
+        if chosen.get(local.name) == core.incarnation and core.liveness.can_be_counted_on(core.pace, 0.0):
+            live.add(local.name)
+        return frozenset(live)
 
     def note(self, local: Local, action: do.Action) -> None:
         """What is neither said nor written is to be done."""
@@ -147,6 +167,9 @@ class SmallPeers:
                 self._snapshots.age(core)
                 local.heard_at = {peer: at - BEAT_SECONDS for peer, at in local.heard_at.items()}
                 local.newest = {peer: at - SEQUENCES_A_BEAT for peer, at in local.newest.items()}
+                local.quorum_at = max(local.quorum_at - BEAT_SECONDS, -OLDEST_SECONDS)
+                local.started_at = max(local.started_at - BEAT_SECONDS, -OLDEST_SECONDS)
+                self._note_quorum(local)
                 if local.disk.record is not None:
                     local.disk.record = self._snapshots.aged(local.disk.record)
                 assert core is not None
@@ -170,7 +193,8 @@ class SmallPeers:
         core.seeds = tuple(peer for peer in self._names if peer != name)
         local.lives += 1
         local.todo = ("train",) if not disk.chain and name not in self._servers else ()
-        local.heard_at = dict.fromkeys(core.seeds, 0.0)
+        local.heard_at, local.live = dict.fromkeys(core.seeds, 0.0), set()
+        local.quorum_at = local.started_at = 0.0
         actions: list[do.Action] = []
         for proposal in (core.record.accepted, core.record.degraded):
             if proposal is not None and proposal.value.manifest.state_root in disk.finished:
@@ -184,7 +208,9 @@ class SmallPeers:
             if status.peer in local.heard_at and status.sequence > local.newest.get(status.peer, -1):
                 local.newest[status.peer] = status.sequence
                 local.heard_at[status.peer] = 0.0
-                local.refused.discard(status.peer)
+                stands = status.head == local.core.head or status.round < local.core.tip.round
+                (local.live.add if stands and status.intent.can_vote else local.live.discard)(status.peer)
+        self._note_quorum(local)
         return local.core.receive(envelope, 0.0)
 
     def _do_work(self, local: Local, work: Any, brought: list[Any]) -> tuple[list[do.Action], bool]:
@@ -210,14 +236,9 @@ class SmallPeers:
             case do.Verify(proposal):
                 return self._verify(core, disk, proposal.value)
             case do.Adopt(commit):
-                return self._adopt(core, disk, commit)
-            case do.CatchUp():
-                return self._catch_up(core, disk, brought)
-            case do.Probe(peer):
-                if not brought[0]:
-                    return [], False
-                local.refused.add(peer)
-                return core.gone(peer, 0.0), False
+                return self._adopt(local, core, commit)
+            case do.CatchUp(head=head):
+                return self._catch_up(local, core, head, brought[0])
         raise ValueError(f"no peer can do {work}")
 
     def _train(self, local: Local, core: Core, name: PeerId) -> list[do.Action]:
@@ -258,22 +279,31 @@ class SmallPeers:
             return core.verify_failed(0.0), whole
         return core.verified(manifest_hash(manifest), 0.0), True
 
-    def _adopt(self, core: Core, disk: Disk, commit: Commit) -> tuple[list[do.Action], bool]:
+    def _adopt(self, local: Local, core: Core, commit: Commit) -> tuple[list[do.Action], bool]:
+        disk = local.disk
         if commit.manifest.parent != core.head:
             return [], False
         state = disk.finished.get(commit.manifest.state_root)
         if state is None:
             core.round.verified.discard(commit.certificate.manifest)
             return core.not_adopted(0.0), False
+        if local.name not in commit.certificate.heard:  # who made it was judged when it voted
+            self.fresh_judge().saw_taken(local.name, commit, self._guard(local))
         return self._published(core, disk, commit, state), True
 
-    def _catch_up(self, core: Core, disk: Disk, brought: list[Any]) -> tuple[list[do.Action], bool]:
-        commits = brought[0]
+    def _catch_up(
+        self, local: Local, core: Core, head: Hash, commits: Sequence[Commit]
+    ) -> tuple[list[do.Action], bool]:
         if not commits or commits[0].manifest.parent != core.head:
             return core.catch_up_failed(0.0), False
+        way = core.way_to((), tuple(commits), 0.0)
+        if way is not Way.MOVE:
+            return core.stays(head, way, 0.0), False
         judge = self.fresh_judge()
         judge.saw_commit(commits[0])
-        return self._published(core, disk, commits[0], judge.known[manifest_hash(commits[0].manifest)].state), True
+        judge.saw_taken(local.name, commits[0], self._guard(local))
+        state = judge.known[manifest_hash(commits[0].manifest)].state
+        return self._published(core, local.disk, commits[0], state), True
 
     def _published(self, core: Core, disk: Disk, commit: Commit, state: State) -> list[do.Action]:
         judge = self.fresh_judge()

@@ -120,11 +120,20 @@ class SmallWorld:
     # ---------------------------------------------------------------- the beginning
 
     def start(self, faults: int) -> State:
-        """Everybody is up and was heard by everybody; training is about to end."""
+        """Everybody is up, was heard by everybody, and has asked what became of the run; training is about to end."""
         down = [self._keep(Local(name, None, disk)) for name, disk in zip(self.names, self._disks)]
         state = State(tuple(down), ((),) * len(self._pairs), (), (), faults, 0)
         for peer in range(len(self.names)):
             state = self._apply(state, peer, self._step(state, peer, ("start",)))
+        state = self._delivered(state)
+        while any(
+            local.core is not None and local.core.liveness.asking_since is not None for local in self.locals_of(state)
+        ):
+            state = self._delivered(self._beat(state))
+        return state._replace(beats=0)
+
+    def _delivered(self, state: State) -> State:
+        """All that is under way has come, in one order."""
         while any(state.links):
             link = next(at for at, messages in enumerate(state.links) if messages)
             step = self._receive_step(state, self._pairs[link][1], state.links[link][0])
@@ -304,8 +313,6 @@ class SmallWorld:
             case do.CatchUp(holder):
                 there = others[holder]
                 return (there.disk.chain[-1:] if there.core is not None else (),)
-            case do.Probe(name):
-                return (others[name].core is None,)
         return ()
 
     # ---------------------------------------------------------------- one peer's step

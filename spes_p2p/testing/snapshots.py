@@ -36,16 +36,17 @@ LOWEST_SEQUENCE = FIRST_SEQUENCE - 8 * SEQUENCES_A_BEAT
 _TIMES = {
     *("at", "direct_at", "started_at", "progress_at", "ready_at", "closed_at", "plan_at", "verify_after"),
     *("reachable_at", "_next_heartbeat", "_last_event", "_ahead_since"),
+    *("quorum_at", "asking_since", "asked_at", "failing_since"),
 }
 _DURATIONS = {"borrowed"}
-_TIMES_BY_KEY = {"seen", "_voting_at", "_probed", "_asked"}
+_TIMES_BY_KEY = {"seen", "_asked", "_looked_at"}
 _SHARED = {"rules", "pace", "_sealer", "_check", "_on_chain"}
 _RULES = frozenset({"_rules", "_rules_by_situation"})
 _UNNAMED = _SHARED | _RULES | {"fired", "_loud", "missing"}
 """What no decision hangs on, or what is worked out of the rest (`_loud` repeats what the status said last)."""
 
 
-_WHEN_HEARD = {"at", "direct_at", "_voting_at", "heard_at", "newest"}
+_WHEN_HEARD = {"at", "direct_at", "heard_at", "newest", "quorum_at"}
 _FROZEN: dict[Any, bool] = {}
 _FIELDS: dict[Any, tuple[str, ...]] = {}
 _SCALARS = frozenset((int, str, float, bool, type(None)))
@@ -60,6 +61,10 @@ class FixedPace(Pace):
 
     def observe_round(self, seconds: float) -> None:
         return
+
+    def degraded_wait_seconds(self) -> float:
+        """Shorter than it would be: no safety hangs on its length, and a search has to go through every heartbeat."""
+        return 2 * self.deadline_seconds(0)
 
 
 class Frozen:
@@ -190,6 +195,7 @@ class Snapshots:
         if isinstance(value, Core):
             value._sequence = FIRST_SEQUENCE
             self.age(value.round)
+            self.age(value.liveness)
         if isinstance(value, RoundState):
             proposals = [self.aged(signed) for signed in value.proposals.values()]
             value.proposals = {(signed.value.heard, signed.value.ballot): signed for signed in proposals}

@@ -32,7 +32,7 @@ def test_who_comes_and_goes_is_an_event() -> None:
     manifest = look.commits[-1].manifest
     ownership = ((), *manifest.ownership[1:])
     left = replace(manifest, members=manifest.members[1:], ownership=ownership)
-    certificate = replace(look.commits[-1].certificate, kind=DEGRADED)
+    certificate = replace(look.commits[-1].certificate, kind=DEGRADED, heard=PEERS[:1])
     follower.apply(Look(look.report, (replace(look.commits[-1], manifest=left, certificate=certificate),)), NOW)
     assert messages(history) == [
         "round 1 was committed without a majority (degraded)",

@@ -11,7 +11,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import MAJORITY, ORGANISER, Commit
+from spes_p2p.sync.core.messages import MAJORITY, Commit
 from spes_p2p.testing.processes import LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of, recomputed_state
 
@@ -74,7 +74,7 @@ def test_new_peers_go_on_after_a_night_without_any(tmp_path: Path, tokens: Path)
         morning = chain_of(swarm, "p2")
         shared = min(len(chain_of(swarm, "p0")), len(evening))
         assert morning[:shared] == chain_of(swarm, "p0")[:shared]
-        first = next(commit for commit in morning if commit.certificate.kind == ORGANISER)
+        first = next(commit for commit in morning if commit.certificate.by_organiser)
         assert first.manifest.round >= shared
         assert first.manifest.state_root in {commit.manifest.state_root for commit in morning[: first.manifest.round]}
         assert morning[-1].certificate.kind == MAJORITY

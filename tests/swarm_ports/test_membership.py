@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.membership import (
@@ -15,10 +13,8 @@ from spes_p2p.swarm.membership import (
     Member,
     electors,
     is_majority,
-    is_weighty_half,
     leader_order,
     next_members,
-    rank,
     with_votes,
 )
 
@@ -45,20 +41,6 @@ def test_who_cannot_be_dialled_leads_last_and_who_has_no_vote_never() -> None:
 @pytest.mark.parametrize(("count", "of", "enough"), [(1, 1, True), (1, 2, False), (2, 3, True), (2, 4, False)])
 def test_a_majority_is_strict(count: int, of: int, enough: bool) -> None:
     assert is_majority(count, of) is enough
-
-
-@given(st.integers(2, 5).flatmap(lambda n: st.tuples(st.just(NAMES[:n]), st.sets(st.sampled_from(NAMES[:n])))))
-def test_of_two_halves_exactly_one_has_weight(case: tuple[list[PeerId], set[PeerId]]) -> None:
-    everybody, half = case
-    rest = set(everybody) - half
-    weights = is_weighty_half(PARENT, half, everybody) + is_weighty_half(PARENT, rest, everybody)
-    assert weights == (2 * len(half) == len(everybody))
-
-
-def test_the_half_with_the_lowest_rank_has_weight() -> None:
-    lowest = min(NAMES[:4], key=lambda peer: rank(PARENT, peer))
-    other = next(peer for peer in NAMES[:4] if peer != lowest)
-    assert is_weighty_half(PARENT, {lowest, other}, NAMES[:4])
 
 
 def test_members_vote_from_the_second_manifest_that_names_them_on() -> None:

@@ -9,8 +9,18 @@ from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member, is_majority
 from spes_p2p.sync.core.actions import Action, Send
+from spes_p2p.sync.core.forks import Line, Way
 from spes_p2p.sync.core.fragments import due_columns
-from spes_p2p.sync.core.messages import Ballots, Commit, Contribution, Manifest, Proposal, Signed, Status, manifest_hash
+from spes_p2p.sync.core.messages import (
+    Ballots,
+    Commit,
+    Contribution,
+    Manifest,
+    Proposal,
+    Signed,
+    Status,
+    manifest_hash,
+)
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import Outcome, child_manifest
 from spes_p2p.sync.core.votes import VoteRecord
@@ -114,9 +124,78 @@ class DoesNotWait(Core):
     """A minority goes on as soon as it suspects the others."""
 
     def _degraded_electors(self, now: float) -> tuple[PeerId, ...]:
-        if self._hears_majority(now) or not self.is_elector() or self.round.decided:
+        if self.liveness.hears_quorum or not self._can_vote() or self.round.decided:
             return ()
-        return tuple(sorted(p for p in self._elector if p == self.me or not self._is_silent(p, now)))
+        live = self._live_electors(now)
+        return tuple(sorted(p for p in live if p == self.me or self.contacts[p].status.head == self.head))
+
+
+class TakesWhatAMinorityMade(Core):
+    """A child that a minority made is taken as what a majority has decided is."""
+
+    def _rule_take(self, now: float) -> bool:
+        for commit in self.round.offered.values():
+            self._take_decision(commit, now)
+            return True
+        return False
+
+    def way_to(self, ours: Line, theirs: Line, now: float) -> Way:
+        return super().way_to(ours, theirs, now) if ours else Way.MOVE
+
+
+class ForgetsAcceptancesAlone(Core):
+    """Those who go on without a quorum do not look at what they accepted."""
+
+    def _highest_acceptance(self) -> Ballots:
+        return Ballots() if self.degraded_set else super()._highest_acceptance()
+
+
+class SleepsAsIfAwake(Core):
+    """Time that the machine slept through counts as silence of the others."""
+
+    def _notice_sleep(self, now: float) -> None:
+        before = self.liveness.quorum_at
+        super()._notice_sleep(now)
+        self.liveness.quorum_at, self.liveness.asking_since = before, None
+
+
+class GivesUpWhoReturns(Core):
+    """A quorum that is heard again was lost all the same: its silence counts from when we came to our tip."""
+
+    def _listen(self, now: float) -> bool:
+        before = self.liveness.quorum_at
+        changed = super()._listen(now)
+        self.liveness.quorum_at = min(before, self.liveness.quorum_at)
+        return changed
+
+
+class NamesWhoIsBehind(Core):
+    """Newcomers are named before they have caught up."""
+
+    def _next_members(
+        self, now: float, needed: Collection[PeerId] = ()
+    ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
+        kept = self.contacts
+        here = {p: replace(c.signed, value=replace(c.status, head=self.head)) for p, c in kept.items()}
+        self.contacts = {p: replace(c, signed=here[p]) if c.status.intent.joining else c for p, c in kept.items()}
+        try:
+            return super()._next_members(now, needed)
+        finally:
+            self.contacts = kept
+
+
+class SignsForTheAbsent(Core):
+    """Who makes a degraded child is not looked at again when one of them falls silent."""
+
+    def _degraded_electors(self, now: float) -> tuple[PeerId, ...]:
+        return self.degraded_set or super()._degraded_electors(now)
+
+
+class TrustsItsDisk(Core):
+    """What others remember of us is not listened to."""
+
+    def _hear_of_ourselves(self, status: Status) -> bool:
+        return False
 
 
 class SpeaksBeforeWriting(Core):
@@ -146,7 +225,7 @@ class WaitsForEver(Core):
     """The wait for a lost majority begins anew with each message of anybody."""
 
     def _hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
-        self._voting_at = dict.fromkeys(self._voting_at, now)
+        self.liveness.quorum_at = now
         return super()._hear(signed, sender, now)
 
 

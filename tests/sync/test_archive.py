@@ -14,7 +14,7 @@ from spes_p2p.errors import PeerSilent, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.core.messages import MAJORITY, ORGANISER, Commit, manifest_hash
+from spes_p2p.sync.core.messages import MAJORITY, Commit, manifest_hash
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.organising.archive import Archive, FewStreams
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
@@ -119,7 +119,7 @@ def test_new_peers_go_on_in_the_morning(folder: Path) -> None:
         chain = commits(swarm, "d")
         assert chain[newest.manifest.round].manifest == newest.manifest
         first = chain[newest.manifest.round + 1]
-        assert first.certificate.kind == ORGANISER
+        assert first.certificate.by_organiser
         assert first.manifest.state_root == newest.manifest.state_root
         assert {member.peer for member in first.manifest.members} <= {"d", "e"}
         assert {commit.certificate.kind for commit in chain[newest.manifest.round + 2 :]} == {MAJORITY}
@@ -149,7 +149,7 @@ def test_a_former_peer_with_a_lost_disk_is_as_good_as_a_new_one(folder: Path) ->
         swarm.lose_disk("a")
         await swarm.add("a")
         await swarm.until_round(newest.manifest.round + 2, ["a"])
-        assert commits(swarm, "a")[newest.manifest.round + 1].certificate.kind == ORGANISER
+        assert commits(swarm, "a")[newest.manifest.round + 1].certificate.by_organiser
 
     with_archive(folder, play)
 
@@ -161,8 +161,8 @@ def test_electors_that_come_back_need_no_organiser(folder: Path) -> None:
         for name in "ab":
             await swarm.add(name)
         await swarm.until_round(newest.manifest.round + 4)
-        kinds = {commit.certificate.kind for commit in commits(swarm, "d")[newest.manifest.round :]}
-        assert ORGANISER not in kinds
+        kinds = {commit.certificate.label for commit in commits(swarm, "d")[newest.manifest.round :]}
+        assert "organiser" not in kinds
         assert {member.peer for member in commits(swarm)[-1].manifest.members} >= {"a", "b", "d"}
         check_agreement(swarm)
 
@@ -242,7 +242,7 @@ def test_a_former_peer_that_comes_back_in_time_saves_the_lost_round(folder: Path
         await swarm.add("d")
         await swarm.add("a")
         await swarm.until_round(newest.manifest.round + 3)
-        assert commits(swarm, "d")[newest.manifest.round + 1].certificate.kind != ORGANISER
+        assert not commits(swarm, "d")[newest.manifest.round + 1].certificate.by_organiser
         check_agreement(swarm)
 
     with_archive(folder, play)
@@ -257,10 +257,9 @@ def test_without_an_archive_the_newest_state_is_waited_for(folder: Path) -> None
             await swarm.peers[PeerId(name)].kill()
         newest = swarm.organiser.chain.length - 1
         late = await swarm.add("d")
-        await asyncio.sleep(20.0)
+        await until(lambda: any("lost unless a former peer comes back" in t for t in swarm.organiser_said), 400.0)
         assert swarm.organiser.chain.length == newest + 1
         assert late.driver.core.told_round == newest > late.round
-        assert any("lost unless a former peer comes back" in text for text in swarm.organiser_said)
         assert any("--archive" in text for text in swarm.organiser_said)
         assert len(swarm.organiser_said) == len(set(swarm.organiser_said))
         await swarm.add("a")
@@ -282,7 +281,7 @@ def test_who_has_the_state_goes_on_without_an_archive(folder: Path) -> None:
         assert not late.driver.core.is_elector()
         stood = late.round
         await swarm.until_round(stood + 3, ["late"])
-        assert commits(swarm, "late")[stood + 1].certificate.kind == ORGANISER
+        assert commits(swarm, "late")[stood + 1].certificate.by_organiser
         check_agreement(swarm)
 
     with_archive(folder, play, archive=False)
@@ -296,7 +295,7 @@ def test_the_organiser_renews_before_a_survivor_makes_a_history_of_its_own(folde
         await until(lambda: last.round > known.manifest.round + 1, 3000.0)
         chain = commits(swarm)
         assert chain[known.manifest.round].certificate.kind == MAJORITY
-        assert chain[known.manifest.round + 1].certificate.kind == ORGANISER
+        assert chain[known.manifest.round + 1].certificate.by_organiser
         assert not [notice for notice in last.notices if notice.kind in ("lost", "fork")]
 
     with_archive(folder, play)
@@ -365,10 +364,10 @@ def test_a_damaged_renewal_is_named_and_nothing_else_is_signed(folder: Path) -> 
         renewals.mkdir()
         (renewals / manifest_hash(newest.manifest).hex()).write_bytes(b"not a renewal")
         await swarm.add("d")
-        await until(lambda: any("names the new members, is damaged" in text for text in swarm.organiser_said))
+        await until(lambda: any("names the new members, is damaged" in text for text in swarm.organiser_said), 120.0)
         await asyncio.sleep(20.0)
         assert sum("is damaged" in text for text in swarm.organiser_said) == 1
-        assert swarm.organiser.chain.newest == newest
+        assert swarm.organiser.chain.length == newest.manifest.round + 1
 
     with_archive(folder, play)
 

@@ -53,13 +53,13 @@ LIAR = PeerId("p2")
 def walk_until(wanted: Callable[[Core], object], seed: int = 0) -> Core:
     """One of the first two peers of a small world, as soon as it is as `wanted`."""
     world, chance = SmallWorld(), random.Random(seed)
-    state = world.start(0)
+    state = world.start(2)
     while True:
         for local in world.locals_of(state)[:2]:
             if local.core is not None and wanted(local.core):
                 core: Core = world.snapshots.clone(local).core
                 return core
-        state = world.start(0) if world.is_known(state) else chance.choice(world.successors(state))[1]
+        state = world.start(2) if world.is_known(state) else chance.choice(world.successors(state))[1]
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,10 @@ def test_votes_of_thousands_of_ballots(core: Core) -> None:
 
 def test_degraded_votes_for_thousands_of_contents(core: Core) -> None:
     for number in range(1000):
-        vote = DegradedVote(core.rules.fingerprint, core.head, (LIAR,), sha256(b"%d" % number))
+        vote = DegradedVote(core.rules.fingerprint, core.head, (LIAR,), -1, sha256(b"%d" % number))
         core.receive(Envelope(LIAR, degraded_votes=(seal(vote),)), 0.0)
     assert len(core.round.degraded_votes) == MOST_VOTES
-    twice = DegradedVote(core.rules.fingerprint, core.head, (LIAR, LIAR), NO_HASH)
+    twice = DegradedVote(core.rules.fingerprint, core.head, (LIAR, LIAR), -1, NO_HASH)
     core.receive(Envelope(LIAR, degraded_votes=(seal(twice),)), 0.0)
     assert all(len(set(heard)) == len(heard) for heard, _ in core.round.degraded_votes)
 
@@ -122,14 +122,15 @@ def test_proposals_of_thousands_of_ballots_but_never_what_somebody_is_bound_to()
     core = walk_until(lambda core: core.record.accepted is not None and core.round.decided is None and core.me != "p0")
     accepted = core.record.accepted
     assert accepted is not None
-    author = accepted.author
-    for ballot in range(3, 190, 3):
+    author, before = accepted.author, len(core.round.proposals)
+    ballots = range(accepted.value.ballot + 3, 190, len(core.round.order))
+    for ballot in ballots:
         other = replace(accepted.value.manifest, state_root=sha256(b"%d" % ballot))
         proposal = Proposal(core.head, ballot, author, other, accepted.value.wire_hashes)
         core.receive(Envelope(author, proposals=(FakeSealer(author).seal(proposal),)), 0.0)
-    assert len(core.round.proposals) <= MOST_VOTES + 1
+    assert len(core.round.proposals) <= MOST_VOTES + before
     assert ((), accepted.value.ballot) in core.round.proposals
-    assert ((), 189) in core.round.proposals
+    assert ((), ballots[-1]) in core.round.proposals
 
 
 @pytest.mark.parametrize("new", [LEAST_NEW, LEAST_NEW + 1])
@@ -142,9 +143,10 @@ def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int) -> None:
     members = with_votes(core.tip.members, sorted((*core.tip.members, *crowd)))
     outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge)
     manifest = child_manifest(core.rules, core.tip, outcome, members, {})
-    proposal = Proposal(core.head, 3, accepted.author, manifest, accepted.value.wire_hashes)
+    ballot = accepted.value.ballot + len(core.round.order)
+    proposal = Proposal(core.head, ballot, accepted.author, manifest, accepted.value.wire_hashes)
     core.receive(Envelope(accepted.author, proposals=(FakeSealer(accepted.author).seal(proposal),)), 0.0)
-    assert (((), 3) in core.round.proposals) == (new == LEAST_NEW)
+    assert (((), ballot) in core.round.proposals) == (new == LEAST_NEW)
 
 
 def test_ever_new_plans_do_not_hold_up_a_round(core: Core) -> None:
@@ -205,7 +207,8 @@ def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_canno
     def of_others(core: Core) -> list[tuple[int, Signed[Report]]]:
         return [(at, said) for at, said in core.round.reports.items() if said.author != core.me]
 
-    core = walk_until(lambda core: of_others(core) and not core.round.proposals)
+    core = walk_until(of_others)
+    core.round.proposals.clear()
     index, report = of_others(core)[0]
     assert core.round.plan is not None
     key, now = core.round.plan.value.slices[index].key, core.round.progress_at + 0.1
@@ -213,6 +216,13 @@ def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_canno
     core.fetch_failed(key, now)
     core.receive(Envelope(report.author, reports=(report,)), now)
     assert core.round.progress_at < now
+
+
+def test_a_state_of_slices_that_were_done_again_since_is_not_proposed() -> None:
+    core = walk_until(lambda core: core.round.building is not None and core.round.outcome is None)
+    assert core.round.building is not None
+    core.built(replace(core.round.building, hashes=(sha256(b"done again since"),)), NO_HASH, NO_HASH, None, 0.0)
+    assert core.round.outcome is None
 
 
 def test_strangers_are_few_and_silent_ones_make_room(core: Core) -> None:
@@ -410,8 +420,8 @@ def test_what_is_of_another_parent_or_run_is_dropped(core: Core) -> None:
     for vote in (Acceptance(core.rules.fingerprint, other, 0, name), Acceptance(other, core.head, 0, name)):
         core.receive(Envelope(LIAR, votes=(seal(vote),)), 0.0)
     for degraded in (
-        DegradedVote(core.rules.fingerprint, other, (LIAR,), name),
-        DegradedVote(other, core.head, (LIAR,), name),
+        DegradedVote(core.rules.fingerprint, other, (LIAR,), -1, name),
+        DegradedVote(other, core.head, (LIAR,), -1, name),
     ):
         core.receive(Envelope(LIAR, degraded_votes=(seal(degraded),)), 0.0)
     assert not any(LIAR in votes for votes in core.round.votes.values())
@@ -424,8 +434,10 @@ def test_a_claim_beyond_the_lease_is_named(core: Core) -> None:
     assert mine is not None
     entry = Contribution(LIAR, 10**9, 1, 10**6)
     roster = (*(e for e in mine.value.roster if e.peer != LIAR), entry)
-    promise(core, 9)
-    actions = core.receive(Envelope(LIAR, plan=seal(replace(mine.value, ballot=9, leader=LIAR, roster=roster))), 0.0)
+    ballot = 9 + core.round.order.index(LIAR)
+    promise(core, ballot)
+    plan = replace(mine.value, ballot=ballot, leader=LIAR, roster=roster)
+    actions = core.receive(Envelope(LIAR, plan=seal(plan)), 0.0)
     told = [action for action in actions if isinstance(action, Notice)]
     assert [(notice.kind, notice.peer) for notice in told] == [("refused", LIAR)]
     assert "p2 claims more than its lease" in told[0].text

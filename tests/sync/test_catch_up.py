@@ -183,7 +183,7 @@ def test_headers_without_a_state_do_not_count_as_ours(tmp_path: Path) -> None:
         ahead.chain.append(MADE.certified(other))
         meeting = await ahead.catch_up.meet(0, HOLDER, 2)
         assert meeting.ours == ()
-        assert meeting.winner == ahead.commits[2]
+        assert meeting.theirs[-1] == ahead.commits[2]
 
     run_virtual(main())
 

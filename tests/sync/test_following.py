@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.forks import Standing, choose
 from spes_p2p.sync.core.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.sync.organising.following import LONGEST_PAUSES, MOST_REMEMBERED, TRIES, Following
 from spes_p2p.sync.tasks import Tasks
@@ -49,7 +51,10 @@ def following(folder: Path, headers: Silent) -> tuple[Following, Tasks]:
     chain = Chain(folder)
     chain.append(RUN.chain(1)[0])
     tasks = Tasks(lambda error: None)
-    made = Following(chain, cast(CatchUp, headers), tasks, lambda: None, lambda text: None, LoopClock(), PAUSE_SECONDS)
+    way = partial(choose, standing=Standing(may_take=True, final_rounds=20))
+    made = Following(
+        chain, cast(CatchUp, headers), tasks, lambda: None, lambda text: None, LoopClock(), PAUSE_SECONDS, way
+    )
     return made, tasks
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.ids import PeerId, sha256
-from spes_p2p.swarm.membership import Member, rank
-from spes_p2p.sync.core.forks import Line, best, has_majority, tokens_lost
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.swarm.membership import Member
+from spes_p2p.sync.core.forks import Line, Standing, Way, best, choose, tokens_lost
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Manifest, manifest_hash
 from tests.sync.chains import MadeRun
 
@@ -21,11 +21,11 @@ def root() -> Manifest:
     return replace(MADE.genesis(sha256(b"state")).manifest, members=members)
 
 
-def commit(parent: Manifest, tokens: int, kind: str = DEGRADED, heard: tuple[PeerId, ...] = NAMES[:1]) -> Commit:
+def commit(parent: Manifest, tokens: int, kind: str = DEGRADED, ballot: int = -1) -> Commit:
     """A commit that brings `tokens`; its seals do not matter here."""
     manifest = replace(parent, round=parent.round + 1, parent=manifest_hash(parent), tokens=parent.tokens + tokens)
-    heard = heard if kind == DEGRADED else ()
-    return Commit(Certificate(manifest_hash(parent), kind, 0, manifest_hash(manifest), heard, ()), manifest)
+    heard = NAMES[:1] if kind == DEGRADED else ()
+    return Commit(Certificate(manifest_hash(parent), kind, ballot, manifest_hash(manifest), heard, ()), manifest)
 
 
 def line(parent: Manifest, *rounds: tuple[int, str]) -> Line:
@@ -36,9 +36,44 @@ def line(parent: Manifest, *rounds: tuple[int, str]) -> Line:
 
 
 D, M = DEGRADED, MAJORITY
+F = 4
+FREE = Standing(may_take=True, final_rounds=F)
+HELD = replace(FREE, may_take=False)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+def name(line: Line) -> Hash:
+    return line[0].certificate.manifest
+
+
+# ---------------------------------------------------------------- from our tip
+
+
+def test_what_a_quorum_certified_is_always_taken() -> None:
+    assert choose((), line(root(), (1, M), (1, D)), HELD) is Way.MOVE
+
+
+def test_a_degraded_child_is_taken_only_where_no_live_quorum_was_heard() -> None:
+    theirs = line(root(), (1, D), (900, M), (900, M))
+    assert choose((), theirs, HELD) is Way.WAIT
+    assert choose((), theirs, FREE) is Way.MOVE
+    assert choose((), theirs, replace(HELD, chosen={name(theirs)})) is Way.MOVE
+
+
+def test_who_accepted_another_child_stays_for_a_later_ballot_or_long_work() -> None:
+    theirs = (commit(root(), 1, D, ballot=2),)
+    other = sha256(b"accepted")
+    for ballot, way in ((1, Way.MOVE), (2, Way.MOVE), (3, Way.WAIT)):
+        assert choose((), theirs, replace(FREE, accepted_ballot=ballot, accepted=other)) is way
+    same = replace(FREE, accepted_ballot=9, accepted=name(theirs))
+    assert choose((), theirs, same) is Way.MOVE
+    stands = replace(FREE, accepted_ballot=0, accepted=other)
+    assert choose((), line(root(), *(F * [(1, D)])), stands) is Way.WAIT
+    assert choose((), line(root(), *((F + 1) * [(1, D)])), stands) is Way.MOVE
+
+
+# ---------------------------------------------------------------- where two histories part
+
+
 @pytest.mark.parametrize(
     ("winner", "loser"),
     [
@@ -46,28 +81,62 @@ D, M = DEGRADED, MAJORITY
         (((9, D),), ((3, D), (5, D))),  # most tokens
         (((3, D), (7, D)), ((9, D),)),
         (((3, D), (7, M)), ((9, D),)),  # a later majority of few counts as their tokens do
+        ((*(F * [(1, D)]), (9, D)), ((8, D),)),
     ],
 )
 def test_a_majority_wins_then_most_tokens(
-    winner: tuple[tuple[int, str], ...], loser: tuple[tuple[int, str], ...], turned: bool
+    winner: tuple[tuple[int, str], ...], loser: tuple[tuple[int, str], ...]
 ) -> None:
-    lines = [line(root(), *winner), line(root(), *loser)]
-    assert best(root(), lines[::-1] if turned else lines) == lines[0]
+    one, other = line(root(), *winner), line(replace(root(), step=1), *loser)
+    assert choose(other, one, HELD) is Way.MOVE
+    assert choose(one, other, FREE) is Way.STAY
+    assert best([other, one], F) == best([one, other], F) == one
+
+
+def test_the_highest_acceptance_goes_before_tokens() -> None:
+    """It may be what a majority committed, and only those who are gone knew."""
+    bound, rich = (commit(root(), 1, D, ballot=0),), (commit(root(), 99, D),)
+    assert choose(rich, bound, HELD) is Way.MOVE
+    assert choose(bound, rich, FREE) is Way.STAY
+
+
+def test_long_work_goes_before_an_acceptance() -> None:
+    bound, long = (commit(root(), 1, D, ballot=0),), line(root(), *((F + 1) * [(1, D)]))
+    assert choose(bound, long, HELD) is Way.MOVE
+    assert choose(long, bound, FREE) is Way.STAY
 
 
 def test_equal_tokens_are_told_apart_by_the_lowest_hash() -> None:
-    one, other = (commit(root(), 5, heard=(name,)) for name in NAMES[:2])
-    one = replace(one, manifest=replace(one.manifest, step=7))
-    lines = [(one,), (other,)]
-    chosen = best(root(), lines)
-    assert chosen == best(root(), lines[::-1])
-    assert manifest_hash(chosen[0].manifest) == min(manifest_hash(c.manifest) for c in (one, other))
+    one = commit(root(), 5)
+    other = replace(one.manifest, step=7)
+    lines = [(one,), (Commit(replace(one.certificate, manifest=manifest_hash(other)), other),)]
+    chosen = best(lines, F)
+    assert chosen == best(lines[::-1], F)
+    assert manifest_hash(chosen[0].manifest) == min(manifest_hash(line[0].manifest) for line in lines)
+
+
+def test_long_work_is_final_until_the_organiser_chooses() -> None:
+    """Two that come back after a week, as the majority that they were, do not undo everybody: a person must choose."""
+    week, back = line(root(), *((F + 1) * [(7, D)])), line(root(), (3, M))
+    assert choose(week, back, FREE) is Way.PARTED
+    assert choose(back, week, FREE) is Way.PARTED
+    for chosen, other in ((week, back), (back, week)):
+        told = replace(FREE, chosen={name(chosen)})
+        assert choose(other, chosen, told) is Way.MOVE
+        assert choose(chosen, other, told) is Way.STAY
+
+
+def test_short_work_is_not_final() -> None:
+    few, back = line(root(), *(F * [(7, D)])), line(root(), (3, M))
+    assert choose(few, back, FREE) is Way.MOVE
+    assert choose(back, few, FREE) is Way.STAY
 
 
 def test_an_ancestor_gives_way_to_its_descendant() -> None:
     long = line(root(), (1, D), (1, D))
-    assert best(root(), [long[:1], long, ()]) == long
-    assert best(root(), [()]) == ()
+    assert best([long[:1], long, ()], F) == long
+    assert best([()], F) == ()
+    assert choose(long, (), FREE) is Way.STAY
 
 
 def test_the_rule_goes_down_through_nested_forks() -> None:
@@ -76,17 +145,7 @@ def test_the_rule_goes_down_through_nested_forks() -> None:
     small = (trunk, commit(trunk.manifest, 1, MAJORITY))
     large = (trunk, commit(trunk.manifest, 90, DEGRADED))
     outside = line(root(), (500, D))
-    assert best(root(), [outside, large, small]) == small
-
-
-def test_half_of_the_electors_with_the_first_of_all_speaks_for_the_majority() -> None:
-    parent = root()
-    order: list[PeerId] = sorted(NAMES, key=lambda peer: rank(manifest_hash(parent), peer))
-    weighty, other = tuple(sorted(order[:2])), tuple(sorted(order[2:]))
-    heavy, light = commit(parent, 1, heard=weighty), commit(parent, 99, heard=other)
-    assert has_majority(parent, heavy)
-    assert not has_majority(parent, light)
-    assert best(parent, [(light,), (heavy,)]) == (heavy,)
+    assert best([outside, large, small], F) == small
 
 
 def test_what_is_lost_is_counted_in_tokens() -> None:
@@ -96,4 +155,4 @@ def test_what_is_lost_is_counted_in_tokens() -> None:
 
 def test_no_line_is_no_choice() -> None:
     with pytest.raises(ValueError, match="no line"):
-        best(root(), [])
+        best([], F)

@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.core.messages import MAJORITY, ORGANISER
+from spes_p2p.sync.core.messages import MAJORITY
 from spes_p2p.sync.requests import CHAIN, TILES, Request
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm
@@ -116,7 +116,7 @@ def test_where_the_organiser_was_wrong_the_majority_goes_on(folder: Path) -> Non
         await asyncio.gather(swarm.add("d"), swarm.add("e"))
         parted = swarm.organiser.chain.length - 1
         await swarm.until_round(parted + 2, ["d", "e"])
-        assert commits(swarm, "d")[parted + 1].certificate.kind == ORGANISER
+        assert commits(swarm, "d")[parted + 1].certificate.by_organiser
         await swarm.until_round(parted + 2, ["a", "b", "c"])
         ours = commits(swarm, "a")[parted + 1]
         assert ours.certificate.kind == MAJORITY

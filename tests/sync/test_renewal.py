@@ -17,8 +17,7 @@ from tests.sync.chains import A, B, MadeRun
 RUN = MadeRun()
 C, D = PeerId("c"), PeerId("d")
 TIP = genesis_manifest(RUN.rules, sha256(b"state"), [Member(A, 1, True, 0), Member(B, 1, True, 0)], {})
-SHORT = Pace(1.0).degraded_wait_seconds(all_refused=True)
-LONG = Pace(1.0).degraded_wait_seconds(all_refused=False)
+LONG = Pace(1.0).degraded_wait_seconds()
 
 
 def status(peer: PeerId, intent: Intent | None = None, incarnation: int = 1, tip: Manifest = TIP) -> Status:
@@ -53,13 +52,22 @@ def test_after_a_long_silence_those_who_wait_are_named() -> None:
     assert [one.peer for one in story.vigil.waiting(story.now)] == [C, D]
 
 
-def test_the_wait_is_short_where_all_are_surely_gone() -> None:
-    """Refused by the host, or back without the voting record."""
+def test_a_child_without_a_quorum_is_followed_where_no_quorum_lives() -> None:
+    """At once by a node that has just asked, else after the wait; never while the electors are heard."""
     story = Story()
-    story.vigil.gone(A)
-    story.passes(SHORT + 1, status(C), status(B, incarnation=2))
-    assert story.is_due(2)
-    assert {one.peer for one in story.vigil.waiting(story.now)} == {B, C}
+    story.passes(3, status(A), status(B))
+    assert not story.vigil.may_take(story.now)
+    story.passes(LONG - 2, status(A))
+    assert not story.vigil.may_take(story.now)
+    story.passes(10, status(A))
+    assert story.vigil.may_take(story.now)
+    story.passes(1, status(A), replace(status(B), round=-1, head=sha256(b"earlier"), incarnation=2))
+    assert story.vigil.may_take(story.now)
+    story.passes(1, status(A), status(B))
+    assert not story.vigil.may_take(story.now)
+    begun = Story()
+    begun.passes(7, status(A))
+    assert begun.vigil.may_take(begun.now)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

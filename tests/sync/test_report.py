@@ -139,7 +139,7 @@ def test_a_degraded_certificate_is_said_to_be_one(tmp_path: Path) -> None:
         scene = Scene(tmp_path)
         commit = scene.run.chain(2)[-1]
         await scene.announce_run()
-        await scene.announce_head(replace(commit, certificate=replace(commit.certificate, kind="degraded")))
+        await scene.announce_head(replace(commit, certificate=replace(commit.certificate, kind="degraded", heard=(A,))))
         return await scene.report()
 
     report = run_virtual(main())

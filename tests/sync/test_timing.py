@@ -51,11 +51,10 @@ def test_a_stuck_reducer_does_not_cost_the_leader_its_ballot() -> None:
 
 def test_a_refusing_host_shortens_the_wait_for_a_majority() -> None:
     pace = Pace(1.0)
-    assert pace.degraded_wait_seconds(all_refused=True) == pace.deadline_seconds(0)
-    assert pace.degraded_wait_seconds(all_refused=False) == 10 * pace.deadline_seconds(0)
+    assert pace.degraded_wait_seconds() == 10 * pace.deadline_seconds(0)
     for _ in range(5):
         pace.observe_round(1000.0)
-    assert pace.degraded_wait_seconds(all_refused=False) == 1000.0
+    assert pace.degraded_wait_seconds() == 1000.0
 
 
 def test_the_learnt_round_is_the_median_of_the_last() -> None:

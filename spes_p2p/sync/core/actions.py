@@ -28,6 +28,13 @@ class Persist:
 
 
 @dataclass(frozen=True)
+class Forget:
+    """Our voting record is older than what we said: begin an incarnation above `above`, then call `Core.reborn`."""
+
+    above: int
+
+
+@dataclass(frozen=True)
 class CloseTraining:
     """The round closes: finish the running step, then call `Core.trained` with `ready`."""
 
@@ -87,19 +94,13 @@ class CatchUp:
     """Fetch the headers from our tip to the newest that `holder` has, and its state; then call `Core.applied`.
 
     `head` is what the holder says it has; nothing of it is trusted before its certificates are checked. Where its
-    history is another one than ours (`forks`): call `Core.switched` with its state if it wins, else `Core.stays`.
+    history is another one than ours, or begins with a degraded child of our tip: ask `Core.way_to`, and call
+    `Core.switched` with its state where we move there, else `Core.stays`.
     """
 
     holder: PeerId
     round: int
     head: Hash
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Find out by a fresh dial whether the host of a silent peer refuses; if so call `Core.gone`."""
-
-    peer: PeerId
 
 
 @dataclass(frozen=True)
@@ -111,4 +112,4 @@ class Notice:
     peer: PeerId | None = None
 
 
-Action = Send | Persist | CloseTraining | Reduce | Fetch | Build | Verify | Adopt | CatchUp | Probe | Notice
+Action = Send | Persist | Forget | CloseTraining | Reduce | Fetch | Build | Verify | Adopt | CatchUp | Notice

@@ -1,45 +1,89 @@
-"""Where chains meet: which of several histories of one run goes on. Pure, the same choice at everybody.
+"""Where two histories of one run differ: which way a peer goes. Pure, and the same at all who know the same.
 
-A majority certificate wins over degraded ones; else most tokens, else the lowest hash. Whoever stood on another line
-takes the winner's state, and what it loses is told in tokens.
+One guard stands over all of it: a live quorum is never overruled. So a child that no quorum has certified (a degraded
+one) is taken only where no live quorum of its parent's electors was heard for long, which `liveness` measures. What is
+left is lost, so a history that went on for long is final: only somebody's word ends it (design section 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from spes_p2p.ids import Hash
-from spes_p2p.swarm.membership import electors, is_weighty_half
+from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.sync.core.messages import MAJORITY, Commit, Manifest, manifest_hash
 
 Line = tuple[Commit, ...]
-"""Commits on top of a common manifest, oldest first."""
+"""Commits on top of a common manifest, oldest first; an empty one stands for that manifest itself."""
 
 
-def best(common: Manifest, lines: Sequence[Line]) -> Line:
-    """The line to follow, of lines that all begin on top of `common` (design section 4, `best`).
+class Way(Enum):
+    """What a peer does about a history that is not its own."""
 
-    An empty line stands for `common` itself. Raises ValueError without any line.
+    MOVE = "move"
+    """Go over to it."""
+    STAY = "stay"
+    """Ours is the one to follow; who stands on the other comes over."""
+    WAIT = "wait"
+    """It may be taken later: a quorum of our tip's electors lives, or lived until a while ago."""
+    PARTED = "parted"
+    """One is the better one and the other is final: both train on until somebody chooses."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a peer brings to the choice beside the two lines.
+
+    `may_take`: no live quorum of our tip's electors was heard for long enough. `accepted` is the child of our tip that
+    we accepted, at ballot `accepted_ballot`. `chosen` are children that the organiser has signed a choice of.
     """
+
+    may_take: bool
+    final_rounds: int
+    accepted_ballot: int = -1
+    accepted: Hash = NO_HASH
+    chosen: Collection[Hash] = ()
+
+
+def choose(ours: Line, theirs: Line, standing: Standing) -> Way:
+    """Whether to leave `ours` for `theirs`, which both begin on top of one common manifest."""
+    if not theirs:
+        return Way.STAY
+    if not ours:
+        return _forward(theirs, standing)
+    if better(theirs, ours, standing):
+        return Way.PARTED if is_final(ours, theirs, standing) else Way.MOVE
+    return Way.PARTED if is_final(theirs, ours, standing) else Way.STAY
+
+
+def better(one: Line, other: Line, standing: Standing) -> bool:
+    """Whether `one` goes before `other`: both are not empty, and neither goes on from the other."""
+    return _merit(one, other, standing) > _merit(other, one, standing)
+
+
+def is_final(ours: Line, theirs: Line, standing: Standing) -> bool:
+    """Whether who stands on `ours` stays whatever `theirs` has: it is long, has more work, and nobody chose."""
+    chosen = _is_chosen(ours, standing) or _is_chosen(theirs, standing)
+    return len(ours) > standing.final_rounds and not chosen and _tokens(theirs) < _tokens(ours)
+
+
+def best(lines: Sequence[Line], final_rounds: int) -> Line:
+    """The line before which no other goes, of lines on top of one manifest. Raises ValueError without any line."""
     if not lines:
         raise ValueError("no line to choose from")
-    tips = _without_ancestors(lines)
-    if len(tips) == 1:
-        return tips[0]
-    groups: dict[Hash, list[Line]] = {}
-    for line in tips:
-        groups.setdefault(manifest_hash(line[0].manifest), []).append(line)
-    sure = {name: group for name, group in groups.items() if any(has_majority(common, line[0]) for line in group)}
-    chosen = [_best_of(group) for group in (sure or groups).values()]
-    return max(chosen, key=lambda line: (line[-1].manifest.tokens, _lowest_first(line)))
+    found = lines[0]
+    for line in lines[1:]:
+        shared = _shared(found, line)
+        ours, theirs = found[shared:], line[shared:]
+        if theirs and (not ours or better(theirs, ours, Standing(True, final_rounds))):
+            found = line
+    return found
 
 
-def has_majority(parent: Manifest, child: Commit) -> bool:
-    """Whether the child's certificate speaks for a majority of the parent's electors, or for the weighty half."""
-    if child.certificate.kind == MAJORITY:
-        return True
-    everybody = [member.peer for member in electors(parent.members)]
-    return is_weighty_half(manifest_hash(parent), child.certificate.heard, everybody)
+def has_quorum(commit: Commit) -> bool:
+    """Whether the certificate speaks for a quorum of the parent's electors."""
+    return commit.certificate.kind == MAJORITY
 
 
 def tokens_lost(common: Manifest, left: Line) -> int:
@@ -47,20 +91,48 @@ def tokens_lost(common: Manifest, left: Line) -> int:
     return left[-1].manifest.tokens - common.tokens if left else 0
 
 
-def _best_of(group: list[Line]) -> Line:
-    """The best of lines that share their first commit."""
-    first = group[0][0]
-    return (first, *best(first.manifest, [line[1:] for line in group]))
+def parted_text(common: Manifest, ours: Line, theirs: Line) -> str:
+    """What a person should know where neither history gives way."""
+    mine, other = (f"{tokens_lost(common, line):,} tokens in {len(line)} rounds" for line in (ours, theirs))
+    one, two = (short(line[0].certificate.manifest) for line in (ours, theirs))
+    return (
+        f"the run has gone on twice since round {common.round}: {mine} here ({one}) and {other} elsewhere ({two}). To "
+        "follow either is to lose the other. Both go on until the organiser chooses: spes-p2p run choose"
+    )
 
 
-def _without_ancestors(lines: Sequence[Line]) -> list[Line]:
-    """Each tip once, and none that another line goes through."""
-    names = {tuple(manifest_hash(commit.manifest) for commit in line): line for line in lines}
-    return [
-        line for name, line in names.items() if not any(other != name and other[: len(name)] == name for other in names)
-    ]
+def _forward(theirs: Line, standing: Standing) -> Way:
+    """Theirs goes on from our tip."""
+    child = theirs[0]
+    if has_quorum(child) or _is_chosen(theirs, standing):
+        return Way.MOVE
+    if not standing.may_take:
+        return Way.WAIT
+    stands_by_another = standing.accepted_ballot >= 0 and standing.accepted != child.certificate.manifest
+    if stands_by_another and standing.accepted_ballot > child.certificate.ballot:
+        return Way.MOVE if len(theirs) > standing.final_rounds else Way.WAIT
+    return Way.MOVE
 
 
-def _lowest_first(line: Line) -> bytes:
-    """Sorts the lowest hash highest."""
-    return bytes(255 - byte for byte in manifest_hash(line[-1].manifest))
+def _merit(line: Line, other: Line, standing: Standing) -> tuple[bool, bool, bool, int, int, bytes]:
+    """What is compared, the first that differs decides."""
+    no_quorum = not has_quorum(line[0]) and not has_quorum(other[0])
+    is_long = no_quorum and len(line) > standing.final_rounds and _tokens(line) > _tokens(other)
+    ballot = -1 if has_quorum(line[0]) else line[0].certificate.ballot
+    lowest_first = bytes(255 - byte for byte in manifest_hash(line[-1].manifest))
+    return _is_chosen(line, standing), has_quorum(line[0]), is_long, ballot, _tokens(line), lowest_first
+
+
+def _is_chosen(line: Line, standing: Standing) -> bool:
+    return line[0].certificate.manifest in standing.chosen
+
+
+def _tokens(line: Line) -> int:
+    return line[-1].manifest.tokens
+
+
+def _shared(one: Line, other: Line) -> int:
+    """How many commits both begin with."""
+    pairs = zip(one, other, strict=False)
+    different = (at for at, (a, b) in enumerate(pairs) if a.certificate.manifest != b.certificate.manifest)
+    return next(different, min(len(one), len(other)))

@@ -12,7 +12,9 @@ from typing import TypeVar
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.swarm.membership import LINK_CLASSES
+from spes_p2p.sync.core.actions import Forget
 from spes_p2p.sync.core.bounds import MAX_UPLINK, is_sane_work
+from spes_p2p.sync.core.forks import has_quorum
 from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
 from spes_p2p.sync.core.messages import (
     MAX_MEMBERS,
@@ -33,6 +35,8 @@ from spes_p2p.sync.core.rules import check_certificate, check_child, check_newco
 
 MOST_BORROWED = 16
 """So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""
+NOBODY_AS_YET = -1
+"""The incarnation of a peer that waits for another one."""
 MAX_REASON = 200
 """Characters of the reason for which somebody was left out of a slice."""
 Key = TypeVar("Key")
@@ -45,10 +49,10 @@ class Hearing(CoreState):
     def _hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
         status = signed.value
         peer = status.peer
-        if peer == self.me or signed.author != peer or status.fingerprint != self.rules.fingerprint:
+        if signed.author != peer or status.fingerprint != self.rules.fingerprint or not self._is_sane(status):
             return False
-        if not self._is_sane(status):
-            return False
+        if peer == self.me:
+            return self._hear_of_ourselves(status)
         known = self.contacts.get(peer)
         if known is None:
             if not self._has_room_for(peer, now):
@@ -59,8 +63,14 @@ class Hearing(CoreState):
             self._poked.add(peer)
             return True
         last = known.status
-        if (status.incarnation, status.sequence) <= (last.incarnation, last.sequence):
+        mark, newest = (status.incarnation, status.sequence), (last.incarnation, last.sequence)
+        if mark <= newest:
+            known.is_old = sender == peer and mark < newest
             return False
+        known.is_old = False
+        before = (known.furthest or known.signed).value
+        is_further = status.incarnation != before.incarnation or _binding(status) >= _binding(before)
+        known.furthest = None if is_further else known.furthest or known.signed
         revived = not self.alive(peer, now)
         stirs = self._stirs(last, status)
         if sender == peer:
@@ -90,14 +100,33 @@ class Hearing(CoreState):
     def _heard_from(self, status: Status, now: float) -> None:
         peer = status.peer
         self._gone.discard(peer)
-        self._probed.pop(peer, None)
         if status.work.ready:
             self._kept_waiting.discard(peer)
         if status.ballots.prepare >= 0:
             self.round.asked = True
-        if self._elector.get(peer) == status.incarnation and status.intent.can_vote:
-            self._voting_at[peer] = now
-            self._given_up.discard(peer)
+
+    def _hear_of_ourselves(self, status: Status) -> bool:
+        """What an earlier life of ours has said, from somebody who remembers it.
+
+        It may be newer than what we say, where the clock was set back; or than what we know, where the disk was.
+        """
+        if status.life == self.life or status.incarnation < self.incarnation:
+            return False
+        if status.incarnation > self.incarnation:
+            self._forget_record(status.incarnation)
+            return True
+        self._sequence = max(self._sequence, status.sequence)
+        ballots, record = status.ballots, self.record
+        voted = (ballots.promised, ballots.accepted) > (record.promised, record.accepted_ballot)
+        if status.round > self.tip.round or (status.head == self.head and voted):
+            self._forget_record(self.incarnation)
+        return True
+
+    def _forget_record(self, above: int) -> None:
+        """Votes are not given twice: from now on we are a newcomer."""
+        self._note("votes", "this peer's disk is older than what it has said before: it comes back as a newcomer")
+        self.incarnation = NOBODY_AS_YET
+        self._out.append(Forget(above))
 
     def _takes_part(self, status: Status) -> bool:
         """Whether a round may wait for bytes that move at this peer: newcomers and archives take their own time."""
@@ -221,6 +250,8 @@ class Hearing(CoreState):
             return False
         if proposal.leader != self._leader_of(proposal.heard, proposal.ballot) or proposal.ballot < 0:
             return False
+        if proposal.accepted < -1 or (proposal.accepted >= 0 and not proposal.heard):
+            return False
         if not proposal.heard and not self._is_near(proposal.ballot):
             return False
         if len(proposal.wire_hashes) != len(proposal.manifest.slices):
@@ -286,7 +317,8 @@ class Hearing(CoreState):
             return False
         if signed.author == self.me or len(set(vote.heard)) != len(vote.heard):
             return False
-        if signed.author in current.degraded_votes.get((vote.heard, vote.manifest), {}):
+        known = current.degraded_votes.get((vote.heard, vote.manifest), {}).get(signed.author)
+        if known is not None and known.value == vote:
             return False
         kept = [key for key, votes in current.degraded_votes.items() if signed.author in votes]
         if len(kept) >= MOST_VOTES:
@@ -298,11 +330,12 @@ class Hearing(CoreState):
         current, manifest = self.round, commit.manifest
         if sender == self.rules.organiser:
             self.told_round = manifest.round
-        if manifest.round <= current.tip.round or current.decided is not None:
-            return False
         if manifest.parent != current.head:
             return False  # rule `follow` asks for the headers
-        if self._is_out_of_reach(commit.certificate.manifest, now):
+        name, known = commit.certificate.manifest, current.decided
+        if known is not None and (has_quorum(known) or current.adopting or not has_quorum(commit)):
+            return False
+        if name in current.offered or self._is_out_of_reach(name, now):
             return False
         try:
             check_certificate(current.tip, manifest, commit.certificate, self._check, self.rules.organiser)
@@ -310,8 +343,17 @@ class Hearing(CoreState):
         except RemoteProtocolError as error:
             self._note("refused", str(error), sender)
             return True
-        self._take_decision(commit, now)
+        if has_quorum(commit):
+            self._take_decision(commit, now)
+        else:  # what others made without a quorum is taken by a rule of its own, or never
+            if len(current.offered) >= MOST_VOTES:
+                del current.offered[next(iter(current.offered))]
+            current.offered[name] = commit
         return True
+
+
+def _binding(status: Status) -> tuple[int, int, int]:
+    return status.round, status.ballots.promised, status.ballots.accepted
 
 
 def _stand(status: Status) -> tuple[int, Hash, int]:

@@ -45,11 +45,17 @@ Heard = tuple[PeerId, ...]
 
 @dataclass
 class Contact:
-    """The newest that was heard of one peer, and when by our clock: at all, and from itself."""
+    """The newest that was heard of one peer, and when by our clock: at all, and from itself.
+
+    `furthest` is what its incarnation said before that binds it to more than `signed` does; `is_old` where it last said
+    itself what is older than `signed`. Both are told to a peer that may have forgotten them.
+    """
 
     signed: Signed[Status]
     at: float
     direct_at: float
+    furthest: Signed[Status] | None = None
+    is_old: bool = False
 
     @property
     def status(self) -> Status:
@@ -74,6 +80,7 @@ class RoundState:
     the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
     `empty_words` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided` could
     be had last. `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
+    `offered`: degraded children that others made, and that may not be taken as yet.
     `borrowed`: seconds that were waited for bytes that move at others, by their word, since anything came of it here.
     """
 
@@ -118,6 +125,7 @@ class RoundState:
     votes: dict[tuple[int, Hash], dict[PeerId, Signed[Acceptance]]] = field(default_factory=dict)
     degraded_votes: dict[tuple[Heard, Hash], dict[PeerId, Signed[DegradedVote]]] = field(default_factory=dict)
     decided: Commit | None = None
+    offered: dict[Hash, Commit] = field(default_factory=dict)
     reachable_at: float = 0.0
     adopting: bool = False
     following: bool = False

@@ -15,7 +15,7 @@ from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.swarm.membership import Member
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_MEMBERS = 1024
 
 T = TypeVar("T")
@@ -108,7 +108,6 @@ def _content_hash(value: Any) -> Hash:
 
 MAJORITY = "majority"
 DEGRADED = "degraded"
-ORGANISER = "organiser"
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,8 @@ class Seal:
 class Certificate:
     """The commit of a manifest.
 
-    `heard` is empty but for degraded ones; `ballot` is -1 there and where the organiser signed, and 0 in genesis.
+    `heard` names the makers of a degraded one, and is empty where the organiser alone made it; `ballot` is then the one
+    at which an elector had accepted this manifest, -1 where none had. In genesis it is 0.
     """
 
     parent: Hash
@@ -133,6 +133,16 @@ class Certificate:
     manifest: Hash
     heard: tuple[PeerId, ...]
     seals: tuple[Seal, ...]
+
+    @property
+    def by_organiser(self) -> bool:
+        """Whether the organiser's key named new members, since nobody was left who votes."""
+        return self.kind == DEGRADED and not self.heard
+
+    @property
+    def label(self) -> str:
+        """For people: "majority", "degraded", "organiser" or "genesis"."""
+        return "organiser" if self.by_organiser else self.kind
 
 
 @dataclass(frozen=True)
@@ -147,21 +157,26 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class DegradedVote:
-    """A vote of a minority that heard nobody else for long; a kind of its own, never added to acceptances."""
+    """A vote of those who heard no live quorum for long; a kind of its own, never added to acceptances.
+
+    `ballot` is the highest at which one of them had accepted this manifest, -1 for none. The organiser signs it alone,
+    with nobody in `heard`, where no elector is left: the run goes on with the members that `manifest` names.
+    """
 
     fingerprint: Hash
     parent: Hash
     heard: tuple[PeerId, ...]
+    ballot: int
     manifest: Hash
 
 
 @dataclass(frozen=True)
-class Renewal:
-    """What the organiser signs where no elector is left: the run goes on with the members that `manifest` names."""
+class Choice:
+    """What the organiser signs where two histories stand apart: the one that goes on from `parent` with `child`."""
 
     fingerprint: Hash
     parent: Hash
-    manifest: Hash
+    child: Hash
 
 
 @dataclass(frozen=True)
@@ -222,7 +237,7 @@ class Status:
     `round` and `head` name the newest manifest that it stands on; everything below is about the child of `head`.
     `plan`, `reports` (one byte a slice of the plan) and `proposal` say what it has, so that others send what it lacks;
     `staged` (one byte a slice) says which slices it can serve. `unheard` are electors that do not reach it. `moved`
-    grows while bytes of this round move at it.
+    grows while bytes of this round move at it. `life` tells one life of its process from another.
     """
 
     fingerprint: Hash
@@ -240,6 +255,7 @@ class Status:
     proposal: int = -1
     unheard: tuple[PeerId, ...] = ()
     moved: int = 0
+    life: int = 0
 
 
 @dataclass(frozen=True)
@@ -279,7 +295,8 @@ class Report:
 class Proposal:
     """The leader of ballot k asks the electors to accept a manifest; `heard` is not empty when it is a degraded one.
 
-    `wire_hashes[i]` concatenates the tile hashes of the manifest's i-th slice.
+    `wire_hashes[i]` concatenates the tile hashes of the manifest's i-th slice. The ballot of a degraded one numbers the
+    attempts of its leader; `accepted` is the ballot of its votes.
     """
 
     parent: Hash
@@ -288,6 +305,7 @@ class Proposal:
     manifest: Manifest
     wire_hashes: tuple[bytes, ...]
     heard: tuple[PeerId, ...] = ()
+    accepted: int = -1
 
 
 @dataclass(frozen=True)
@@ -316,7 +334,10 @@ class Commit:
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message between two peers: the sender's status and what the receiver lacks."""
+    """One message between two peers: the sender's status and what the receiver lacks.
+
+    `answers` is the life of the receiver that the sender has heard, 0 for none.
+    """
 
     sender: PeerId
     statuses: tuple[Signed[Status], ...] = ()
@@ -326,6 +347,7 @@ class Envelope:
     votes: tuple[Signed[Acceptance], ...] = ()
     degraded_votes: tuple[Signed[DegradedVote], ...] = ()
     commit: Commit | None = None
+    answers: int = 0
 
 
 def signing_bytes(value: Any) -> bytes:

@@ -24,6 +24,7 @@ from spes_p2p.sync.core.actions import (
     CatchUp,
 )
 from spes_p2p.sync.core.bounds import told
+from spes_p2p.sync.core.forks import Way, has_quorum
 from spes_p2p.sync.core.hearing import Hearing
 from spes_p2p.sync.core.knowledge import EMPTY_WORDS, MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
 from spes_p2p.sync.core.messages import (
@@ -39,6 +40,7 @@ from spes_p2p.sync.core.messages import (
     Sealer,
     Signed,
     Work,
+    manifest_hash,
     plan_hash,
 )
 from spes_p2p.sync.core.reducing import Reducing
@@ -88,18 +90,19 @@ class Core(Hearing, Reducing, Voting, Speaking):
         first_sequence: int = 0,
         on_chain: Callable[[Hash, int], bool] = lambda head, round: True,
     ) -> None:
-        """`record` is what a restarted elector finds on disk; `first_sequence` must be above all that it ever sent.
+        """`record` is what a restarted elector finds on disk; `first_sequence` differs in each life, and rises.
 
         `on_chain(head, round)`: whether `head` names the manifest of that round, not after our tip, in our history.
         """
         super().__init__(me, incarnation, rules, sealer, check_signature, pace, tip, now, intent, tip_commit, on_chain)
-        self._sequence = first_sequence
+        self._sequence = self.life = first_sequence
         self._rules: tuple[tuple[str, int, Callable[[float], bool]], ...] = tuple(
             (rule.name, rule.needs, getattr(self, f"_rule_{rule.name}")) for rule in RULES
         )
         self._rules_by_situation: dict[int, tuple[tuple[str, Callable[[float], bool]], ...]] = {}
         if record is not None and record.parent == self.head:
             self._resume(record, now)
+        self.liveness.ask(now)
 
     def receive(self, envelope: Envelope, now: float) -> list[Action]:
         """A message came. Its signatures were checked; nothing else was.
@@ -110,6 +113,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         new = False
         for signed in envelope.statuses:
             new |= self._hear(signed, envelope.sender, now)
+        if envelope.answers == self.life and self.liveness.asking_since is not None:
+            self.liveness.answered.add(envelope.sender)
         if envelope.plan is not None:
             new |= self._hear_plan(envelope.plan, now)
         for report in envelope.reports:
@@ -122,7 +127,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
             new |= self._hear_degraded_vote(degraded)
         if envelope.commit is not None:
             new |= self._hear_commit(envelope.commit, envelope.sender, now)
-        if new:
+        if self._listen(now) or new:
             return self._advance(now)
         if self._poked:
             self._flush(now)
@@ -185,6 +190,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         wanted = self._missing().get(key)
         if wanted is not None and wanted.hashes == hashes:
             self._hollow.discard(wanted.first)
+        self.liveness.failing_since = None
         self._stage(key, hashes)
         self._progress(now)
         return self._advance(now)
@@ -198,6 +204,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """
         current = self.round
         tried = current.fetching.pop(key, None)
+        self.liveness.failed(now)
         current.failed.add(key)
         index = self.round.index_of.get(key)
         report = None if index is None else current.reports.get(index)
@@ -236,6 +243,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """The state that `manifest` names is on disk here, with equal roots."""
         self.round.verified.add(manifest)
         self.round.verifying = NO_HASH
+        self.liveness.failing_since = None
         self.round.missing = None
         self._progress(now)
         return self._advance(now)
@@ -244,6 +252,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """The state could not be brought to the proposed root: tried again later, the second time from fresh tiles."""
         current = self.round
         name, current.verifying = current.verifying, NO_HASH
+        self.liveness.failed(now)
         current.verify_after = now + self.pace.heartbeat_seconds
         current.unfit[name] = current.unfit.get(name, 0) + 1
         signed = self._proposal_of(name)
@@ -300,14 +309,22 @@ class Core(Hearing, Reducing, Voting, Speaking):
         self.incarnation = incarnation
         self._commit = commit
         self._strays.clear()
+        self._looked_at.clear()
         self._enter(commit.manifest, now)
         return self._advance(now)
 
-    def stays(self, head: Hash, now: float) -> list[Action]:
-        """The history that ends in `head` has lost against ours: who stands on it is not asked about it again."""
-        if len(self._outdone) >= MOST_REMEMBERED:
-            del self._outdone[next(iter(self._outdone))]
-        self._outdone[head] = None
+    def reborn(self, incarnation: int, now: float) -> list[Action]:
+        """What we voted for is forgotten: this incarnation is a newcomer (see `Forget`)."""
+        self.incarnation = incarnation
+        self._forget_votes()
+        self.record = VoteRecord(self.head)
+        return self._advance(now)
+
+    def stays(self, head: Hash, way: Way, now: float) -> list[Action]:
+        """We do not go over to the history that ends in `head`; it is looked at again after a while (WAIT) or never."""
+        if len(self._looked_at) >= MOST_REMEMBERED:
+            del self._looked_at[next(iter(self._looked_at))]
+        self._looked_at[head] = now + self.pace.deadline_seconds(0) if way is Way.WAIT else float("inf")
         self._asked_last = None
         self.round.following = False
         return self._advance(now)
@@ -316,6 +333,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         """The holder could not serve what it said it has; another is asked."""
         if self._asked_last is not None:
             self._asked_in_vain[self._asked_last] += 1
+            if any(member.peer == self._asked_last for member in self.tip.members):
+                self.liveness.failed(now)
             self._asked_last = None
         self.round.following = False
         return self._advance(now)
@@ -344,6 +363,12 @@ class Core(Hearing, Reducing, Voting, Speaking):
         self._forget_staged()
         return self._advance(now)
 
+    def choose(self, children: Iterable[Hash], now: float) -> list[Action]:
+        """The organiser has signed that the run goes on with these, whatever else is known."""
+        self.chosen = frozenset(children)
+        self._looked_at.clear()
+        return self._advance(now)
+
     def greet(self, known: Iterable[PeerId]) -> None:
         """Peers of the run that were found somewhere: those who are no members hear our next statuses."""
         named = {member.peer for member in self.tip.members} | {self.me}
@@ -365,7 +390,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
 
     def _advance(self, now: float, tick: int = 0) -> list[Action]:
         """Tries the rules until none fires, then says what others should know. Time alone is looked at in a tick."""
-        self._notice_sleep(now)
+        self._listen(now)
         if tick or self.degraded_set:
             self._set_degraded(self._degraded_electors(now))
         fired = True
@@ -397,7 +422,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
             situation |= OPEN
         if self.intent.can_vote:
             situation |= WRITABLE
-            if self.is_elector():
+            if self._can_vote():
                 situation |= VOTER
                 if self._leading():
                     situation |= LEADING
@@ -436,7 +461,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
         head = current.head
         for peer, contact in self.contacts.items():
             status = contact.signed.value
-            if status.head != head and status.head not in self._outdone:
+            if status.head != head and self._looked_at.get(status.head, float("-inf")) <= now:
                 if status.round > current.tip.round and self.alive(peer, now):
                     ahead.append(contact)
                 elif self._is_stray(status) and self.alive(peer, now):
@@ -484,8 +509,33 @@ class Core(Hearing, Reducing, Voting, Speaking):
         proposal = self._proposal_of(commit.certificate.manifest)
         return proposal is not None and not any(piece.key in self.round.failed for piece in commit.manifest.slices)
 
+    def _listen(self, now: float) -> bool:
+        """Keeps the guard of degraded commits up to date; whether what may be done has changed."""
+        self._notice_sleep(now)
+        live, current = self.liveness, self.round
+        others = {member.peer for member in self.tip.members} - {self.me} if live.asking_since is not None else ()
+        changed = live.note(others, self.pace, now)
+        if live.failing_since is not None and not self._is_wanting(now):
+            live.failing_since = None
+        live.hears_quorum = self._is_majority(len(self._live_electors(now)))
+        if live.hears_quorum:
+            live.heard_quorum(now)
+            degraded = current.decided is not None and not has_quorum(current.decided)
+            if degraded and current.decided is not None and not current.adopting:  # it lives after all
+                current.offered[current.decided.certificate.manifest] = current.decided
+                current.decided = current.missing = None
+                changed = True
+        return changed
+
+    def _is_wanting(self, now: float) -> bool:
+        """Whether others have what is to be staged here, or are further than we are."""
+        target = self._target()
+        name = manifest_hash(target.value.manifest) if target is not None else NO_HASH
+        is_here = target is None or name in self.round.verified
+        return self._ahead_since is not None or (not is_here and self._can_be_had(name, now))
+
     def _notice_sleep(self, now: float) -> None:
-        """A late event (the machine slept) makes the silence of others ours: their time starts again."""
+        """A late event (the machine slept) makes the silence of others ours: their time starts again, and we ask."""
         asleep = now - self._last_event
         self._last_event = now
         if asleep <= 5 * self.pace.heartbeat_seconds:
@@ -494,9 +544,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         for contact in self.contacts.values():
             contact.at += asleep
             contact.direct_at += asleep
-        self._voting_at = dict.fromkeys(self._voting_at, now)
         self._gone.clear()
-        self._given_up.clear()
+        self.liveness.ask(now)
         current.started_at += asleep
         current.plan_at += asleep
         current.progress_at = current.reachable_at = now
@@ -559,4 +608,7 @@ class Core(Hearing, Reducing, Voting, Speaking):
             current.votes.setdefault((record.accepted_ballot, name), {})[self.me] = current.own_vote
         if record.degraded_votes and record.degraded is not None:
             proposal = record.degraded.value
-            self._decide(DEGRADED, -1, proposal.heard, proposal.manifest, list(record.degraded_votes), now)
+            commit = self._commit_of(
+                DEGRADED, proposal.accepted, proposal.heard, proposal.manifest, record.degraded_votes
+            )
+            current.offered[commit.certificate.manifest] = commit

@@ -10,7 +10,9 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members, rank, trainers
 from spes_p2p.sync.core.actions import Action, Notice, Persist
+from spes_p2p.sync.core.forks import Line, Standing, Way, choose, has_quorum
 from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, MOST_TURNS, Contact, Heard, Key, RoundState, Wanted
+from spes_p2p.sync.core.liveness import Liveness
 from spes_p2p.sync.core.messages import (
     MAX_MEMBERS,
     Ballots,
@@ -67,9 +69,12 @@ class CoreState:
         self.fired: Counter[str] = Counter()
         self.degraded_set: Heard = ()
         self.record = VoteRecord(NO_HASH)
+        self.liveness = Liveness(now)
+        self.chosen: frozenset[Hash] = frozenset()
+        """Children of which the organiser signed that the run goes on with them."""
         self._sealer = sealer
         self._check = check_signature
-        self._sequence = 0
+        self._sequence = self.life = 0
         self._status: Signed[Status] | None = None
         self._loud: object = None
         self._news = False
@@ -77,12 +82,10 @@ class CoreState:
         self._next_heartbeat = now
         self._last_event = now
         self._gone: set[PeerId] = set()
-        self._given_up: set[PeerId] = set()
         self._kept_waiting: set[PeerId] = set()
         """Whose running step a round waited for in vain, until they are READY."""
         self._moving_in_vain: set[PeerId] = set()
         """Whose moving bytes a round waited for in vain, until a slice of theirs comes."""
-        self._probed: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self._asked_last: PeerId | None = None
         self._asked_in_vain: Counter[PeerId] = Counter()
@@ -91,11 +94,11 @@ class CoreState:
         self._ahead_since: float | None = None
         self._on_chain = on_chain
         self._strays: dict[Hash, bool] = {}
-        self._outdone: dict[Hash, None] = {}
+        self._looked_at: dict[Hash, float] = {}
+        """Until when other histories, by their heads, are not looked at again."""
         self._out: list[Action] = []
         self._commit = tip_commit
         self._elector: dict[PeerId, int] = {}
-        self._voting_at: dict[PeerId, float] = {}
         self._enter(tip, now)
 
     @property
@@ -214,12 +217,16 @@ class CoreState:
             proposal=self._newest_ballot(),
             unheard=self._unheard(),
             moved=current.moved,
+            life=self.life,
         )
 
     def _told_intent(self) -> Intent:
         told, measured = self.intent.uplink_bytes_per_second, self.uplink_bytes_per_second
         uplink = min(told, measured) if told and measured else told or measured
-        return self.intent if uplink == told else replace(self.intent, uplink_bytes_per_second=uplink)
+        can_vote = self.intent.can_vote and self.liveness.can_be_counted_on(self.pace, self._last_event)
+        if (uplink, can_vote) == (told, self.intent.can_vote):
+            return self.intent
+        return replace(self.intent, uplink_bytes_per_second=uplink, can_vote=can_vote)
 
     def _has_staged(self, key: Key, report: Report) -> bool:
         """Whether the very tiles that a report promises are on our disk."""
@@ -310,22 +317,46 @@ class CoreState:
         best = self._highest_acceptance()
         return best.accepted >= 0 and best.accepted_manifest != name
 
-    def _hears_majority(self, now: float) -> bool:
-        """Whether a majority of the electors, with us, was heard of late and can vote."""
-        heard = sum(peer == self.me or not self._is_silent(peer, now) for peer in self._elector)
-        return self._is_majority(heard)
+    def _can_vote(self) -> bool:
+        """Whether we are an elector that can write its votes, and has asked what became of the run."""
+        return self.is_elector() and self.intent.can_vote and self.liveness.asking_since is None
+
+    def _live_electors(self, now: float) -> list[PeerId]:
+        """Electors of our tip that were heard of late, say that they can vote, and stand on it or on one before it."""
+        found = [self.me] if self._can_vote() and self.liveness.can_be_counted_on(self.pace, now) else []
+        return found + [peer for peer in self._elector if peer != self.me and self._is_live(peer, now)]
+
+    def _is_live(self, peer: PeerId, now: float) -> bool:
+        contact = self.contacts.get(peer)
+        if contact is None or now - contact.at > self.pace.suspect_seconds:
+            return False
+        status = contact.signed.value
+        if status.incarnation != self._elector[peer] or not status.intent.can_vote:
+            return False
+        return status.head == self.head or (0 <= status.round < self.tip.round and not self._is_stray(status))
 
     def _degraded_electors(self, now: float) -> Heard:
-        """The electors that are heard, when a majority was unheard for long enough; empty otherwise (design 4)."""
+        """Who makes a degraded child: the live electors on our tip, where no live quorum was heard for W; else none."""
         decided = self.round.decided
         is_bound = decided is not None and not self._is_lost(decided, now)
-        if is_bound or self._hears_majority(now) or not self.is_elector():
+        if is_bound or not self._can_vote() or not self.liveness.may_make(self.pace, now):
             return ()
-        silent = [peer for peer in self._elector if peer != self.me and self._is_silent(peer, now)]
-        wait = self.pace.degraded_wait_seconds(all(self._is_gone(peer) for peer in silent))
-        self._given_up.update(peer for peer in silent if now - self._voting_at[peer] >= wait)
-        kept = tuple(sorted(peer for peer in self._elector if peer not in self._given_up))
-        return () if self._is_majority(len(kept)) else kept
+        live = {self.me, *self._live_electors(now)}
+        return tuple(sorted(p for p in live if p == self.me or self.contacts[p].status.head == self.head))
+
+    def way_to(self, ours: Line, theirs: Line, now: float) -> Way:
+        """Whether to go from our tip, the last of `ours`, to the tip of `theirs`, which was checked.
+
+        Both begin on top of one common manifest.
+        """
+        accepted = self.record.accepted_ballot, self.record.accepted_hash
+        may_take = self.liveness.may_take(self.pace, now)
+        return choose(ours, theirs, Standing(may_take, self.rules.final_rounds, *accepted, self.chosen))
+
+    def still_takes(self, child: Commit) -> bool:
+        """Whether a child of our tip that was to be taken may be, now that its state is here."""
+        is_free = has_quorum(child) or child.certificate.manifest in self.chosen
+        return is_free or not self.liveness.hears_quorum
 
     def _is_lost(self, commit: Commit, now: float) -> bool:
         """Whether nobody who was heard for very long has the state of our certified child.
@@ -352,13 +383,9 @@ class CoreState:
 
     def _is_silent(self, peer: PeerId, now: float) -> bool:
         """Whether this elector did not say of late, in the incarnation that may vote, that it can."""
-        return self._is_gone(peer) or now - self._voting_at[peer] > self.pace.suspect_seconds
-
-    def _is_gone(self, peer: PeerId) -> bool:
-        """Nothing is to be hoped for from this elector: refused, reborn without its record, or unable to vote."""
         contact = self.contacts.get(peer)
-        if peer in self._gone or contact is None:
-            return peer in self._gone
+        if contact is None or not self.alive(peer, now):
+            return True
         status = contact.status
         return status.incarnation != self._elector[peer] or not status.intent.can_vote
 
@@ -372,13 +399,8 @@ class CoreState:
         head = manifest_hash(tip)
         self.round = RoundState(tip, head, leader_order(head, tip.members), now, now)
         self.round.work = Work(ready=self.intent.serving)
-        before, since = self._elector, self._voting_at
         self._elector = {member.peer: member.incarnation for member in electors(tip.members)}
-        self._voting_at = {  # silence goes on over rounds: no second wait
-            peer: since[peer] if before.get(peer) == incarnation else self._first_voting_at(peer, incarnation, now)
-            for peer, incarnation in self._elector.items()
-        }
-        self._given_up &= {peer for peer in self._elector if before.get(peer) == self._elector[peer]}
+        self.liveness.enter(now)
         self.round.asked = any(contact.status.ballots.prepare >= 0 for contact in self.contacts.values())
         self.degraded_set = ()
         self._ahead_since = None
@@ -391,12 +413,6 @@ class CoreState:
         named = {member.peer for member in tip.members}
         for peer in [p for p in self.contacts if p not in named and not self.alive(p, now)]:
             del self.contacts[peer]
-
-    def _first_voting_at(self, peer: PeerId, incarnation: int, now: float) -> float:
-        contact = self.contacts.get(peer)
-        if contact is not None and contact.status.incarnation == incarnation and contact.status.intent.can_vote:
-            return contact.at
-        return now
 
     def _note(self, kind: str, text: str, peer: PeerId | None = None) -> None:
         """Cleaned and cut: words of others may be part of it, and it goes to a terminal."""

@@ -21,7 +21,6 @@ from spes_p2p.sync.core.messages import (
     DEGRADED,
     MAJORITY,
     MAX_MEMBERS,
-    ORGANISER,
     WIRE_VERSION,
     Acceptance,
     Certificate,
@@ -30,7 +29,6 @@ from spes_p2p.sync.core.messages import (
     Manifest,
     Merge,
     Plan,
-    Renewal,
     Slice,
     Work,
     manifest_hash,
@@ -73,7 +71,9 @@ class RunRules:
     outer: tuple[float, float] | None = None
     """(learning rate, momentum) of the outer optimizer, by which everybody makes a state of what is handed out."""
     organiser: PeerId = NOBODY
-    """Who may sign a renewal (see `renewed_manifest`); nobody in a run without an organiser."""
+    """Who may name new members alone (see `renewed_manifest`); nobody in a run without an organiser."""
+    final_rounds: int = 20
+    """A history that has gone on for more rounds than this is not left for one with less work (see `forks`)."""
 
     @property
     def num_columns(self) -> int:
@@ -381,10 +381,8 @@ def tokens_gone(before: Sequence[Manifest], child: Manifest, columns: Collection
 def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
     """The bytes that every seal of a certificate signs."""
     if certificate.kind == DEGRADED:
-        vote = DegradedVote(fingerprint, certificate.parent, certificate.heard, certificate.manifest)
-        return signing_bytes(vote)
-    if certificate.kind == ORGANISER:
-        return signing_bytes(Renewal(fingerprint, certificate.parent, certificate.manifest))
+        made = certificate
+        return signing_bytes(DegradedVote(fingerprint, made.parent, made.heard, made.ballot, made.manifest))
     return signing_bytes(Acceptance(fingerprint, certificate.parent, certificate.ballot, certificate.manifest))
 
 
@@ -402,17 +400,17 @@ def check_certificate(
     """Raises RemoteProtocolError unless `certificate` commits `child` on `parent`.
 
     A majority certificate needs good seals of a strict majority of the parent's electors; a degraded one those of all
-    it says were heard; a renewal that of the organiser, and it counts nobody's work.
+    its makers, or of the organiser alone, who counts nobody's work.
     """
     where = f"certificate of round {child.round}"
-    if certificate.kind not in (MAJORITY, DEGRADED, ORGANISER):  # not quoted: it may be any text
+    if certificate.kind not in (MAJORITY, DEGRADED):  # not quoted: it may be any text
         raise RemoteProtocolError(f"{where} is of no known kind")
     if certificate.parent != manifest_hash(parent) or certificate.manifest != manifest_hash(child):
         raise RemoteProtocolError(f"{where} is of another manifest")
     if child.parent != certificate.parent:
         raise RemoteProtocolError(f"{where}: the manifest has another parent")
     voters = {member.peer for member in electors(parent.members)}
-    if certificate.kind == ORGANISER:
+    if certificate.by_organiser:
         if child.roster or child.slices:
             raise RemoteProtocolError(f"{where}: the organiser may not count work")
         voters = {organiser}
@@ -424,8 +422,8 @@ def check_certificate(
     }
     if certificate.kind == MAJORITY and is_majority(len(good), len(voters)):
         return
-    if certificate.kind == DEGRADED and certificate.heard and good == set(certificate.heard):
+    if certificate.kind == DEGRADED and good and good == set(certificate.heard or (organiser,)):
         return
-    if certificate.kind == ORGANISER and organiser and good == {organiser}:
-        return
-    raise RemoteProtocolError(f"{where} ({certificate.kind}) has only {len(good)} good seals of {len(voters)} electors")
+    raise RemoteProtocolError(
+        f"{where} ({certificate.label}) has only {len(good)} good seals of {len(voters)} electors"
+    )

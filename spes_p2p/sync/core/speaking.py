@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.core.actions import Send
+from spes_p2p.sync.core.knowledge import Contact
 from spes_p2p.sync.core.messages import Envelope, Plan, Proposal, Report, Signed, Status, manifest_hash, plan_hash
 from spes_p2p.sync.core.round_state import CoreState
 
@@ -24,7 +25,8 @@ class Speaking(CoreState):
             for sent in current.sent.values():
                 sent.clear()
         votes = (current.prepare, record.promised, record.accepted_ballot, current.closing)
-        loud = (current.head, current.work.ready, votes, self.intent, current.plan is None)
+        can_vote = self.liveness.can_be_counted_on(self.pace, now)
+        loud = (current.head, current.work.ready, votes, self.intent, can_vote, current.plan is None)
         speak = beat or loud != self._loud
         if speak:
             self._loud = loud
@@ -56,13 +58,16 @@ class Speaking(CoreState):
         if contact is None:
             return Envelope(self.me, statuses)
         theirs = contact.status
+        answers = 0 if contact.is_old else theirs.life
         sent = current.sent.setdefault(peer, set())
+        statuses += self._remembered(contact)
         if beat_at is not None and theirs.unheard:
             statuses += self._passed_on(theirs, beat_at)
         if theirs.round < current.tip.round:
-            return Envelope(self.me, statuses, commit=self._commit if self._once(sent, "tip") else None)
+            commit = self._commit if self._once(sent, "tip") else None
+            return Envelope(self.me, statuses, commit=commit, answers=answers)
         if theirs.head != current.head or self._looks_on(theirs):
-            return Envelope(self.me, statuses)
+            return Envelope(self.me, statuses, answers=answers)
         relay = beat_at is not None
         vote, degraded = current.own_vote, current.own_degraded
         return Envelope(
@@ -74,7 +79,16 @@ class Speaking(CoreState):
             votes=(vote,) if vote and self._once(sent, ("vote", vote.value.ballot)) else (),
             degraded_votes=(degraded,) if degraded and self._once(sent, degraded.value) else (),
             commit=current.decided if relay and current.decided and self._once(sent, "decided") else None,
+            answers=answers,
         )
+
+    @staticmethod
+    def _remembered(contact: Contact) -> tuple[Signed[Status], ...]:
+        """What a peer has said before its last words, where it may have forgotten it."""
+        if contact.is_old:
+            return (contact.signed,)
+        is_asking = not contact.status.intent.can_vote
+        return (contact.furthest,) if is_asking and contact.furthest is not None else ()
 
     def _looks_on(self, theirs: Status) -> bool:
         """Whether a peer takes no part in rounds, such as an archive."""

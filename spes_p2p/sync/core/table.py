@@ -12,7 +12,7 @@ from typing import NamedTuple
 OPEN = 1
 """Our round is not decided, as far as we know."""
 VOTER = 2
-"""We are an elector and can write a voting record."""
+"""We are an elector that can vote (see `CoreState._can_vote`)."""
 LEADING = 4
 """We may act as leader: of ballot 0, of one that a majority promised, or of a degraded set."""
 PLANNED = 8
@@ -20,7 +20,7 @@ UNPLANNED = 16
 """There is a plan for this round, or not yet."""
 ALONE = 32
 TOGETHER = 64
-"""A majority of the electors is given up, or not."""
+"""We are one of those who make a degraded child, or not."""
 WRITABLE = 128
 """The disk takes what is staged."""
 TICK = 256
@@ -36,6 +36,7 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule("adopt", WRITABLE),
+    Rule("take", OPEN + WRITABLE),
     Rule("follow", WRITABLE),
     Rule("degraded_certify", OPEN + VOTER + LEADING + ALONE),
     Rule("certify", OPEN),
@@ -52,7 +53,6 @@ RULES = (
     Rule("plan", OPEN + VOTER + LEADING + UNPLANNED),
     Rule("stop_training", 0),
     Rule("close", OPEN + VOTER + LEADING + UNPLANNED),
-    Rule("probe", TICK),
 )
 RULE_NAMES = tuple(rule.name for rule in RULES)
 """The order in which rules are tried after each event."""

@@ -87,17 +87,16 @@ class Pace:
         """
         return 0.5 * self.deadline_seconds(rank)
 
-    def degraded_wait_seconds(self, all_refused: bool) -> float:
-        """How long a majority must be unheard before a minority goes on without it (design section 4)."""
-        deadline = self.deadline_seconds(0)
-        return deadline if all_refused else max(10 * deadline, self.round_seconds)
+    def degraded_wait_seconds(self) -> float:
+        """W: how long no live quorum may be heard before a degraded commit is made or taken (design section 4)."""
+        return max(10 * self.deadline_seconds(0), self.round_seconds)
 
     def lost_state_wait_seconds(self) -> float:
         """How long a committed state must be out of reach before those who are left go on without it.
 
         Longer than the organiser waits before it goes on from an archived state: that makes no second history.
         """
-        return self.LOST_WAITS * self.degraded_wait_seconds(False)
+        return self.LOST_WAITS * self.degraded_wait_seconds()
 
     def arrival_seconds(self) -> float:
         """For so long after a commit members that have not got it yet are counted as training on it."""

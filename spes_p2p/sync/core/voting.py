@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.sync.core import votes
-from spes_p2p.sync.core.actions import Probe, Verify
+from spes_p2p.sync.core.actions import Verify
+from spes_p2p.sync.core.forks import Way, best
 from spes_p2p.sync.core.knowledge import Heard
 from spes_p2p.sync.core.messages import (
     DEGRADED,
     MAJORITY,
     Acceptance,
+    Ballots,
     Certificate,
     Commit,
     DegradedVote,
@@ -66,7 +70,9 @@ class Voting(CoreState):
         return True
 
     def _put_forward(self, heard: Heard, ballot: int, content: Content, now: float) -> None:
-        proposal = Proposal(self.round.head, ballot, self.me, content[0], content[1], heard)
+        best = self._highest_acceptance() if heard else Ballots()
+        accepted = best.accepted if best.accepted_manifest == manifest_hash(content[0]) else -1
+        proposal = Proposal(self.round.head, ballot, self.me, content[0], content[1], heard, accepted)
         self.round.proposals[(heard, ballot)] = self._sealer.seal(proposal)
         self.round.missing = None
         self._news = True
@@ -137,7 +143,8 @@ class Voting(CoreState):
             if self._is_majority(len(seals)) and not self._is_out_of_reach(name, now):
                 proposal = self._proposal_of(name)
                 if proposal is not None:
-                    self._decide(MAJORITY, ballot, (), proposal.value.manifest, list(seals.values()), now)
+                    manifest = proposal.value.manifest
+                    self._take_decision(self._commit_of(MAJORITY, ballot, (), manifest, list(seals.values())), now)
                     return True
         return False
 
@@ -148,7 +155,7 @@ class Voting(CoreState):
         elected, and ballots stay where they are.
         """
         current = self.round
-        if not self._leader_failed(now) or not self._hears_majority(now):
+        if not self._leader_failed(now) or not self.liveness.hears_quorum:
             return False
         leaders = {self._leader_of((), current.view), self._leader_of((), current.view + 1)}
         current.view += 1
@@ -184,7 +191,7 @@ class Voting(CoreState):
         proposal = self._degraded_proposal()
         if proposal is None:
             return False
-        vote = DegradedVote(self.rules.fingerprint, current.head, heard, manifest_hash(proposal.value.manifest))
+        vote = self._degraded_vote_for(proposal.value)
         if current.own_degraded is not None and current.own_degraded.value == vote:
             return False
         self._bind(votes.vote_degraded(self.record, proposal))
@@ -202,16 +209,19 @@ class Voting(CoreState):
         proposal = self._degraded_proposal()
         if proposal is None or self.record.degraded_votes:
             return False
-        manifest = proposal.value.manifest
-        name = manifest_hash(manifest)
-        given = current.degraded_votes.get((heard, name), {})
-        if any(peer != self.me and (peer not in given or not self.alive(peer, now)) for peer in heard):
+        vote = self._degraded_vote_for(proposal.value)
+        given = current.degraded_votes.get((heard, vote.manifest), {})
+        given = {peer: signed for peer, signed in given.items() if signed.value == vote}
+        if any(peer != self.me and peer not in given for peer in heard):
             return False
-        own = self._sealer.seal(DegradedVote(self.rules.fingerprint, current.head, heard, name))
-        seals = [own, *(given[peer] for peer in heard if peer != self.me)]
+        seals = [self._sealer.seal(vote), *(given[peer] for peer in heard if peer != self.me)]
         self._bind(votes.vote_degraded(self.record, proposal, tuple(seals)))
-        self._decide(DEGRADED, -1, heard, manifest, seals, now)
+        self._take_decision(self._commit_of(DEGRADED, vote.ballot, heard, proposal.value.manifest, seals), now)
         return True
+
+    def _degraded_vote_for(self, proposal: Proposal) -> DegradedVote:
+        name = manifest_hash(proposal.manifest)
+        return DegradedVote(self.rules.fingerprint, proposal.parent, proposal.heard, proposal.accepted, name)
 
     def _degraded_proposal(self) -> Signed[Proposal] | None:
         """The proposal of our degraded set, if its state is here and no acceptance that we know of is against it."""
@@ -221,18 +231,19 @@ class Voting(CoreState):
         name = manifest_hash(proposal.value.manifest)
         return proposal if name in self.round.verified and not self._contradicts(name) else None
 
-    def _rule_probe(self, now: float) -> bool:
-        """A silent elector is dialled afresh now and then: a refusing host shortens the wait."""
-        found = False
-        for peer in self._elector:
-            if peer == self.me or peer in self._gone or now - self._voting_at[peer] <= self.pace.suspect_seconds:
-                continue
-            if self.alive(peer, now) or now - self._probed.get(peer, float("-inf")) < self.pace.deadline_seconds(0):
-                continue
-            self._probed[peer] = now
-            self._out.append(Probe(peer))
-            found = True
-        return found
+    def _rule_take(self, now: float) -> bool:
+        """A degraded child that others made is taken where no live quorum was heard for long; before one is made."""
+        offered = self.round.offered
+        if not offered or not self.liveness.may_take(self.pace, now) or self.liveness.hears_quorum:
+            return False
+        fitting = [
+            (commit,) for name, commit in offered.items()
+            if self._can_be_had(name, now) and self.way_to((), (commit,), now) is Way.MOVE
+        ]  # fmt: skip
+        if not fitting:
+            return False
+        self._take_decision(best(fitting, self.rules.final_rounds)[0], now)
+        return True
 
     def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:
         members, wishes = self._next_members(now, self._ahead(outcome))
@@ -246,15 +257,14 @@ class Voting(CoreState):
         owners = {owner for column, some in enumerate(self.tip.ownership) if column not in done for owner in some}
         return frozenset(owners & {entry.peer for entry in outcome.roster})
 
-    def _decide(
+    def _commit_of(
         self,
         kind: str,
         ballot: int,
         heard: Heard,
         manifest: Manifest,
-        seals: list[Signed[Acceptance]] | list[Signed[DegradedVote]],
-        now: float,
-    ) -> None:
+        seals: Sequence[Signed[Acceptance]] | Sequence[Signed[DegradedVote]],
+    ) -> Commit:
         """Only as many seals as needed: one more than half, or all of a degraded set; in a fixed order."""
         chosen = sorted(seals, key=lambda signed: signed.author)
         if kind == MAJORITY:
@@ -267,7 +277,7 @@ class Voting(CoreState):
             heard,
             tuple(Seal(signed.author, signed.public_key, signed.signature) for signed in chosen),
         )
-        self._take_decision(Commit(certificate, manifest), now)
+        return Commit(certificate, manifest)
 
     def _asking(self) -> list[tuple[int, PeerId]]:
         """(ballot, candidate) of those who ask for promises, the highest first."""

@@ -21,8 +21,8 @@ from spes_p2p.swarm.membership import LINK_CLASSES, LINK_PRIVATE, Member
 from spes_p2p.swarm.ports import Clock, Transport
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.forks import Line, Standing, Way, choose
 from spes_p2p.sync.core.messages import (
-    ORGANISER,
     Ballots,
     Commit,
     Envelope,
@@ -98,7 +98,8 @@ class Caretaker:
         self._status: Signed[Status] | None = None
         transfers = Transfers(transport, store.layout, self._stall_seconds, patient=True)
         headers = CatchUp(info, rules, checker.check, chain, store, transfers, tasks.in_thread)
-        self._following = Following(chain, headers, tasks, self._moved, say, clock, RETRY_BEATS * heartbeat_seconds)
+        pause = RETRY_BEATS * heartbeat_seconds
+        self._following = Following(chain, headers, tasks, self._moved, say, clock, pause, self._way_to)
         self.archive: Archive | None = None
         self._archiving = False
         self._archive_again_at = float("-inf")
@@ -185,6 +186,10 @@ class Caretaker:
         for status in (core.status(), *(c.status for c in core.contacts.values() if c.direct_at > since)):
             vigil.hear(status, now)
 
+    def _way_to(self, ours: Line, theirs: Line) -> Way:
+        may_take = self._vigil is not None and self._vigil.may_take(self._clock.now())
+        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds))
+
     def _moved(self) -> None:
         """The chain is another one than before."""
         newest, now = self._chain.newest, self._clock.now()
@@ -195,9 +200,6 @@ class Caretaker:
 
     async def _probe(self, vigil: Vigil, peer: PeerId) -> None:
         """Calls a silent elector: it may not know our address."""
-        if await self._transport.check_refused(peer):
-            vigil.gone(peer)
-            return
         if self._driver is not None:  # which speaks to all members itself
             return
         with contextlib.suppress(NetworkError, RemoteProtocolError):  # then it stays silent
@@ -213,7 +215,7 @@ class Caretaker:
         if manifest is not None and manifest != tip and not vigil.is_led(now):
             manifest = None
         newest = self._chain.newest
-        if manifest is None and newest is not None and newest.certificate.kind == ORGANISER:
+        if manifest is None and newest is not None and newest.certificate.by_organiser:
             manifest = tip
         if manifest is None:
             self._status = None

@@ -15,7 +15,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.swarm.ports import Clock
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.forks import tokens_lost
+from spes_p2p.sync.core.forks import Line, Way, tokens_lost
 from spes_p2p.sync.core.messages import Status, manifest_hash
 from spes_p2p.sync.tasks import Tasks
 
@@ -39,8 +39,11 @@ class Following:
         say: Callable[[str], None],
         clock: Clock,
         pause_seconds: float,
+        way_to: Callable[[Line, Line], Way],
     ) -> None:
-        """Who could not give what it has is not asked for `pause_seconds`; a stranger for twice as long each time."""
+        """`way_to(ours, theirs)`: whether to go over to another history, or to one that goes on without a quorum.
+
+        Who could not give what it has is not asked for `pause_seconds`; a stranger for twice as long each time."""
         self._chain = chain
         self._catch_up = catch_up
         self._tasks = tasks
@@ -54,12 +57,15 @@ class Following:
         self._asked_peer: PeerId | None = None
         self._next: Status | None = None
         self._said = ""
-        self._outdone: dict[Hash, None] = {}
+        self._way_to = way_to
+        self._looked_at: dict[Hash, float] = {}
         self.under_way = False
 
     def hear(self, status: Status) -> None:
         """Follows who is further than we are, or stands on another history that we have not looked at."""
-        if status.head == NO_HASH or status.round < 0 or status.head in self._outdone or self.doubts(status.peer):
+        if status.head == NO_HASH or status.round < 0 or self.doubts(status.peer):
+            return
+        if self._clock.now() < self._looked_at.get(status.head, float("-inf")):
             return
         if status.round < self._chain.length and self._is_ours(status):
             return
@@ -129,12 +135,16 @@ class Following:
     async def _meet(self, status: Status) -> None:
         """Two histories: takes theirs if it wins; else it is not asked for again."""
         meeting = await self._catch_up.meet(self._chain.length - 1, status.peer, status.round)
-        if meeting.winner is None:
-            if len(self._outdone) >= MOST_REMEMBERED:
-                del self._outdone[next(iter(self._outdone))]
-            self._outdone[status.head] = None
+        way = self._way_to(meeting.ours, meeting.theirs)
+        if way is not Way.MOVE:
+            if len(self._looked_at) >= MOST_REMEMBERED:
+                del self._looked_at[next(iter(self._looked_at))]
+            again = self._clock.now() + self._pause_seconds if way is Way.WAIT else float("inf")
+            self._looked_at[status.head] = again
             return
         await self._tasks.in_thread(lambda: self._chain.switch(meeting.theirs))
+        if not meeting.ours:
+            return
         self._say(
             f"the run has another history from round {meeting.common.round + 1} on, which goes on: "
             f"{tokens_lost(meeting.common, meeting.ours):,} tokens of the one that we had are lost"

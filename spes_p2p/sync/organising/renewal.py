@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.swarm.membership import electors
+from spes_p2p.swarm.membership import electors, is_majority
+from spes_p2p.sync.core.liveness import Liveness
 from spes_p2p.sync.core.messages import Manifest, Status, manifest_hash
 from spes_p2p.sync.core.timing import Pace
 
@@ -36,7 +37,8 @@ class Vigil:
     def __init__(self, pace: Pace, tip: Manifest, now: float) -> None:
         self._pace = pace
         self._heard: dict[PeerId, _Heard] = {}
-        self._gone: set[PeerId] = set()
+        self._liveness = Liveness(now)
+        self._liveness.ask(now)
         self._probed: dict[PeerId, float] = {}
         self._voting_at: dict[PeerId, float] = {}
         self._last_tick = now
@@ -55,7 +57,7 @@ class Vigil:
         self.tip, self._entered = tip, now
         self._elector = {member.peer: member.incarnation for member in electors(tip.members)}
         self._voting_at = {peer: before.get(peer, now) for peer in self._elector}
-        self._gone &= set(self._elector)
+        self._liveness.enter(now)
         self._probed = {peer: at for peer, at in self._probed.items() if peer in self._elector}
 
     def hear(self, status: Status, now: float) -> None:
@@ -70,23 +72,37 @@ class Vigil:
         if known is not None:
             self._pace.observe_gap(now - known.at)
         self._heard[peer] = _Heard(status, now, known.since if known is not None and kept else now)
-        self._gone.discard(peer)
         self._probed.pop(peer, None)
+        self._liveness.answered.add(peer)
         if self._may_lead(status):
             self._voting_at[peer] = now
-
-    def gone(self, peer: PeerId) -> None:
-        """The host of `peer` refused a fresh dial."""
-        self._gone.add(peer)
 
     def tick(self, now: float) -> None:
         """Time passed. After a sleep of this machine all waits begin anew: it was we who heard nobody."""
         if now - self._last_tick > self._pace.suspect_seconds:
             self._voting_at = dict.fromkeys(self._voting_at, now)
             self._heard.clear()
-            self._gone.clear()
             self._probed.clear()
+            self._liveness.ask(now)
         self._last_tick = now
+        self._liveness.note([member.peer for member in self.tip.members], self._pace, now)
+        if self._hears_quorum(now):
+            self._liveness.heard_quorum(now)
+
+    def may_take(self, now: float) -> bool:
+        """Whether a child of our tip that no quorum certified may be followed: as for any peer (see `liveness`)."""
+        return self._liveness.may_take(self._pace, now) and not self._hears_quorum(now)
+
+    def _hears_quorum(self, now: float) -> bool:
+        return is_majority(sum(self._is_live(peer, now) for peer in self._elector), len(self._elector))
+
+    def _is_live(self, peer: PeerId, now: float) -> bool:
+        heard = self._heard.get(peer)
+        if heard is None or not self._is_fresh(heard, now) or not heard.status.intent.can_vote:
+            return False
+        status = heard.status
+        stands = status.head == manifest_hash(self.tip) or 0 <= status.round < self.tip.round
+        return stands and status.incarnation == self._elector[peer]
 
     def to_probe(self, now: float) -> list[PeerId]:
         """Electors that are silent and should be called, each now and then: they may not know our address."""
@@ -121,9 +137,7 @@ class Vigil:
         return [
             peer
             for peer, heard in self._heard.items()
-            if self._is_fresh(heard, now)
-            and (heard.status.head == head or heard.status.round == round + 1)
-            and peer not in self._gone
+            if self._is_fresh(heard, now) and (heard.status.head == head or heard.status.round == round + 1)
         ]
 
     def waiting(self, now: float) -> list[Status]:
@@ -150,8 +164,7 @@ class Vigil:
 
     def wait_seconds(self, is_state_lost: bool) -> float:
         """How long nobody may be heard."""
-        refused = all(self._is_gone(peer) for peer in self._elector)
-        return self._pace.degraded_wait_seconds(refused) * (LONGER if is_state_lost else 1)
+        return self._pace.degraded_wait_seconds() * (LONGER if is_state_lost else 1)
 
     def _may_lead(self, status: Status) -> bool:
         return (
@@ -159,11 +172,6 @@ class Vigil:
             and status.intent.can_vote
             and status.round >= self.tip.round
         )
-
-    def _is_gone(self, peer: PeerId) -> bool:
-        """Refused by its host, or back without its voting record."""
-        heard = self._heard.get(peer)
-        return peer in self._gone or (heard is not None and heard.status.incarnation != self._elector[peer])
 
     def _is_fresh(self, heard: _Heard, now: float) -> bool:
         return now - heard.at <= self._pace.suspect_seconds

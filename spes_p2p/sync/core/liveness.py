@@ -1,0 +1,80 @@
+"""Since when no live quorum is heard, and whether a peer itself can vote: the guard of every degraded commit.
+
+An elector lives for our tip if it was heard of late, said that it can vote, and stands on our tip or one before it:
+who is behind is not lost. Who has just started or woken up asks first what became of the run (*asking*). Pure: who is
+heard is worked out elsewhere, time comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from spes_p2p.ids import PeerId
+from spes_p2p.sync.core.timing import Pace
+
+FAILED_DEADLINES = 10
+"""Who fails for so many deadlines to get the tiles of a proposal, or to catch up, says that
+it cannot vote, and votes if it can all the same."""
+NEVER = float("-inf")
+
+
+@dataclass
+class Liveness:
+    """`quorum_at`: when a live quorum of the tip's electors was heard last, or when we came to stand on the tip.
+
+    `asking_since` is set while we ask, `answered` who has answered; `asked_at` is when that ended. `failing_since` is
+    since when what must be staged could not be.
+    """
+
+    quorum_at: float
+    asking_since: float | None = None
+    asked_at: float = NEVER
+    failing_since: float | None = None
+    answered: set[PeerId] = field(default_factory=set)
+    hears_quorum: bool = False
+    """Whether a live quorum was heard as of the last event."""
+
+    def enter(self, now: float) -> None:
+        """We stand on another tip."""
+        self.quorum_at = now
+        self.failing_since = None
+
+    def ask(self, now: float) -> None:
+        """We have just started, or slept: whom we did not hear says nothing of the others."""
+        self.quorum_at = self.asking_since = now
+        self.asked_at = NEVER
+        self.failing_since = None
+        self.answered.clear()
+
+    def heard_quorum(self, now: float) -> None:
+        self.quorum_at, self.asked_at = now, NEVER
+
+    def note(self, members: Collection[PeerId], pace: Pace, now: float) -> bool:
+        """Ends the asking when all `members` but us have answered, or after a deadline; whether it has ended now."""
+        since = self.asking_since
+        if now - self.asked_at > pace.deadline_seconds(0):
+            self.asked_at = NEVER
+        if since is None or (now - since <= pace.deadline_seconds(0) and not self.answered.issuperset(members)):
+            return False
+        self.asking_since, self.asked_at = None, now
+        self.answered.clear()
+        return True
+
+    def failed(self, now: float) -> None:
+        """What must be staged could not be."""
+        self.failing_since = now if self.failing_since is None else self.failing_since
+
+    def can_be_counted_on(self, pace: Pace, now: float) -> bool:
+        """Whether others may wait for our vote: we have asked, and what must be staged can be had."""
+        since = self.failing_since
+        is_failing = since is not None and now - since > FAILED_DEADLINES * pace.deadline_seconds(0)
+        return self.asking_since is None and not is_failing
+
+    def may_make(self, pace: Pace, now: float) -> bool:
+        """Whether no live quorum was heard throughout the last W of our own running time."""
+        return self.asking_since is None and now - self.quorum_at >= pace.degraded_wait_seconds()
+
+    def may_take(self, pace: Pace, now: float) -> bool:
+        """The same for a child that others made; at once for who has just asked, and heard no live quorum."""
+        return self.may_make(pace, now) or (self.asked_at > NEVER and self.quorum_at < self.asked_at)
