@@ -78,6 +78,8 @@ class MemorySwarm:
         self.mirrors: dict[PeerId, Organiser] = {}
         self._mirror_stores: list[StateStore] = []
         self._incarnations = itertools.count(1)
+        self.clock_behind_seconds = 0.0
+        """Of the machines on which peers start from now on."""
 
     def new_incarnation(self) -> int:
         """Numbers that rise, where a real peer looks at its clock."""

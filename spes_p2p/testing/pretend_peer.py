@@ -163,7 +163,7 @@ class PretendPeer:
         core = Core(
             self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
             Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
-            place.tip, first_sequence=int(now * 1000), on_chain=place.chain.has,
+            place.tip, first_sequence=int((now - swarm.clock_behind_seconds) * 1000), on_chain=place.chain.has,
         )  # fmt: skip
         core.seeds = tuple(await self._sources())
         self.driver = Driver(
