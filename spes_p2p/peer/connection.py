@@ -463,6 +463,7 @@ class Connection:
             ).attach(core)
         arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
         self._driver = Driver(core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock)
+        self._data_traffic.begin_rounds()
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))

@@ -324,7 +324,7 @@ def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:
             refused=tuple(event.refused),
             lost_tokens=event.lost_tokens,
             data_bytes_sent=data_sent,
-            data_bytes_received=data_received + traffic.take_web(),
+            data_bytes_received=data_received + traffic.take_elsewhere(),
         )
     )
     if event.caught_up:

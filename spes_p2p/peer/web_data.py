@@ -40,7 +40,7 @@ def mirrors_of(
     typed = [WebFolder(checked_url(url, is_own=True), is_own=True) for url in own]
 
     async def pace(size: int) -> None:
-        traffic.from_web += size
+        traffic.elsewhere += size
         await pacer.take(size, urgent=False)
 
     mirrors = WebMirrors(WebClient(access, pace), grid, lambda text: tell(Notice("data", text)))

@@ -143,15 +143,20 @@ class PieceFetcher:
     def liars(self) -> frozenset[PeerId]:
         return frozenset(self._liars)
 
-    async def fetch(self, wanted: Sequence[int], take: Take, urgent: int = 0, among: Collection[PeerId] = ()) -> None:
+    async def fetch(
+        self, wanted: Sequence[int], take: Take, urgent: int = 0, among: Collection[PeerId] | None = None
+    ) -> None:
         """Fetches these pieces and hands them to `take`, the first ones first; training waits for the first `urgent`.
 
-        `among`: who is known to have all of them, and is asked alone beside the organiser.
+        `among`: they are copies for others; who is known to have all of them is asked alone beside the organiser, and
+        everybody where nobody is.
 
         Raises NetworkError when nobody who could be asked gave the rest, and what `take` raises.
         """
         chosen = self._chosen(among)
-        for_web = self._for_web(wanted, urgent) if WEB in chosen else frozenset[int]()
+        for_web = frozenset[int]()
+        if WEB in chosen:
+            for_web = self._first_from_web(wanted) | (self._late(wanted, urgent) if among is None else frozenset())
         job = _Job(
             wanted, self._organiser, tuple(chosen), urgent > 0, lambda: max(LATE_SECONDS, 4 * self._answer_seconds),
             for_web,
@@ -178,7 +183,7 @@ class PieceFetcher:
             reasons = "; ".join(dict.fromkeys(job.reasons)) or "nobody has them"
             raise NetworkError(f"{len(job.left)} pieces of the data could not be had ({reasons})")
 
-    def _chosen(self, among: Collection[PeerId]) -> dict[PeerId, float]:
+    def _chosen(self, among: Collection[PeerId] | None) -> dict[PeerId, float]:
         """Whom to ask, and what part of the dataset each has; those with most, and always organiser and web."""
         now, total = self._now(), max(1, self._grid.total)
         known = {self._organiser: total} | dict(self._holders())
@@ -193,17 +198,21 @@ class PieceFetcher:
             chosen[WEB] = 1.0
         return chosen
 
-    def _for_web(self, wanted: Sequence[int], urgent: int) -> frozenset[int]:
-        """Those that this peer may fetch from the web, so that about one copy of what is trained leaves it."""
-        now = self._now()
-        self._wanted_since = {number: self._wanted_since.get(number, now) for number in wanted}
+    def _first_from_web(self, wanted: Sequence[int]) -> frozenset[int]:
+        """Those that this peer is the first to fetch from the web, so that about one copy leaves it."""
         others = set(self._holders()) - {self._organiser, self._transport.peer_id}
         is_first: dict[int, bool] = {}
         for run in {number // WEB_RUN for number in wanted}:
             mine = _lot(self._transport.peer_id, run)
             is_first[run] = all(mine <= _lot(peer, run) for peer in others)
+        return frozenset(number for number in wanted if is_first[number // WEB_RUN])
+
+    def _late(self, wanted: Sequence[int], urgent: int) -> frozenset[int]:
+        """Those that another peer should have fetched from the web by now, or that training waits for."""
+        now = self._now()
+        self._wanted_since = {number: self._wanted_since.get(number, now) for number in wanted}
         late = (number for number, since in self._wanted_since.items() if now - since > WEB_SECONDS)
-        return frozenset({*wanted[:urgent], *late, *(number for number in wanted if is_first[number // WEB_RUN])})
+        return frozenset({*wanted[:urgent], *late})
 
     async def _work(self, peer: PeerId, share: float, job: _Job, take: Take) -> None:
         """Asks one holder for the next pieces until it can give none that are wanted, or fails."""

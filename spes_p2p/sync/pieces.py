@@ -60,8 +60,8 @@ class DataTraffic:
 
     sent: int = 0
     received: int = 0
-    from_web: int = 0
-    """No part of `received`."""
+    elsewhere: int = 0
+    """Received where no round counts it: from web servers, and before the first round of this peer."""
 
     def add_sent(self, size: int) -> None:
         self.sent += size
@@ -71,9 +71,13 @@ class DataTraffic:
         counted, self.sent, self.received = (self.sent, self.received), 0, 0
         return counted
 
-    def take_web(self) -> int:
-        """Bytes from web servers since the last call."""
-        counted, self.from_web = self.from_web, 0
+    def begin_rounds(self) -> None:
+        """The first round of this peer begins."""
+        self.elsewhere, self.received = self.elsewhere + self.received, 0
+
+    def take_elsewhere(self) -> int:
+        """The same of `elsewhere`."""
+        counted, self.elsewhere = self.elsewhere, 0
         return counted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.held import Held, coverage
 from spes_p2p.data.leases import Leases
 from spes_p2p.data.loader import spans_of
+from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.data_copies import GLANCE_SECONDS, LONGEST_WAIT_SECONDS, REST, DataCopies, Surroundings
 from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.sync.piece_fetching import WEB_SECONDS
 from spes_p2p.sync.pieces import MAX_GIVEN
-from tests.peer.test_data_feed import BOOT, CONFIG, Site, Volunteer, in_place, now, play
+from tests.peer.test_data_feed import BOOT, CONFIG, OpenWeb, Site, Volunteer, in_place, now, play
 
 PIECES = 300
 SPANS = 24
@@ -145,6 +148,49 @@ def test_the_rarest_of_what_comes_next_goes_first(tmp_path: Path) -> None:
         assert wanted.holders == (BOOT, PeerId("d"))
 
     play(tmp_path, story)
+
+
+def test_what_cannot_be_had_keeps_nothing_else_waiting(tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        one = Volunteer(site, "a")
+        copies = Copies(one.feed, spans_of(PieceDataset(one.feed), CONFIG), one.name, 3)
+        copies.look(Leases(), {}, ())
+        asked: list[int] = []
+        while (wanted := copies.next(SPAN_PIECES)) is not None and wanted.spans:
+            copies.put_off(wanted)
+            asked += wanted.spans
+        assert sorted(asked) == list(range(SPANS))
+        copies.look(Leases(), {}, ())
+        again = copies.next(SPAN_PIECES)
+        assert again is not None
+        assert again.spans == tuple(asked[: len(again.spans)])
+
+    play(tmp_path, story)
+
+
+def test_copies_do_not_make_a_lease_wait_longer_for_the_web(tmp_path: Path) -> None:
+    """What another peer should have fetched there first is taken after a while, whatever is copied meanwhile."""
+
+    async def story(site: Site) -> None:
+        web = OpenWeb(site.whole)
+        one, idle = Volunteer(site, "a", web=web), Volunteer(site, "b")
+        got: list[int] = []
+
+        async def fetch(*numbers: int, among: tuple[PeerId, ...] | None = None) -> None:
+            with contextlib.suppress(NetworkError):
+                await one.fetcher.fetch(numbers, lambda pieces: got.extend(piece for piece, _ in pieces), among=among)
+
+        site.held = lambda asker: {idle.name: 1, BOOT: 0}  # type: ignore[method-assign]
+        await fetch(*range(PIECES))
+        (late, *others) = sorted(set(range(PIECES)) - set(got))  # those that the other one is the first to fetch
+        await asyncio.sleep(WEB_SECONDS / 2)
+        await fetch(*others, among=())
+        assert not set(others) & set(got)
+        await asyncio.sleep(WEB_SECONDS / 2 + 1)
+        await fetch(late)
+        assert late in got
+
+    play(tmp_path, story, has_data=False)
 
 
 def test_what_is_trained_on_next_goes_before_what_comes_later(tmp_path: Path) -> None:

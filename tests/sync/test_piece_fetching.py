@@ -123,6 +123,10 @@ def test_everything_from_the_bootstrap_node_alone(tmp_path: Path) -> None:
         assert site.traffic.received == size == site.sent.sent
         assert site.traffic.take() == (0, size)
         assert site.traffic.take() == (0, 0)
+        await site.fetch()
+        site.traffic.begin_rounds()
+        assert site.traffic.take() == (0, 0)
+        assert site.traffic.take_elsewhere() == size
 
     play(tmp_path, story)
 
