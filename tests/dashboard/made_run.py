@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spes_p2p.dashboard.source import Known, Look
+from spes_p2p.data.held import Coverage
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.membership import Member
@@ -52,6 +53,7 @@ class MadeSource:
         return RunReport(
             "made", FINGERPRINT, round, manifest.step, manifest.tokens, "majority" if round else "genesis", False,
             True, 3, 4, 2.0, "7e37ef20d4" * 6, (boot, *peers), columns,
+            data=Coverage(1, (BOOTSTRAP,), 0.0),
         )  # fmt: skip
 
 

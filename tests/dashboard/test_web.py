@@ -17,7 +17,7 @@ import pytest
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.web import STATIC, plotly_file
 from tests.dashboard.conftest import served
-from tests.dashboard.made_run import PEERS
+from tests.dashboard.made_run import BOOTSTRAP, PEERS
 from tests.dashboard.test_history import filled
 from tests.dashboard.test_replay import write_run
 
@@ -55,6 +55,7 @@ def test_the_state_is_json_of_the_history() -> None:
         state = json.loads(text)
     assert headers["content-type"] == "application/json"
     assert (state["head"]["round"], sorted(state["samples"])) == (5, sorted(PEERS))
+    assert (state["head"]["data"]["copies"], state["head"]["data"]["needed"]) == (1, [BOOTSTRAP])
     assert state["peers"][PEERS[1]]["reach"] == "behind NAT"
 
 

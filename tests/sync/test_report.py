@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.data.held import Coverage, Held
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
@@ -44,9 +45,12 @@ class Scene:
             self.peer, RUNS_KEY, RunRecord(info.run_id, info.fingerprint, ORGANISER, WIRE_VERSION, 0, b"", ())
         )
 
-    async def announce_peer(self, name: PeerId, age_seconds: float = 1.0, role: str = "peer") -> None:
+    async def announce_peer(
+        self, name: PeerId, age_seconds: float = 1.0, role: str = "peer", held: Held | None = None
+    ) -> None:
         info, written = self.run.info, int(NOW - age_seconds)
         record = PeerRecord(info.run_id, name, (), "0.1.0", 2, 20, 300, 40.0, (0,), role, False, 1, written)
+        record = replace(record, held=held or Held())
         await self.publish(self.network.peer(name), peers_key(info.run_id), record)
 
     async def announce_head(self, commit: Commit, seen_seconds_ago: int = 9) -> None:
@@ -120,6 +124,19 @@ def test_a_member_that_says_nothing_is_silent(tmp_path: Path) -> None:
     assert [(peer.peer, peer.state, peer.owned, peer.seen_at) for peer in report.peers] == [
         (A, "silent", (0, 1, 2, 3), 0.0)
     ]
+
+
+@pytest.mark.parametrize(("age_seconds", "copies"), [(1.0, 3), (FRESH_SECONDS + 5, 2)])
+def test_the_data_of_those_who_were_heard_lately_counts(tmp_path: Path, age_seconds: float, copies: int) -> None:
+    async def main() -> RunReport:
+        scene = Scene(tmp_path)
+        await scene.announce_run()
+        await scene.announce_peer(ORGANISER, age_seconds, "bootstrap", Held(whole=True))
+        await scene.announce_peer(A, held=Held(7, b"\xff"))
+        await scene.announce_peer(B, held=Held(whole=True))
+        return await scene.report()
+
+    assert run_virtual(main()).data == Coverage(copies, (), 1.0)
 
 
 def test_certificates_that_nobody_can_prove_are_not_called_checked(tmp_path: Path) -> None:
