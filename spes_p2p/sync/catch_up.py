@@ -28,12 +28,13 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
 from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.transfer import Transfers
+from spes_p2p.wire import pack
 
 T = TypeVar("T")
 MOST_STEPS = 64
 """So many rounds are gone through one by one; who is further behind fetches a state."""
-LONGEST_LINE = 100_000
-"""So many rounds may lie between two histories; more cannot be held in memory."""
+LONGEST_LINE_BYTES = 2**28
+"""What another history may have on top of the last common round, packed; held in memory it is some ten times that."""
 
 
 class InThread(Protocol):
@@ -123,13 +124,17 @@ class CatchUp:
         common = await self._last_common(holder, min(round, tip_round))
         parent = before = self._chain.commit(common)
         theirs: list[Commit] = []
+        size = 0
         while part := await self._transfers.chain(holder, common + 1 + len(theirs)):
             links = partial(check_links, part, before, self._info, self._rules, self._check)
             await self._in_thread(links)
             theirs += part
             before = part[-1]
-            if len(theirs) > LONGEST_LINE:
-                raise RemoteProtocolError(f"{short(holder)} has more than {LONGEST_LINE} rounds that are not ours")
+            size += sum(len(pack(commit)) for commit in part)
+            if size > LONGEST_LINE_BYTES:
+                raise RemoteProtocolError(
+                    f"{short(holder)} has {len(theirs)} rounds that are not ours: too many to hold"
+                )
         ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
         return Meeting(parent.manifest, ours, tuple(theirs))
 

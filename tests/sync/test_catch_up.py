@@ -14,6 +14,7 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.staging import Staging
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync import catch_up
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.choosing import Turns
@@ -23,7 +24,7 @@ from spes_p2p.sync.requests import TILES, WIRES, Request, Serving
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.wire import unpack
+from spes_p2p.wire import pack, unpack
 from tests.state.small import file_size_limit
 from tests.sync.chains import MadeRun, with_tokens
 from tests.sync.swarm_cases import small_config
@@ -172,6 +173,25 @@ def test_another_history_is_compared_and_not_written(tmp_path: Path) -> None:
         assert meeting.common == ahead.commits[0].manifest
         assert (meeting.ours, meeting.theirs) == ((other,), tuple(ahead.commits[1:]))
         assert ahead.chain.newest == other
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_another_history_is_held_as_far_as_memory_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """Whoever has been an elector can make one without an end."""
+
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        size = sum(len(pack(commit)) for commit in ahead.commits[1:])
+        monkeypatch.setattr(catch_up, "LONGEST_LINE_BYTES", size - more)
+        if more:
+            with pytest.raises(RemoteProtocolError, match="2 rounds that are not ours: too many to hold"):
+                await ahead.catch_up.meet(0, HOLDER, 2)
+        else:
+            assert len((await ahead.catch_up.meet(0, HOLDER, 2)).theirs) == 2
 
     run_virtual(main())
 
