@@ -37,6 +37,8 @@ from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 if TYPE_CHECKING:
     from spes_p2p.testing.memory_swarm import MemorySwarm
 
+DAY_SECONDS = 86_400.0
+"""What the clocks of machines showed when the swarm began."""
 ORGANISER = PeerId("organiser")
 LEAVE_SECONDS = 10.0
 Alter = Callable[[int, int, Values], Values]
@@ -160,10 +162,11 @@ class PretendPeer:
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)
         self.residuals = Residuals(self.folder / "residuals", swarm.layout)
+        first = int(1000 * (DAY_SECONDS + now - swarm.clock_behind_seconds))
         core = Core(
             self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
             Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
-            place.tip, first_sequence=int((now - swarm.clock_behind_seconds) * 1000), on_chain=place.chain.has,
+            place.tip, first_sequence=first, on_chain=place.chain.has,
         )  # fmt: skip
         core.seeds = tuple(await self._sources())
         self.driver = Driver(

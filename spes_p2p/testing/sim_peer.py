@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 1.0
 LEAVING_SECONDS = 10.0
+DAY_SECONDS = 86_400.0
+"""What the clocks of machines showed when the simulation began."""
 
 
 class SimPeer:
@@ -101,7 +103,7 @@ class SimPeer:
         self.disk.restart()
         self.disk.arrive(world.next_incarnation, restarted=True)
         self.disk.full = False
-        first = int((now - self.clock_behind_seconds) * 1000) + self._life
+        first = int((DAY_SECONDS + now - self.clock_behind_seconds) * 1000) + self._life
         self.core = world.core_class(
             self.name, self.disk.incarnation, world.rules, FakeSealer(self.name), check_fake, Pace(HEARTBEAT_SECONDS),
             self.disk.tip, now, self.disk.record, self.intent, self.disk.tip_commit, first_sequence=first,
@@ -506,7 +508,8 @@ class SimPeer:
         if not self._is_settled():
             return
         if not all(self.disk.has(piece, hashes) for piece, hashes in zip(action.slices, action.hashes, strict=True)):
-            return  # they were done again since
+            self._do(core.unstaged([piece.key for piece in action.slices], self.world.now))
+            return
         merge = Merge(action.alpha, neighbours_of(self.world.rules.num_columns)) if action.alpha else None
         root = self.disk.finish(self.world.rules, action.slices, merge)
         wire_root = self.world.judge.saw_build(action.hashes)

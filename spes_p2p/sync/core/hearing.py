@@ -32,6 +32,7 @@ from spes_p2p.sync.core.messages import (
 from spes_p2p.sync.core.plan import reducer_order
 from spes_p2p.sync.core.round_state import CoreState
 from spes_p2p.sync.core.rules import check_certificate, check_child, check_newcomers, check_plan
+from spes_p2p.sync.core.votes import VoteRecord
 
 MOST_BORROWED = 16
 """So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""
@@ -126,6 +127,8 @@ class Hearing(CoreState):
         """Votes are not given twice: from now on we are a newcomer."""
         self._note("votes", "this peer's disk is older than what it has said before: it comes back as a newcomer")
         self.incarnation = NOBODY_AS_YET
+        self._forget_votes()
+        self.record = VoteRecord(self.head)
         self._out.append(Forget(above))
 
     def _takes_part(self, status: Status) -> bool:

@@ -314,10 +314,8 @@ class Core(Hearing, Reducing, Voting, Speaking):
         return self._advance(now)
 
     def reborn(self, incarnation: int, now: float) -> list[Action]:
-        """What we voted for is forgotten: this incarnation is a newcomer (see `Forget`)."""
+        """What we voted for is forgotten on disk too: this incarnation is a newcomer (see `Forget`)."""
         self.incarnation = incarnation
-        self._forget_votes()
-        self.record = VoteRecord(self.head)
         return self._advance(now)
 
     def stays(self, head: Hash, way: Way, now: float) -> list[Action]:
@@ -579,17 +577,6 @@ class Core(Hearing, Reducing, Voting, Speaking):
         current.close_asked = current.close_asked and current.work.ready
         for index in [index for index, report in current.reports.items() if report.author == self.me]:
             del current.reports[index]
-
-    def _forget_votes(self) -> None:
-        """Of what we have voted only what is on disk may count; what others decided comes again."""
-        current = self.round
-        current.own_vote = current.own_degraded = current.decided = None
-        current.prepare = -1
-        for ballots in (current.votes, current.degraded_votes):
-            for votes in ballots.values():
-                votes.pop(self.me, None)
-        for key in [key for key, signed in current.proposals.items() if signed.author == self.me]:
-            del current.proposals[key]
 
     def _resume(self, record: VoteRecord, now: float) -> None:
         """Back with what is on disk: we hold to every vote in it."""

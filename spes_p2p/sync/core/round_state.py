@@ -520,6 +520,17 @@ class CoreState:
         self.round.failed.clear()
         self._progress(now)
 
+    def _forget_votes(self) -> None:
+        """Of what we have voted only what is on disk may count; what others decided comes again."""
+        current = self.round
+        current.own_vote = current.own_degraded = current.decided = None
+        current.prepare = -1
+        for ballots in (current.votes, current.degraded_votes):
+            for votes in ballots.values():
+                votes.pop(self.me, None)
+        for key in [key for key, signed in current.proposals.items() if signed.author == self.me]:
+            del current.proposals[key]
+
     def _next_members(
         self, now: float, needed: Collection[PeerId] = ()
     ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
