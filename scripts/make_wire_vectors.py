@@ -40,8 +40,8 @@ from spes_p2p.sync.core.messages import (
     Status,
     signing_bytes,
 )
-from spes_p2p.sync.ending import Ending
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.organiser_words import Ending
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.wire import pack
 

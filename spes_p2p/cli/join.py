@@ -98,6 +98,14 @@ def join(
     pause_on_battery: Annotated[
         bool, typer.Option("--pause-on-battery", help="Train on mains power alone, where that can be known.")
     ] = False,
+    follow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEX",
+            help="Where the run has gone on twice: follow this history, whatever others choose.",
+            show_default=False,
+        ),
+    ] = None,
     nice: Annotated[int, typer.Option(help="Give way to other programs: 0 (not) to 19 (to all).", min=0, max=19)] = 0,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
@@ -123,6 +131,7 @@ def join(
     from spes_p2p.peer.pausing import Schedule
     from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK
     from spes_p2p.planning.units import parse_bytes
+    from spes_p2p.sync.histories import checked_prefix
 
     invites, overrides = split_words(words or ())
     found = meeting(invites, initial_peers or (), run_id, fingerprint)
@@ -159,6 +168,7 @@ def join(
         metrics_port=metrics_port,
         metrics_host=metrics_host,
         web_data=parse_web_data(web_data),
+        follow="" if follow is None else checked_prefix(follow, "--follow"),
     )
     if nice:
         # before there are threads and children, which have it then too

@@ -37,8 +37,14 @@ COMMANDS: Mapping[str, str] = {
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "run": (
-        "Begins a run, looks at its history, ends it: for organisers.\n\nExample: spes-p2p run inspect spes1...",
-        {"init": "spes_p2p.cli.run:init", "inspect": "spes_p2p.cli.run:inspect", "stop": "spes_p2p.cli.run:stop"},
+        "Begins a run, looks at its history, chooses where it has two, ends it: for organisers.\n\n"
+        "Example: spes-p2p run inspect spes1...",
+        {
+            "init": "spes_p2p.cli.run:init",
+            "inspect": "spes_p2p.cli.run:inspect",
+            "choose": "spes_p2p.cli.run:choose",
+            "stop": "spes_p2p.cli.run:stop",
+        },
     ),
     "service": (
         "Makes a peer start with the machine (systemd), for the user who runs it.\n\n"

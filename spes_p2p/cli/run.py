@@ -197,3 +197,54 @@ def stop(
     except Stopped as stopped:
         raise typer.Exit(INTERRUPTED) from stopped
     typer.echo(f"the run ends with round {last}: its peers commit it, save and exit")
+
+
+def choose(
+    child: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CHILD]",
+            help="First digits of the history to go on with, as peers print them; without, histories are shown.",
+            show_default=False,
+        ),
+    ] = None,
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    output: NodeFolder = Path("bootstrap-node"),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Says with the organiser's key which of two histories a run goes on with: who stands on the other comes over.
+
+    Example: spes-p2p run choose 4f0c2a91d3 --output bootstrap-node
+    """
+    from spes_p2p.ids import short
+    from spes_p2p.peer.kept_invite import kept_invite
+    from spes_p2p.peer.organising import check_key, choose_history, look_at_histories
+    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+    from spes_p2p.swarm.invite import looks_like_invite
+    from spes_p2p.sync.histories import checked_prefix, choose_child
+
+    if child is not None and looks_like_invite(child):
+        child, invitation = None, child
+    digits = None if child is None else checked_prefix(child, "CHILD")
+    given = invitation if invitation or initial_peers else kept_invite(output)
+    meeting = met(given, initial_peers, run_id, fingerprint)
+    try:
+        parted = look_at_histories(meeting)
+        for line in (line for fork in parted.forks for line in fork.texts()):
+            typer.echo(line)
+        if digits is None:
+            typer.echo("to choose: spes-p2p run choose HEX" if parted.forks else "the run has one history")
+            return
+        fork, name = choose_child(parted.forks, digits)
+        check_key(output / "identity.key", parted.info)
+        for line in fork.lost_texts(name):
+            typer.echo(line)
+        if not yes:
+            typer.confirm(f"go on with {short(name)} for everybody?", abort=True)
+        choose_history(output / "identity.key", meeting, parted, fork, name)
+    except Stopped as stopped:
+        raise typer.Exit(INTERRUPTED) from stopped
+    typer.echo(f"the run goes on with {short(name)}: peers of other histories come over as soon as they hear of it")

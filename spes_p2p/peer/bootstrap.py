@@ -17,8 +17,8 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import ConfigError, NetworkError, StorageFull
-from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.prometheus import LOCALHOST
@@ -42,9 +42,9 @@ from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit
-from spes_p2p.sync.ending import ENDING_FILE, EndingWatch, SignedEnding, keep_ending, load_ending
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf, held_by
@@ -279,9 +279,12 @@ async def _organise(
         await announcer.start()
         if server is not None:
             stack.push_async_callback(server.leave, LEAVE_SECONDS)
-        ending = _watch_ending(folder / ENDING_FILE, info, network, say, _once(trouble))
-        stack.push_async_callback(ending.stop)
-        await ending.start()
+        watch = OrganiserWatch(
+            info, network.directory, EnvelopeChecker(network.verifier).check, _hearing(organiser, say), _once(trouble),
+            folder / WORDS_FILE,
+        )  # fmt: skip
+        stack.push_async_callback(watch.stop)
+        await watch.start()
         for line in introduction(config, info, chain.newest):
             say(line)
         say(f"volunteers join with:\n  spes-p2p join {contacts.word}")
@@ -308,20 +311,21 @@ def _measuring(
     return measuring(options.metrics_port, options.metrics_host, run_id, network.signer.peer_id, look, say)
 
 
-def _watch_ending(
-    path: Path, info: RunInfo, network: HivemindNetwork, say: Say, failed: Callable[[BaseException], None]
-) -> EndingWatch:
-    """What `spes-p2p run stop` has signed is kept, and told to whoever comes."""
-    check = EnvelopeChecker(network.verifier).check
+def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
+    """What becomes of what `spes-p2p run stop` and `run choose` have signed."""
+    before = Words()
 
-    def told(signed: SignedEnding) -> None:
-        say(f"the run ends with round {signed.ending.last_round}, by our key: nobody can join it after that")
-        try:
-            keep_ending(path, signed)
-        except StorageFull as error:  # the peers that have heard of it repeat it meanwhile
-            say(f"the end of the run is not kept: {error}")
+    def told(words: Words) -> None:
+        nonlocal before
+        if words.last_round is not None and words.last_round != before.last_round:
+            say(f"the run ends with round {words.last_round}, by our key: nobody can join it after that")
+        for parent, child in words.children.items():
+            if before.children.get(parent) != child:
+                say(f"after {short(parent)} the run goes on with {short(child)}, by the organiser's choice")
+        organiser.choose(words.children)
+        before = words
 
-    return EndingWatch(info, network.directory, check, told, failed, load_ending(path, info, check))
+    return told
 
 
 async def _make_initial(store: StateStore, layout: Layout, config: Config, options: BootstrapOptions, say: Say) -> None:

@@ -53,13 +53,13 @@ from spes_p2p.sync.core.messages import Commit, Intent, Status
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
-from spes_p2p.sync.ending import EndingWatch, SignedEnding, read_ending
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
 from spes_p2p.sync.moments import MomentShelf
+from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words, read_words, together
 from spes_p2p.sync.piece_fetching import PieceFetcher, fetch_catalogue
 from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf, held_by
 from spes_p2p.sync.recorder import FlightRecorder
@@ -159,7 +159,7 @@ class Connection:
         self._beats: Tasks | None = None
         self._is_in = False
         self._tip: tuple[Commit, float] | None = None
-        self._ending: EndingWatch | None = None
+        self._organiser: OrganiserWatch | None = None
         self.last_round: int | None = None
         """After which the organiser has ended the run."""
 
@@ -396,19 +396,22 @@ class Connection:
         assert self._network is not None
         check = EnvelopeChecker(self._network.verifier).check
         try:
-            ended = await read_ending(self._network.directory, self._info, check, ANSWER_SECONDS)
+            words = await read_words(self._network.directory, self._info, check, ANSWER_SECONDS)
         except NetworkError:  # it is looked for again when we are in
             return
-        if ended is not None and round >= ended.ending.last_round:
+        last_round = together(words.values()).last_round
+        if last_round is not None and round >= last_round:
             raise LastingError(
-                f"run {self._info.run_id} is over: its organiser has ended it with round {ended.ending.last_round}",
+                f"run {self._info.run_id} is over: its organiser has ended it with round {last_round}",
                 fix="take its model with spes-p2p export, or ask for an invitation to another run",
             )
 
-    def _note_end(self, signed: SignedEnding) -> None:
-        self.last_round = signed.ending.last_round
-        text = f"the organiser ends the run with round {self.last_round}: then this peer saves and goes"
-        self.gate.notice(Notice("ending", text))
+    def _hear_organiser(self, words: Words) -> None:
+        self.driver.choose(words.children)
+        if words.last_round != self.last_round:
+            self.last_round = words.last_round
+            text = f"the organiser ends the run with round {self.last_round}: then this peer saves and goes"
+            self.gate.notice(Notice("ending", text))
 
     def _check_options(self) -> Config | None:
         """What can be checked before anybody is asked; the config that the run must have, where one was given."""
@@ -462,13 +465,18 @@ class Connection:
                 self._options.output / "flight", info, say=lambda text: self.gate.notice(Notice("recorder", text))
             ).attach(core)
         arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
-        self._driver = Driver(core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock)
+        self._driver = Driver(
+            core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock,
+            follow=self._options.follow,
+        )  # fmt: skip
         self._data_traffic.begin_rounds()
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
-        self._ending = EndingWatch(info, network.directory, checker.check, self._note_end, self.gate.failed)
-        await self._ending.start()
+        self._organiser = OrganiserWatch(
+            info, network.directory, checker.check, self._hear_organiser, self.gate.failed, folder / WORDS_FILE
+        )
+        await self._organiser.start()
         self._is_in = True
         self._tell()  # it may have been paused meanwhile
         self._beats = Tasks(self.gate.failed)
@@ -592,8 +600,8 @@ class Connection:
                 await tasks.stop()
         if self._web is not None:
             await self._web.close()
-        if self._ending is not None:
-            await self._ending.stop()
+        if self._organiser is not None:
+            await self._organiser.stop()
         if self._driver is not None:
             await self._driver.stop()
         if self._announcer is not None:

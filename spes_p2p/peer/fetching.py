@@ -8,7 +8,8 @@ network; the disk that it needs is a folder that the caller removes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,10 @@ from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.swarm.records import heads_key, newest_heads, parse_all, parse_head, parse_peer, peers_key
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit
+from spes_p2p.sync.core.messages import Commit, manifest_hash
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.joining import load_run, rules_of
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.transfer import Transfers
@@ -87,14 +89,28 @@ async def fetch_chain(
     """The same without any state: all certificates of a live run, checked, in `folder`."""
     group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
     info, config = await load_run(transport, group, ANSWER_SECONDS)
-    store = StateStore(folder / "state", state_layout(config))
-    chain = Chain(folder / "chain")
-    try:
-        fetching = _Fetching(directory, transport, verifier, info, config, store, chain, lambda done, total: None)
+    with _following(directory, transport, verifier, info, config, folder) as fetching:
         await fetching.newest()
+        return fetching.chain
+
+
+async def fetch_forks(
+    directory: Directory, transport: Transport, verifier: Verifier, folder: Path, info: RunInfo, config: Config
+) -> list[Fork]:
+    """Where the histories of a live run part, by all certificates of those who publish a head; `folder` as above."""
+    with _following(directory, transport, verifier, info, config, folder) as fetching:
+        return await fetching.forks()
+
+
+@contextlib.contextmanager
+def _following(
+    directory: Directory, transport: Transport, verifier: Verifier, info: RunInfo, config: Config, folder: Path
+) -> Iterator[_Fetching]:
+    store, chain = StateStore(folder / "state", state_layout(config)), Chain(folder / "chain")
+    try:
+        yield _Fetching(directory, transport, verifier, info, config, store, chain, lambda done, total: None)
     finally:
         store.close()
-    return chain
 
 
 class _Fetching:
@@ -113,7 +129,7 @@ class _Fetching:
         self._transport = transport
         self._info = info
         self._store = store
-        self._chain = chain
+        self.chain = chain
         self._report = report
         stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
         self._transfers = Transfers(transport, store.layout, lambda: stall_seconds, patient=True)
@@ -148,15 +164,34 @@ class _Fetching:
                     await self._headers.headers(-1, holder, head.round)
                 except (NetworkError, RemoteProtocolError) as error:
                     reasons.append(f"{short(holder)}: {error}")
-                newest = self._chain.newest
+                newest = self.chain.newest
                 if newest is not None and newest.manifest.round >= head.round:  # else it said more than it proved
                     return newest, [*publishers, *(peer for peer in peers if peer not in publishers)]
-        if self._chain.newest is not None:
-            return self._chain.newest, list(peers)
+        if self.chain.newest is not None:
+            return self.chain.newest, list(peers)
         raise NetworkError(
             f"nobody gives the certificates of run {self._info.run_id}: {'; '.join(reasons) or 'it has not begun'}",
             fix="try again when the run has begun and one of its peers can be reached (spes-p2p status shows them)",
         )
+
+    async def forks(self) -> list[Fork]:
+        """Who cannot be asked is left out: what it has may be had from others of its history."""
+        newest, _ = await self.newest()
+        heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
+        found: dict[Hash, Fork] = {}
+        for head, publishers in newest_heads(heads):
+            known = self.chain.has(head.manifest_hash, head.round)
+            if known or any(fork.has(head.manifest_hash) for fork in found.values()):
+                continue
+            for holder in publishers:
+                with contextlib.suppress(NetworkError, RemoteProtocolError):
+                    meeting = await self._headers.meet(newest.manifest.round, holder, head.round)
+                    if meeting.ours and meeting.theirs:
+                        fork = found.setdefault(manifest_hash(meeting.common), Fork(meeting.common))
+                        fork.add(meeting.ours)
+                        fork.add(meeting.theirs)
+                    break
+        return list(found.values())
 
     async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:
         manifest, store = commit.manifest, self._store

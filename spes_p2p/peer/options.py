@@ -104,6 +104,7 @@ class PeerOptions:
     `max_checkpoint_disk`: bytes that all checkpoints together may take (None: what `output.keep_checkpoints` of them
     take). `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host`
     (None: nowhere). `web_data`: which web servers data is fetched from, of those that the organiser names.
+    `follow`: where the run has gone on twice, first digits of the child that this peer goes on with (none: "").
     """
 
     network: NetworkOptions
@@ -129,6 +130,7 @@ class PeerOptions:
     metrics_port: int | None = None
     metrics_host: str = LOCALHOST
     web_data: WebAccess = WebAccess.PUBLIC
+    follow: str = ""
 
 
 def parse_disk(text: str) -> int:

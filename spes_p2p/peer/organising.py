@@ -1,4 +1,4 @@
-"""What an organiser does beside the bootstrap node: end a run, and look at its history."""
+"""What an organiser does beside the bootstrap node: end a run, look at its history, choose where it has two."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
+from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError, NetworkError
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.peer.connection import open_network
-from spes_p2p.peer.fetching import fetch_chain
+from spes_p2p.peer.fetching import fetch_chain, fetch_forks
 from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.peer.options import Meeting, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
-from spes_p2p.swarm.records import ending_key
+from spes_p2p.swarm.ports import Directory, Signer, Transport, Verifier
+from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit
-from spes_p2p.sync.ending import LOOK_SECONDS, TTL_SECONDS, read_ending, sign_ending
+from spes_p2p.sync.core.messages import Commit, Sealer
 from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, Words, choice, ending, read_words, together
 from spes_p2p.sync.report import read_report
-from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.wire import pack
 
 ANSWER_SECONDS = 10.0
@@ -53,7 +57,23 @@ def on_network(meeting: Meeting, work: Callable[[HivemindNetwork], Any]) -> Any:
             return thread.run(until_stopped(stop, run()))
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- the organiser's words
+
+
+class Node(Protocol):
+    """A way into the run's network."""
+
+    @property
+    def directory(self) -> Directory: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    @property
+    def verifier(self) -> Verifier: ...
+
+    @property
+    def signer(self) -> Signer: ...
 
 
 def stop_run(identity: Path, meeting: Meeting, after_round: int | None, say: Callable[[str], None]) -> int:
@@ -61,38 +81,94 @@ def stop_run(identity: Path, meeting: Meeting, after_round: int | None, say: Cal
 
     Raises ConfigError where the key is not the organiser's, NetworkError where nobody hears.
     """
-    found: int = on_network(meeting, lambda network: _stop(network, identity, meeting, after_round, say))
+
+    async def stop(network: HivemindNetwork) -> int:
+        parts = (network.directory, network.transport, network.verifier)
+        report = await read_report(*parts, meeting.run_id, time.time(), meeting.fingerprint)
+        info, _ = await _found(network, report.run_id, report.fingerprint)
+        sealer = _sealer_of(identity, info)
+        last = max(report.round + 1, after_round or 0)
+        say(f"telling that run {info.run_id} ends with round {last}, until a node of the run says so too")
+        known = await tell(network, info, ending(info, last, sealer))
+        return last if known.last_round is None else known.last_round
+
+    found: int = on_network(meeting, stop)
     return found
 
 
-async def _stop(
-    network: HivemindNetwork, identity: Path, meeting: Meeting, after_round: int | None, say: Callable[[str], None]
-) -> int:
-    parts = (network.directory, network.transport, network.verifier)
-    report = await read_report(*parts, meeting.run_id, time.time(), meeting.fingerprint)
-    group = await find_run(network.directory, report.run_id, ANSWER_SECONDS, report.fingerprint)
-    info, _ = await load_run(network.transport, group, ANSWER_SECONDS)
+@dataclass(frozen=True)
+class Parted:
+    """A run whose histories were looked at: what it says of itself, and where they part."""
+
+    info: RunInfo
+    forks: tuple[Fork, ...]
+
+
+def look_at_histories(meeting: Meeting) -> Parted:
+    """Of a live run, by all certificates of those who can be reached. Raises NetworkError, ConfigError."""
+    found: Parted = on_network(meeting, lambda network: histories_of(network, meeting.run_id, meeting.fingerprint))
+    return found
+
+
+async def histories_of(node: Node, run_id: str | None, fingerprint: str | None) -> Parted:
+    """The same on any network."""
+    info, config = await _found(node, run_id, fingerprint)
+    with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
+        parts = (node.directory, node.transport, node.verifier)
+        return Parted(info, tuple(await fetch_forks(*parts, Path(folder), info, config)))
+
+
+def choose_history(identity: Path, meeting: Meeting, parted: Parted, fork: Fork, child: Hash) -> None:
+    """Signs with the organiser's key that a run goes on with `child`, and tells it. Raises as `stop_run` does."""
+    sealer = _sealer_of(identity, parted.info)
+    on_network(meeting, lambda network: decide(network, parted.info, fork, child, sealer))
+
+
+async def decide(node: Node, info: RunInfo, fork: Fork, child: Hash, sealer: Sealer) -> Words:
+    """The same on any network. It counts before what was chosen there earlier, also where a clock was set back."""
+    words = await read_words(node.directory, info, EnvelopeChecker(node.verifier).check)
+    before = [signed.value.at_seconds for signed in together(words.values()).choices]
+    at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
+    return await tell(node, info, choice(info, fork.parent, child, at_seconds, sealer))
+
+
+def check_key(identity: Path, info: RunInfo) -> None:
+    """Raises ConfigError where it is not the organiser's."""
+    _sealer_of(identity, info)
+
+
+def _sealer_of(identity: Path, info: RunInfo) -> KeySealer:
     signer = signer_of(identity)
     if signer.peer_id != info.organiser:
         raise ConfigError(
             f"{identity} is the key of {signer.peer_id}, run {info.run_id} is of {info.organiser}",
             fix="give the folder of the run's bootstrap node with --output",
         )
-    last = max(report.round + 1, after_round or 0)
-    signed = sign_ending(info, last, signer)
-    await network.directory.publish(ending_key(info.run_id), pack(signed), TTL_SECONDS)
-    say(f"told that run {info.run_id} ends with round {last}; waiting until a node of the run says so too")
-    until = time.monotonic() + HEARD_SECONDS
-    while not await _is_repeated(network, info.run_id):
-        if time.monotonic() > until:
+    return KeySealer(signer)
+
+
+async def _found(node: Node, run_id: str | None, fingerprint: str | None) -> tuple[RunInfo, Config]:
+    group = await find_run(node.directory, run_id, ANSWER_SECONDS, fingerprint)
+    return await load_run(node.transport, group, ANSWER_SECONDS)
+
+
+async def tell(node: Node, info: RunInfo, word: Words) -> Words:
+    """Publishes a word of the organiser until a node of the run repeats it; all that it has said by then.
+
+    Raises NetworkError where nobody does: then it is forgotten.
+    """
+    check, now = EnvelopeChecker(node.verifier).check, asyncio.get_running_loop().time
+    until = now() + HEARD_SECONDS
+    known = together((await read_words(node.directory, info, check)).values()).merged(word)
+    await node.directory.publish(words_key(info.run_id), pack(known), TTL_SECONDS)
+    while True:
+        said = await read_words(node.directory, info, check)
+        repeated = [words for peer, words in said.items() if peer != node.signer.peer_id and words.has(word)]
+        if repeated:
+            return together(repeated)
+        if now() > until:
             raise NetworkError("no node of the run repeats it", fix="do it again while the bootstrap node runs")
         await asyncio.sleep(1.0)
-    ended = await read_ending(network.directory, info, EnvelopeChecker(network.verifier).check)
-    return last if ended is None else ended.ending.last_round
-
-
-async def _is_repeated(network: HivemindNetwork, run_id: str) -> bool:
-    return bool(set(await network.directory.read(ending_key(run_id), ANSWER_SECONDS)) - {network.signer.peer_id})
 
 
 # ---------------------------------------------------------------- history

@@ -45,8 +45,9 @@ def heads_key(run_id: str) -> str:
     return f"spes-p2p/{run_id}/heads"
 
 
-def ending_key(run_id: str) -> str:
-    return f"spes-p2p/{run_id}/ending"
+def words_key(run_id: str) -> str:
+    """What its organiser has said."""
+    return f"spes-p2p/{run_id}/words"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ _RUNS = KeyBounds(6 * 2**10, 2**19)
 _OF_A_RUN = {
     "peers": KeyBounds(20 * 2**10, 2**20),
     "heads": KeyBounds(MAX_CERTIFICATE_BYTES + MAX_MANIFEST_BYTES + 2**10, 2**22),
-    "ending": KeyBounds(8 * 2**10, 2**18),
+    "words": KeyBounds(8 * 2**10, 2**18),
 }
 MAX_VALUE_BYTES = max(bounds.record_bytes for bounds in (_RUNS, *_OF_A_RUN.values()))
 

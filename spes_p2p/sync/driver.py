@@ -35,6 +35,7 @@ from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.core.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
+from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.keeping_up import KeepingUp
 from spes_p2p.sync.making import Making
@@ -165,8 +166,12 @@ class Driver:
         hooks: Hooks,
         clock: Clock,
         held_bytes: int | None = None,
+        follow: str = "",
     ) -> None:
-        """`held_bytes`: what contributions that are being reduced may take of memory, if not the usual."""
+        """`held_bytes`: what contributions that are being reduced may take of memory, if not the usual.
+
+        `follow`: first digits of the child that this peer goes on with where histories meet, whatever others choose.
+        """
         self.core = core
         self._info = info
         self._transport = transport
@@ -211,6 +216,7 @@ class Driver:
         self._times = self._fresh_times()
         self._full_until: float | None = None
         self._was_full = False
+        self._choices = Choices(follow)
         self._parted: set[Hash] = set()
         """Manifests after which another final history than ours goes on, and of which a person was told."""
 
@@ -244,6 +250,11 @@ class Driver:
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""
         self._run(self.core.wish(intent, self._clock.now()))
+
+    def choose(self, children: Mapping[Hash, Hash]) -> None:
+        """The organiser's word, by parent: the child that the run goes on with."""
+        self._choices.told(children)
+        self._run(self.core.choose(self._choices.children, self._clock.now()))
 
     # ---------------------------------------------------------------- serving (ports.Handler)
 
@@ -462,6 +473,8 @@ class Driver:
             with contextlib.suppress(Parted):
                 return await self._catching_up.headers(tip, action.holder, action.round), None, Way.MOVE
         meeting = await self._catching_up.meet(tip, action.holder, action.round)
+        if self._choices.meet(meeting):
+            self._run(self.core.choose(self._choices.children, self._clock.now()))
         way = self.core.way_to(meeting.ours, meeting.theirs, self._clock.now())
         if way is Way.PARTED and manifest_hash(meeting.common) not in self._parted:
             self._parted.add(manifest_hash(meeting.common))

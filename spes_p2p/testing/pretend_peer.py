@@ -173,7 +173,7 @@ class PretendPeer:
             core, swarm.info, self.net.transport, self.checker,
             Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
             Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self,
-            swarm.clock,
+            swarm.clock, follow=swarm.follow.get(self.name, ""),
         )  # fmt: skip
         await self.driver.start()
         self.joined = True

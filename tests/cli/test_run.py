@@ -33,6 +33,7 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         assert [line["kind"] for line in lines] == ["genesis", *["majority"] * 3]
         newest = spes_p2p("run", "inspect", "-o", str(stranger), "--last", "1").output.splitlines()
         assert newest[1].split()[:2] == ["3", "majority"]
+        refused(spes_p2p("run", "choose", "abcdef0123", "-o", str(organiser.folder)), "has one history", "print")
         while "round 3: step" not in "\n".join(organiser.said):
             pass
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
@@ -50,3 +51,4 @@ def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pyt
     refused(spes_p2p("run", "init", *flags), "mine.yaml is there already")
     refused(spes_p2p("run", "inspect"), "holds no history of a run")
     assert spes_p2p("run", "stop").exit_code == 1
+    refused(spes_p2p("run", "choose", "heads"), "CHILD is 'heads', not the first digits of a manifest's hash")

@@ -97,7 +97,8 @@ def parted_text(common: Manifest, ours: Line, theirs: Line) -> str:
     one, two = (short(line[0].certificate.manifest) for line in (ours, theirs))
     return (
         f"the run has gone on twice since round {common.round}: {mine} here ({one}) and {other} elsewhere ({two}). To "
-        "follow either is to lose the other. Both go on until the organiser chooses: spes-p2p run choose"
+        "follow either is to lose the other. Both go on until the organiser chooses (spes-p2p run "
+        f"choose); for this peer alone: spes-p2p join --resume --follow {two}"
     )
 
 

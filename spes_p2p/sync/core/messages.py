@@ -172,11 +172,15 @@ class DegradedVote:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the organiser signs where two histories stand apart: the one that goes on from `parent` with `child`."""
+    """What the organiser signs where two histories stand apart: the one that goes on from `parent` with `child`.
+
+    Of several for one parent the one that was signed last counts; `at_seconds`: Unix seconds by the organiser's clock.
+    """
 
     fingerprint: Hash
     parent: Hash
     child: Hash
+    at_seconds: int
 
 
 @dataclass(frozen=True)

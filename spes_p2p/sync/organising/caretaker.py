@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ class Caretaker:
         self._fatal = fatal
         self._failing: dict[str, str] = {}
         self._driver: Driver | None = None
+        self._choices: Mapping[Hash, Hash] = {}
         self._follows = True
         self._listened_at = float("-inf")
         self._vigil: Vigil | None = None
@@ -123,6 +124,14 @@ class Caretaker:
             await asyncio.sleep(0.1 * self._heartbeat_seconds)
         await server.take_seat(self._moved)
         self._driver = server.driver
+        self.choose(self._choices)
+
+    def choose(self, children: Mapping[Hash, Hash]) -> None:
+        """The organiser's word, by parent: the child that the run goes on with."""
+        self._choices = children
+        self._following.reconsider()
+        if self._driver is not None:
+            self._driver.choose(children)
 
     def begin(self) -> None:
         """There may be a chain to follow now."""
@@ -188,7 +197,7 @@ class Caretaker:
 
     def _way_to(self, ours: Line, theirs: Line) -> Way:
         may_take = self._vigil is not None and self._vigil.may_take(self._clock.now())
-        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds))
+        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds, chosen=self._choices.values()))
 
     def _moved(self) -> None:
         """The chain is another one than before."""

@@ -15,7 +15,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.swarm.ports import Clock
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.forks import Line, Way, tokens_lost
+from spes_p2p.sync.core.forks import Line, Way, parted_text, tokens_lost
 from spes_p2p.sync.core.messages import Status, manifest_hash
 from spes_p2p.sync.tasks import Tasks
 
@@ -59,6 +59,8 @@ class Following:
         self._said = ""
         self._way_to = way_to
         self._looked_at: dict[Hash, float] = {}
+        self._parted: set[Hash] = set()
+        """Manifests after which another final history than ours goes on, and of which a person was told."""
         self.under_way = False
 
     def hear(self, status: Status) -> None:
@@ -76,6 +78,10 @@ class Following:
         elif self._asked is not None and self._is_member(status.peer) and not self._is_member(self._asked_peer):
             self._next = status
             self._asked.cancel()
+
+    def reconsider(self) -> None:
+        """What may count of histories that meet is not what it was."""
+        self._looked_at.clear()
 
     def doubts(self, peer: PeerId) -> bool:
         """Whether it could not give of late what it says it has."""
@@ -135,7 +141,10 @@ class Following:
     async def _meet(self, status: Status) -> None:
         """Two histories: takes theirs if it wins; else it is not asked for again."""
         meeting = await self._catch_up.meet(self._chain.length - 1, status.peer, status.round)
-        way = self._way_to(meeting.ours, meeting.theirs)
+        way, common = self._way_to(meeting.ours, meeting.theirs), manifest_hash(meeting.common)
+        if way is Way.PARTED and common not in self._parted:
+            self._parted.add(common)
+            self._say(parted_text(meeting.common, meeting.ours, meeting.theirs))
         if way is not Way.MOVE:
             if len(self._looked_at) >= MOST_REMEMBERED:
                 del self._looked_at[next(iter(self._looked_at))]

@@ -10,12 +10,12 @@ a member too, through which others exchange their values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from spes_p2p.errors import RemoteProtocolError, StorageFull
-from spes_p2p.ids import PeerId, short
+from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob, Clock, Transport
@@ -119,6 +119,10 @@ class Organiser:
     def archived(self) -> Manifest | None:
         """The newest manifest whose state is in the archive; None without one, and while it is looked through."""
         return self._caretaker.archived
+
+    def choose(self, children: Mapping[Hash, Hash]) -> None:
+        """The organiser's word, by parent: the child that the run goes on with."""
+        self._caretaker.choose(children)
 
     # ---------------------------------------------------------------- serving (ports.Handler)
 

@@ -1,0 +1,185 @@
+"""What the organiser's key says while a run goes on: after which round it ends, and which of two histories goes on.
+
+Everybody who knows it keeps it on disk and repeats it in the DHT, so it outlives who said it first. An end cannot be
+taken back: of several the earliest round counts. Of several choices after one manifest the one that was signed last
+counts, so that all come to the same, in whatever order they hear of them. Rounds themselves know nothing of an end: a
+peer whose newest round is the last one stops to train, saves and goes, as with `--rounds`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.files import write_whole
+from spes_p2p.swarm.ports import Directory
+from spes_p2p.swarm.records import words_key
+from spes_p2p.sync.core.messages import Choice, Sealer, Signed, signing_bytes
+from spes_p2p.sync.core.rules import CheckSignature
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.wire import pack, unpack
+
+WORDS_FILE = "words"
+"""In `run/` of every node's folder."""
+LOOK_SECONDS = 10.0
+TTL_SECONDS = 90.0
+MAX_BYTES = 8192
+MOST_CHOICES = 8
+"""Those that were signed last are kept: who stands on a history that was left long ago has no company there."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the organiser signs: the run is over when `last_round` is committed."""
+
+    fingerprint: Hash
+    last_round: int
+
+
+@dataclass(frozen=True)
+class Words:
+    """All that the organiser has said, as it is published and kept: one choice a parent, oldest first."""
+
+    ending: Signed[Ending] | None = None
+    choices: tuple[Signed[Choice], ...] = ()
+
+    @property
+    def last_round(self) -> int | None:
+        """After which the run is over; None where that was not said."""
+        return None if self.ending is None else self.ending.value.last_round
+
+    @property
+    def children(self) -> dict[Hash, Hash]:
+        """By parent: the child that the organiser has chosen."""
+        return {signed.value.parent: signed.value.child for signed in self.choices}
+
+    def merged(self, other: Words) -> Words:
+        """What counts of both."""
+        endings = [ending for ending in (self.ending, other.ending) if ending is not None]
+        newest: dict[Hash, Signed[Choice]] = {}
+        for signed in sorted((*self.choices, *other.choices), key=_when):
+            newest[signed.value.parent] = signed
+        kept = sorted(newest.values(), key=_when)[-MOST_CHOICES:]
+        return Words(min(endings, key=lambda signed: signed.value.last_round, default=None), tuple(kept))
+
+    def has(self, other: Words) -> bool:
+        """Whether nothing of `other` would be news, or count."""
+        return self.merged(other) == self
+
+
+def _when(signed: Signed[Choice]) -> tuple[int, Hash, Hash, bytes]:
+    return signed.value.at_seconds, signed.value.parent, signed.value.child, signed.signature
+
+
+def ending(info: RunInfo, last_round: int, sealer: Sealer) -> Words:
+    """For the organiser's key alone."""
+    return Words(ending=sealer.seal(Ending(info.fingerprint, last_round)))
+
+
+def choice(info: RunInfo, parent: Hash, child: Hash, at_seconds: int, sealer: Sealer) -> Words:
+    """For the organiser's key alone; `at_seconds`: Unix seconds, later than of all that it said before."""
+    return Words(choices=(sealer.seal(Choice(info.fingerprint, parent, child, at_seconds)),))
+
+
+def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:
+    """Raises RemoteProtocolError unless the organiser of this run has signed every part."""
+    words = unpack(Words, data, MAX_BYTES)
+    if len(words.choices) > MOST_CHOICES:
+        raise RemoteProtocolError(f"{len(words.choices)} choices of the organiser at once")
+    parts: list[Signed[Ending] | Signed[Choice]] = [*words.choices]
+    if words.ending is not None:
+        parts.append(words.ending)
+    for signed in parts:
+        if signed.value.fingerprint != info.fingerprint or signed.author != info.organiser:
+            raise RemoteProtocolError(f"a word of another run, or by {signed.author}, not by its organiser")
+        if not check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
+            raise RemoteProtocolError("a word without a good signature of the organiser")
+    return Words().merged(words)
+
+
+async def read_words(
+    directory: Directory, info: RunInfo, check: CheckSignature, timeout_seconds: float = 10.0
+) -> dict[PeerId, Words]:
+    """What the DHT knows of, by who says so; all repeat the same, but anybody may write there. Raises PeerSilent."""
+    found = {}
+    for peer, data in (await directory.read(words_key(info.run_id), timeout_seconds)).items():
+        with contextlib.suppress(RemoteProtocolError):
+            found[peer] = checked(data, info, check)
+    return found
+
+
+def together(all_words: Iterable[Words]) -> Words:
+    """What counts of them all."""
+    result = Words()
+    for words in all_words:
+        result = result.merged(words)
+    return result
+
+
+def kept_words(path: Path, info: RunInfo, check: CheckSignature) -> Words:
+    """What a node keeps on disk; none where there is nothing, or nothing good."""
+    try:
+        return checked(path.read_bytes(), info, check)
+    except (OSError, RemoteProtocolError):
+        return Words()
+
+
+class OrganiserWatch:
+    """Looks for the organiser's words, keeps and repeats them once they are known; on the network's loop.
+
+    `told` hears of all of them whenever something is new, and at once where some are on disk. `failed` hears of what is
+    no matter of the network.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        directory: Directory,
+        check: CheckSignature,
+        told: Callable[[Words], None],
+        failed: Callable[[BaseException], None],
+        path: Path,
+    ) -> None:
+        self._info, self._directory, self._check = info, directory, check
+        self._told, self._failed, self._path = told, failed, path
+        self._task: asyncio.Task[None] | None = None
+        self.known = kept_words(path, info, check)
+        if self.known != Words():
+            told(self.known)
+
+    async def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._for_ever())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def look(self) -> None:
+        """Once; what the network refuses is tried again with the next look."""
+        with contextlib.suppress(NetworkError):
+            self._take(together((await read_words(self._directory, self._info, self._check)).values()))
+        if self.known != Words():
+            with contextlib.suppress(NetworkError):
+                await self._directory.publish(words_key(self._info.run_id), pack(self.known), TTL_SECONDS)
+
+    def _take(self, found: Words) -> None:
+        if self.known.has(found):
+            return
+        self.known = self.known.merged(found)
+        with contextlib.suppress(StorageFull):  # who has heard of it too repeats it meanwhile
+            write_whole(self._path, pack(self.known))
+        self._told(self.known)
+
+    async def _for_ever(self) -> None:
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(LOOK_SECONDS)
+        except Exception as error:  # noqa: BLE001 (nobody waits for this task)
+            self._failed(error)

@@ -1,0 +1,244 @@
+"""A run that has gone on twice for good: both histories train on, until somebody chooses one (real drivers)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.peer.organising import Parted, decide, histories_of
+from spes_p2p.swarm.records import PeerRecord
+from spes_p2p.sync.announce import Announcer
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.core.messages import DEGRADED, MAJORITY
+from spes_p2p.sync.histories import checked_prefix, choose_child
+from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer, PretendWork
+from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
+
+CONFIG = small_config("swarm.final_rounds=2")
+FAST, SLOW = PretendWork(step_seconds=0.1), PretendWork(step_seconds=1.6)
+SETTLED_SECONDS = 120.0
+
+
+def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
+    return swarm.peers[PeerId(name)]
+
+
+class Surroundings:
+    """What `Connection` and the bootstrap node have around their drivers: records, and the organiser's words."""
+
+    def __init__(self, swarm: MemorySwarm) -> None:
+        self._swarm = swarm
+        self._parts: dict[str, tuple[OrganiserWatch, Announcer]] = {}
+
+    async def add(self, name: str) -> None:
+        swarm, net = self._swarm, self._swarm.network.peer(name)
+        if name == ORGANISER:
+            choose, failed, chain = swarm.organiser.choose, swarm.server_failures.append, swarm.organiser.chain
+        else:
+            life = peer(swarm, name)
+            choose, failed, chain = life.driver.choose, life.failures.append, life.chain
+        check = EnvelopeChecker(net.verifier).check
+        watch = OrganiserWatch(
+            swarm.info, net.directory, check, lambda words: choose(words.children), failed,
+            swarm.folder / name / WORDS_FILE,
+        )  # fmt: skip
+        announcer = Announcer(
+            swarm.info, net.transport, net.directory, lambda: _record(swarm, name, chain),
+            lambda: chain.newest_received, failed, learnt=lambda known: _greet(swarm, name, known),
+        )  # fmt: skip
+        self._parts[name] = watch, announcer
+        await watch.start()
+        await announcer.start()
+
+    async def remove(self, name: str) -> None:
+        for part in self._parts.pop(name):
+            await part.stop()
+
+    async def stop(self) -> None:
+        for name in list(self._parts):
+            await self.remove(name)
+
+
+def _greet(swarm: MemorySwarm, name: str, known: object) -> None:
+    if name != ORGANISER:
+        peer(swarm, name).driver.core.greet(known)  # type: ignore[arg-type]
+
+
+def _record(swarm: MemorySwarm, name: str, chain: Chain) -> PeerRecord:
+    return PeerRecord(
+        run_id=swarm.info.run_id, peer=PeerId(name), addresses=swarm.network.peer(name).transport.addresses,
+        version="0", round=chain.length - 1, step=0, tokens=0, tokens_per_second=0.0, owned=(),
+        role="bootstrap" if name == ORGANISER else "peer", client_mode=False, joined_at_seconds=0,
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def parted(swarm: MemorySwarm) -> AsyncIterator[tuple[Surroundings, Hash, Hash]]:
+    """`a` went on alone for long; then `b` and `c`, a majority of those who were there, came back and went on too.
+
+    Gives the first children of both: by `a` alone, and by the majority.
+    """
+    around = Surroundings(swarm)
+    await swarm.start("abc", FAST)
+    for name in (*"abc", ORGANISER):
+        await around.add(name)
+    await swarm.until_round(2)
+    for name in "bc":
+        await around.remove(name)
+        await peer(swarm, name).kill()
+    stood = max(peer(swarm, name).round for name in "abc")
+    await swarm.until_round(stood + 12, "a")
+    swarm.network.partition(["b", "c"])
+    for name in "bc":
+        await swarm.add(name, SLOW)
+        await around.add(name)
+    a, b = peer(swarm, "a"), peer(swarm, "b")
+    await until(lambda: b.round >= stood + 3, 300.0)
+    pairs = zip(*([chain.commit(at).certificate for at in range(b.chain.length)] for chain in (a.chain, b.chain)))
+    alone, majority = next(pair for pair in pairs if pair[0].manifest != pair[1].manifest)
+    assert (alone.kind, majority.kind) == (DEGRADED, MAJORITY)
+    swarm.network.heal()
+    await until(lambda: all("parted" in kinds(peer(swarm, name)) for name in "abc"), SETTLED_SECONDS)
+    await until(lambda: any("has gone on twice" in text for text in swarm.organiser_said), SETTLED_SECONDS)
+    before = {name: peer(swarm, name).round for name in "abc"}
+    await until(lambda: all(peer(swarm, name).round > before[name] + 1 for name in "abc"), 300.0)
+    assert histories(swarm) == {alone.manifest: "a", majority.manifest: "bc"}  # both train on
+    try:
+        yield around, alone.manifest, majority.manifest
+    finally:
+        await around.stop()
+
+
+def kinds(life: PretendPeer) -> list[str]:
+    return [notice.kind for notice in life.notices]
+
+
+def histories(swarm: MemorySwarm) -> dict[Hash, str]:
+    """Who stands where, by the first manifest that not all have."""
+    chains = {life.name: life.chain for life in swarm.up}
+    rounds = range(min(chain.length for chain in chains.values()))
+    names = [{name: chain.commit(at).certificate.manifest for name, chain in chains.items()} for at in rounds]
+    first = next((found for found in names if len(set(found.values())) > 1), {})
+    return {head: "".join(sorted(name for name in first if first[name] == head)) for head in set(first.values())}
+
+
+async def look(swarm: MemorySwarm) -> Parted:
+    return await histories_of(swarm.network.peer("somebody"), swarm.info.run_id, None)
+
+
+async def choose(swarm: MemorySwarm, digits: str, key: str = ORGANISER) -> Hash:
+    """As `spes-p2p run choose` does, by somebody who has the key and takes no part in the run."""
+    node, seen = swarm.network.peer("somebody"), await look(swarm)
+    fork, child = choose_child(seen.forks, digits)
+    await decide(node, seen.info, fork, child, KeySealer(swarm.network.keys.signer(PeerId(key))))
+    return child
+
+
+def told_lost(life: PretendPeer) -> list[str]:
+    return [notice.text for notice in life.notices if notice.kind == "fork"]
+
+
+def play_parted(folder: Path, play: Callable[[MemorySwarm, Surroundings, Hash, Hash], Awaitable[None]]) -> None:
+    async def main(swarm: MemorySwarm) -> None:
+        async with parted(swarm) as (around, alone, majority):
+            await play(swarm, around, alone, majority)
+
+    in_swarm(folder, main, CONFIG)
+
+
+@pytest.mark.parametrize("side", ["alone", "majority"])
+def test_the_organisers_choice_settles_it_also_for_who_restarts(folder: Path, side: str) -> None:
+    """Everybody comes over, also `c`, which restarts meanwhile; who stands on what was chosen loses nothing."""
+
+    async def play(swarm: MemorySwarm, around: Surroundings, alone: Hash, majority: Hash) -> None:
+        seen = await look(swarm)
+        [fork] = seen.forks
+        assert set(fork.lines) == {alone, majority}
+        text = "\n".join(fork.texts())
+        assert all(short(child) in text for child in fork.lines)
+        chosen, loser = (alone, majority) if side == "alone" else (majority, alone)
+        assert len(fork.lost_texts(chosen)) == 1
+        assert short(loser) in fork.lost_texts(chosen)[0]
+        assert await choose(swarm, chosen.hex()[:10]) == chosen
+        await around.remove("c")
+        await peer(swarm, "c").kill()
+        await swarm.add("c", SLOW)
+        await around.add("c")
+        first = fork.common.round + 1
+        chains = [*(life.chain for life in swarm.up), swarm.organiser.chain]
+        await until(
+            lambda: all((c := chain.find(first)) and c.certificate.manifest == chosen for chain in chains),
+            SETTLED_SECONDS,
+        )
+        await until(lambda: all(life.driver.core.is_member() for life in swarm.up), SETTLED_SECONDS)
+        losers = "a" if side == "majority" else "b"
+        assert any("tokens are lost" in text for text in told_lost(peer(swarm, losers)))
+        winner = "b" if side == "majority" else "a"
+        assert told_lost(peer(swarm, winner)) == []
+        check_agreement(swarm)
+        assert all((swarm.folder / name / WORDS_FILE).exists() for name in (*"abc", ORGANISER))
+        assert (await look(swarm)).forks == ()
+
+    play_parted(folder, play)
+
+
+def test_a_users_own_word_moves_this_peer_alone(folder: Path) -> None:
+    async def play(swarm: MemorySwarm, around: Surroundings, alone: Hash, majority: Hash) -> None:
+        await around.remove("c")
+        await peer(swarm, "c").kill()
+        swarm.follow["c"] = alone.hex()[:10]
+        await swarm.add("c", SLOW)
+        await around.add("c")
+        await until(lambda: histories(swarm) == {alone: "ac", majority: "b"}, SETTLED_SECONDS)
+        await choose(swarm, majority.hex()[:10])
+        await until(lambda: histories(swarm) == {alone: "c", majority: "ab"}, SETTLED_SECONDS)
+        assert told_lost(peer(swarm, "b")) == []
+
+    play_parted(folder, play)
+
+
+def test_the_organiser_may_think_again(folder: Path) -> None:
+    """The choice that was signed last counts: the majority never hears of the first one, and stays."""
+
+    async def play(swarm: MemorySwarm, around: Surroundings, alone: Hash, majority: Hash) -> None:
+        [fork] = (await look(swarm)).forks
+        node, sealer = swarm.network.peer("somebody"), KeySealer(swarm.network.keys.signer(ORGANISER))
+        swarm.network.partition(["b", "c"])
+        await decide(node, swarm.info, fork, alone, sealer)
+        assert (await decide(node, swarm.info, fork, majority, sealer)).children == {fork.parent: majority}
+        swarm.network.heal()
+        await until(lambda: histories(swarm) == {}, SETTLED_SECONDS)
+        assert peer(swarm, "b").chain.commit(fork.common.round + 1).certificate.manifest == majority
+        assert (told_lost(peer(swarm, "b")), told_lost(peer(swarm, "c"))) == ([], [])
+
+    play_parted(folder, play)
+
+
+def test_what_may_not_be_chosen_is_said_and_moves_nobody(folder: Path) -> None:
+    async def play(swarm: MemorySwarm, around: Surroundings, alone: Hash, majority: Hash) -> None:
+        forks = (await look(swarm)).forks
+        with pytest.raises(ConfigError, match=f"no history begins with ffffffffff, of .*{short(alone)}"):
+            choose_child(forks, "f" * 10)
+        with pytest.raises(ConfigError, match="several histories begin with"):
+            choose_child(forks, "")
+        with pytest.raises(ConfigError, match="one history"):
+            choose_child((), alone.hex())
+        with pytest.raises(NetworkError, match="no node of the run repeats it"):
+            await choose(swarm, alone.hex(), key="a")
+        assert histories(swarm) == {alone: "a", majority: "bc"}
+        assert not (swarm.folder / "b" / WORDS_FILE).exists()
+
+    play_parted(folder, play)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "spes1abcdef", "a" * 65])
+def test_what_names_no_child_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--follow is .*, not the first digits"):
+        checked_prefix(text, "--follow")
