@@ -7,7 +7,7 @@ from dataclasses import replace
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.herald import commit_lines, coverage, expected_coverage, genesis_lines
 from spes_p2p.swarm.membership import Member
-from tests.sync.chains import MadeRun
+from tests.sync.chains import A, MadeRun
 from tests.sync.swarm_cases import small_config
 
 RUN = MadeRun()
@@ -37,7 +37,7 @@ def test_genesis_says_who_trains_what() -> None:
 
 def test_a_certificate_is_one_line() -> None:
     assert commit_lines(FIRST, GENESIS.manifest) == ["round 1: step 1, 1.0k tokens of 1 peer, 1.0k in all"]
-    degraded = replace(FIRST, certificate=replace(FIRST.certificate, kind="degraded"))
+    degraded = replace(FIRST, certificate=replace(FIRST.certificate, kind="degraded", heard=(A,)))
     assert commit_lines(degraded, GENESIS.manifest)[0].startswith("round 1 (degraded): step 1, ")
 
 

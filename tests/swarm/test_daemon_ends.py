@@ -29,6 +29,14 @@ def daemons() -> list[psutil.Process]:
     return [child for child in children if child.name() == "p2pd" and child.status() != psutil.STATUS_ZOMBIE]
 
 
+def left_over() -> list[psutil.Process]:
+    """Those that run on; a busy machine takes a moment to end what was killed."""
+    until = time.monotonic() + WAIT_SECONDS
+    while daemons() and time.monotonic() < until:
+        time.sleep(0.01)
+    return daemons()
+
+
 def kill_daemons() -> None:
     for daemon in daemons():
         daemon.send_signal(signal.SIGKILL)
@@ -67,7 +75,7 @@ def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_
 
     with NetworkThread() as thread:
         assert len(thread.run(scenario())) == 1
-    assert daemons() == []
+    assert left_over() == []
 
 
 def test_a_start_whose_daemon_ends_says_that_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +83,7 @@ def test_a_start_whose_daemon_ends_says_that_and_nothing_else(monkeypatch: pytes
     with NetworkThread() as thread, pytest.raises(DaemonEnded, match="the libp2p daemon ended") as caught:
         thread.run(HivemindNetwork.start(host_maddrs=LOOPBACK), WAIT_SECONDS)
     assert caught.value.fix
-    assert daemons() == []
+    assert left_over() == []
 
 
 @pytest.mark.parametrize("after_seconds", [0.0, 0.02, 0.1])
@@ -93,7 +101,7 @@ def test_a_start_that_is_broken_off_leaves_no_daemon_and_no_word(
         time.sleep(after_seconds)
         starting.cancel()
     gc.collect()
-    assert daemons() == []
+    assert left_over() == []
     assert unraisable == []
     assert [record.getMessage() for record in caplog.records] == []
 
