@@ -7,6 +7,7 @@ where it ended. Which holder is asked, and when, is decided elsewhere; so is wha
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from spes_p2p.sync.transfer import Transfers
 from spes_p2p.wire import pack
 
 T = TypeVar("T")
+MOST_BEYOND = 4096
+"""So many rounds a holder may have made since it said where it is: what former electors can sign has no end."""
 MOST_STEPS = 64
 """So many rounds are gone through one by one; who is further behind fetches a state."""
 LONGEST_LINE_BYTES = 2**28
@@ -87,14 +90,15 @@ class CatchUp:
         Raises Parted where its history is another one than ours, or where our tip's child has no quorum (unless the tip
         is worth nothing: `at_any_price`).
         """
-        newest = await self._extend(holder, self._chain.length, 0 if at_any_price else tip_round + 1)
+        most, needs_quorum = (sys.maxsize, 0) if at_any_price else (round + MOST_BEYOND, tip_round + 1)
+        newest = await self._extend(holder, self._chain.length, most, needs_quorum)
         if newest is None and tip_round < round < self._chain.length:
             newest = self._chain.commit(round)
         if newest is None:
             raise NetworkError(f"{short(holder)} has nothing after round {tip_round}")
         return newest
 
-    async def _extend(self, holder: PeerId, first: int, needs_quorum: int) -> Commit | None:
+    async def _extend(self, holder: PeerId, first: int, most: int, needs_quorum: int) -> Commit | None:
         last: Commit | None = None
         before = self._chain.commit(first - 1) if first else None
         while part := await self._transfers.chain(holder, first):
@@ -105,6 +109,8 @@ class CatchUp:
             await self.append(part, before)
             last = before = part[-1]
             first = last.manifest.round + 1
+            if first > most:
+                raise RemoteProtocolError(f"{short(holder)} has ever more rounds, {first} by now, than it said")
         return last
 
     async def append(self, part: Sequence[Commit], before: Commit | None) -> None:

@@ -196,6 +196,20 @@ def test_another_history_is_held_as_far_as_memory_allows(
     run_virtual(main())
 
 
+def test_a_chain_ends_where_its_holder_says_that_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment later it may be further, but not without an end."""
+
+    async def main() -> None:
+        ahead = await Ahead(tmp_path).open()
+        monkeypatch.setattr(catch_up, "MOST_BEYOND", 1)
+        with pytest.raises(RemoteProtocolError, match="ever more rounds, 3 by now, than it said"):
+            await ahead.catch_up.headers(0, HOLDER, 1)
+        assert ahead.chain.length == 3  # what was checked stays
+        assert await ahead.catch_up.headers(0, HOLDER, 2) == ahead.commits[2]
+
+    run_virtual(main())
+
+
 def test_headers_without_a_state_do_not_count_as_ours(tmp_path: Path) -> None:
     async def main() -> None:
         ahead = await Ahead(tmp_path).open()
