@@ -161,7 +161,7 @@ class _Library:
 async def _network(initial_peers: Sequence[str] = ()) -> Any:
     from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 
-    return await HivemindNetwork.start(initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",), use_relay=False)
+    return await HivemindNetwork.start(initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",))
 
 
 async def _serve_tiles(pipe: Connection, size: int, times: int) -> None:

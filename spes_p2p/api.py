@@ -75,7 +75,7 @@ class Run:
         say: Say = _nothing,
     ) -> Iterator[str]:
         """A bootstrap node in this process while the block runs; gives the address for peers."""
-        network = NetworkOptions(host_maddrs=host_maddrs, use_relay=False)
+        network = NetworkOptions(host_maddrs=host_maddrs)
         options = BootstrapOptions(
             network, Path(folder), self.path, None if data is None else str(data), self.overrides, init_from=init_from,
             model=self.model,
@@ -118,7 +118,7 @@ class Peer:
         words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         run = meeting((), words, options.pop("run_id", None), options.pop("fingerprint", None))
         options |= {"run_id": run.run_id, "fingerprint": run.fingerprint, "organiser": run.organiser}
-        network = NetworkOptions(run.addresses, host_maddrs, use_relay=False)
+        network = NetworkOptions(run.addresses, host_maddrs)
         if options.get("data") is not None:
             options["data"] = str(options["data"])
         self._options = PeerOptions(network=network, output=Path(output), **options)
@@ -154,7 +154,7 @@ class Swarm:
         """`initial_peers`: addresses, or an invitation."""
         words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         run = meeting((), words, run_id, fingerprint)
-        self._network = NetworkOptions(run.addresses, client_mode=True, use_relay=False)
+        self._network = NetworkOptions(run.addresses, client_mode=True)
         self._run_id = run.run_id
         self._fingerprint = run.fingerprint
         self._addresses = run.addresses

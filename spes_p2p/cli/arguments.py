@@ -45,13 +45,6 @@ AnnounceMaddrs = Annotated[
 IdentityPath = Annotated[
     Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE")
 ]
-UseRelay = Annotated[
-    bool,
-    typer.Option(
-        "--use-relay/--no-relay",
-        help="Be a libp2p relay for others; where nobody can dial this machine, use relays that pass a test.",
-    ),
-]
 MaxUpload = Annotated[str | None, optional("Most to send, such as 20Mbit (default: no limit).", "RATE")]
 MaxDownload = Annotated[str | None, optional("Most to receive, such as 100Mbit (default: no limit).", "RATE")]
 MetricsPort = Annotated[

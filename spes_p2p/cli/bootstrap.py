@@ -16,7 +16,6 @@ from spes_p2p.cli.arguments import (
     MaxUpload,
     MetricsHost,
     MetricsPort,
-    UseRelay,
 )
 
 
@@ -70,7 +69,6 @@ def bootstrap(
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     identity_path: IdentityPath = None,
-    use_relay: UseRelay = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
     metrics_port: MetricsPort = None,
@@ -90,7 +88,6 @@ def bootstrap(
         tuple(announce_maddrs or ()),
         identity_path,
         False,
-        use_relay,
         parse_limit(max_upload, "--max-upload"),
         parse_limit(max_download, "--max-download"),
     )

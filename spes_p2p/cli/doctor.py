@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, HostMaddrs, Invitation, OptionalPeers, RunId, UseRelay
+from spes_p2p.cli.arguments import Fingerprint, HostMaddrs, Invitation, OptionalPeers, RunId
 from spes_p2p.cli.completing import DEVICES, one_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def doctor(
         int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
     ] = None,
     host_maddrs: HostMaddrs = None,
-    use_relay: UseRelay = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
     """Looks in half a minute whether this machine can train in a run; downloads nothing. Exit code 1: it cannot.
@@ -42,7 +41,7 @@ def doctor(
     from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, meeting
 
     found = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
-    network = NetworkOptions(found.addresses, tuple(host_maddrs or DEFAULT_HOST_MADDRS), use_relay=use_relay)
+    network = NetworkOptions(found.addresses, tuple(host_maddrs or DEFAULT_HOST_MADDRS))
     options = PeerOptions(network, output, max_experts=max_experts, device=device)
 
     def tell(check: Check) -> None:

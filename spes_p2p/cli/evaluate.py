@@ -64,7 +64,7 @@ def evaluate(
     run = meeting(invites, initial_peers or (), run_id, fingerprint)
     if folder is None:
         one_source(checkpoint, run.addresses)
-    network = NetworkOptions(run.addresses, client_mode=True, use_relay=False)
+    network = NetworkOptions(run.addresses, client_mode=True)
     source = ExportOptions(Path(), checkpoint, network, run.run_id, run.fingerprint, dtype.value, tokenizer=tokenizer)
     options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length, metrics, append)
     try:

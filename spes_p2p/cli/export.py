@@ -50,7 +50,7 @@ def export(
     options = ExportOptions(
         output,
         checkpoint,
-        NetworkOptions(run.addresses, client_mode=True, use_relay=False),
+        NetworkOptions(run.addresses, client_mode=True),
         run.run_id,
         run.fingerprint,
         dtype.value,

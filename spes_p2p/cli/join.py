@@ -21,7 +21,6 @@ from spes_p2p.cli.arguments import (
     MetricsPort,
     OptionalPeers,
     RunId,
-    UseRelay,
 )
 from spes_p2p.cli.completing import DEVICES, one_of
 
@@ -88,7 +87,6 @@ def join(
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     client_mode: Annotated[bool, typer.Option("--client-mode", help="Listen nowhere (behind NAT).")] = False,
-    use_relay: UseRelay = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
     schedule: Annotated[
@@ -141,7 +139,6 @@ def join(
         tuple(announce_maddrs or ()),
         identity_path,
         client_mode,
-        use_relay,
         parse_limit(max_upload, "--max-upload"),
         parse_limit(max_download, "--max-download"),
     )

@@ -41,7 +41,7 @@ def status(
     from spes_p2p.swarm.hivemind_backend import NetworkThread
 
     run = met(invitation, initial_peers, run_id, fingerprint)
-    options = NetworkOptions(run.addresses, client_mode=True, use_relay=False)
+    options = NetworkOptions(run.addresses, client_mode=True)
     with NetworkThread() as thread:
         stop = asyncio.Event()
         with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):

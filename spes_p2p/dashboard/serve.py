@@ -92,7 +92,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 def _opener(meeting: Meeting) -> Open:
     async def open_source() -> NetworkSource:
         folder = TemporaryDirectory(prefix="spes-p2p-dashboard-")
-        options = NetworkOptions(meeting.addresses, client_mode=True, use_relay=False)
+        options = NetworkOptions(meeting.addresses, client_mode=True)
         try:
             network = await open_network(options, Path(folder.name) / "identity.key")
         except BaseException:

@@ -196,18 +196,15 @@ def clock_check(ahead_seconds: float) -> Check:
     return Check("clock", "ok", f"{abs(ahead_seconds):.1f} s from the others'")
 
 
-def reach_check(is_public: bool | None, address: str, relay_words: str = "", is_relayed: bool = False) -> Check:
-    """`is_public` None: nobody could try to dial this machine. `relay_words`: what came of --use-relay."""
+def reach_check(is_public: bool | None, address: str) -> Check:
+    """`is_public` None: nobody could try to dial this machine."""
     if is_public:
         return Check("reach", "ok", f"direct: others dial this machine at {address}")
-    more = f"; {relay_words}" if relay_words else ""
     fix = "forward a TCP port in the router and name it: --host-maddrs /ip4/0.0.0.0/tcp/PORT"
     if is_public is None:
-        text = "not known: nobody could try to dial this machine; it can train all the same"
-        return Check("reach", "ok", text + more)
-    text = "nobody can dial this machine; it trains all the same, over connections that it keeps open"
-    kind = "relayed" if is_relayed else "none"
-    return Check("reach", "warning", f"{kind}: {text}{more}", f"{fix} (it then reduces for others too)")
+        return Check("reach", "ok", "not known: nobody could try to dial this machine; it can train all the same")
+    text = "none: nobody can dial this machine; it trains all the same, over connections that it keeps open"
+    return Check("reach", "warning", text, f"{fix} (it then reduces for others too)")
 
 
 def speed_check(up: float, down: float, peer: str, config: Config, owned: int, peers: int) -> Check:

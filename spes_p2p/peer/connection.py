@@ -103,7 +103,6 @@ async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwo
         options.host_maddrs,
         options.announce_maddrs,
         options.client_mode,
-        options.use_relay,
         StreamLimits(upload_bytes_per_second=options.max_upload, download_bytes_per_second=options.max_download),
     )
 
@@ -112,14 +111,12 @@ def reach_text(network: HivemindNetwork) -> str:
     """What a person should know of how others reach this machine; empty where nothing was found out."""
     if network.reach is Reach.PUBLIC:
         return f"others can dial this machine, at {network.dialled_at}"
-    relay = [network.relay.words] if network.relay is not None else []
     if network.reach is Reach.PRIVATE:
-        relay.insert(
-            0,
+        return (
             "nobody can dial this machine (NAT or a firewall): it trains all the same, over connections that it keeps "
-            "open; to let it reduce for others too, forward a TCP port and name it in --host-maddrs",
+            "open; to let it reduce for others too, forward a TCP port and name it in --host-maddrs"
         )
-    return "; ".join(relay)
+    return ""
 
 
 class Connection:

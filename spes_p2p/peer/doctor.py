@@ -150,8 +150,7 @@ def _port_check(network: HivemindNetwork) -> Check:
 
 def _reach_check(network: HivemindNetwork) -> Check:
     known = {Reach.PUBLIC: True, Reach.PRIVATE: False}.get(network.reach)
-    relay = network.relay
-    return reach_check(known, network.dialled_at, relay.words if relay else "", bool(relay and relay.passed))
+    return reach_check(known, network.dialled_at)
 
 
 def _run_check(group: RunGroup, peers: int) -> Check:

@@ -30,7 +30,7 @@ def fresh_invite(meeting: Meeting) -> str:
 
 async def _make(meeting: Meeting) -> str:
     with TemporaryDirectory(prefix="spes-p2p-invite-") as folder:
-        options = NetworkOptions(meeting.addresses, client_mode=True, use_relay=False)
+        options = NetworkOptions(meeting.addresses, client_mode=True)
         network = await open_network(options, Path(folder) / "identity.key")
         try:
             return await _read(network, meeting)

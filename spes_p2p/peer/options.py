@@ -38,7 +38,6 @@ class NetworkOptions:
     announce_maddrs: tuple[str, ...] = ()
     identity_path: Path | None = None
     client_mode: bool = False
-    use_relay: bool = False
     max_upload: float | None = None
     max_download: float | None = None
 

@@ -44,7 +44,7 @@ def on_network(meeting: Meeting, work: Callable[[HivemindNetwork], Any]) -> Any:
 
     async def run() -> Any:
         with TemporaryDirectory(prefix="spes-p2p-run-") as folder:
-            options = NetworkOptions(meeting.addresses, client_mode=True, use_relay=False)
+            options = NetworkOptions(meeting.addresses, client_mode=True)
             network = await open_network(options, Path(folder) / "identity.key")
             try:
                 return await work(network)

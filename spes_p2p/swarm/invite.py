@@ -207,7 +207,7 @@ _LOOPBACK = 3
 
 def _rank(address: str) -> int:
     found = _TCP.match(address)
-    if found is None:  # through a relay, which may go away
+    if found is None:
         return 0 if is_name(address) else 2
     try:
         ip = ipaddress.ip_address(found[2])

@@ -59,13 +59,6 @@ class Lab:
         self._join(space, name, switch, address)
         return Host(address, space)
 
-    def loopback(self, addresses: Sequence[str]) -> str:
-        """The name of a namespace of its own, in which all of `addresses` are on one machine."""
-        space = self._namespace("loop")
-        for address in addresses:
-            _ip("-n", space, "addr", "add", f"{address}/32", "dev", "lo")
-        return space
-
     def home(self, name: str, switch: str, address: str, hosts: Sequence[str], delay_seconds: float = 0.0) -> Host:
         """A host behind a router that has `address` outside. It reaches `hosts` (ADDRESS:PORT), and nobody reaches it.
 

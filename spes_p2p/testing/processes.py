@@ -308,7 +308,7 @@ class LocalSwarm:
         module = FAULTY_PROGRAM if faults else PROGRAM
         again = self.address if name == BOOTSTRAP else ""
         maddr = again.partition("/p2p/")[0] or host.maddr  # where peers know it to be
-        arguments = [*arguments, "--host-maddrs", maddr, "--no-relay"]
+        arguments = [*arguments, "--host-maddrs", maddr]
         more = in_environment(name, self.armoury, faults) if faults else {}
         fresh = any(fault.action == JUMP for fault in faults)
         popen = self._launch(module, arguments, self._environment | more, log, log, host, fresh)

@@ -46,7 +46,7 @@ class Organiser:
 
     def join(self, output: Path, *arguments: str) -> Answer:
         """`spes-p2p join` with this node as initial peer."""
-        common = ("--initial-peers", self.address, "--host-maddrs", LOOPBACK, "--no-relay", "--output", str(output))
+        common = ("--initial-peers", self.address, "--host-maddrs", LOOPBACK, "--output", str(output))
         return spes_p2p("join", *common, *arguments)
 
 
@@ -56,7 +56,7 @@ def serve(folder: Path, data: Path, *overrides: str) -> Iterator[Organiser]:
     from spes_p2p.peer.options import NetworkOptions
     from spes_p2p.swarm.hivemind_backend import NetworkThread
 
-    network = NetworkOptions((), (LOOPBACK,), use_relay=False)
+    network = NetworkOptions((), (LOOPBACK,))
     options = BootstrapOptions(network, folder, Path("tiny"), str(data), (*SMALL, *overrides), metrics_port=0)
     ready, said, command = threading.Event(), list[str](), list[str]()
 

@@ -39,7 +39,7 @@ def test_status_takes_it(word: str) -> None:
 
 
 def test_join_takes_it_beside_overrides(tmp_path: Path, word: str) -> None:
-    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK, "--no-relay")
+    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     refused(spes_p2p("join", word, "output.tensorboard=nonsense", *more), "output.tensorboard")
     refused(spes_p2p("join", "run.seed=1", *more, "--initial-peers", word), "run.seed=1 cannot be chosen by one peer")
 
@@ -66,7 +66,7 @@ def test_nothing_at_all_is_told(tmp_path: Path) -> None:
 
 
 def test_an_invitation_to_another_run_or_organiser_is_refused(tmp_path: Path, word: str) -> None:
-    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK, "--no-relay")
+    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     other = "QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
     refused(spes_p2p("join", changed(word, organiser=other), *more), "the invitation of", other)
     refused(spes_p2p("join", changed(word, fingerprint=bytes(16)), *more), "no run with fingerprint 0000")

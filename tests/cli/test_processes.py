@@ -44,7 +44,7 @@ def start(*arguments: str, path: Path | None = None, launcher: tuple[str, ...] =
 
 
 def join(organiser: Organiser, output: Path, *arguments: str) -> tuple[str, ...]:
-    common = ("join", "--initial-peers", organiser.address, "--host-maddrs", LOOPBACK, "--no-relay", "-o", str(output))
+    common = ("join", "--initial-peers", organiser.address, "--host-maddrs", LOOPBACK, "-o", str(output))
     return (*common, "--data", str(organiser.data), "--device", "cpu", *arguments)
 
 

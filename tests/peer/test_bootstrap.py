@@ -23,7 +23,7 @@ def test_a_full_log_ends_no_node(tmp_path: Path) -> None:
             went_on.set()
         raise OSError(28, "No space left on device")
 
-    options = BootstrapOptions(NetworkOptions((), (LOOPBACK,), use_relay=False), tmp_path, metrics_port=0)
+    options = BootstrapOptions(NetworkOptions((), (LOOPBACK,)), tmp_path, metrics_port=0)
     with NetworkThread() as thread:
         serving = thread.submit(serve_until(stop, options, say))
         while not went_on.wait(0.05):
@@ -38,7 +38,7 @@ def test_it_goes_back_to_those_it_knew_and_does_without_them(tmp_path: Path) -> 
     async def scenario() -> None:
         peer = await HivemindNetwork.start(host_maddrs=(LOOPBACK,))
         (tmp_path / ADDRESSES_FILE).write_text("00" * 32 + "\n" + "\n".join(peer.transport.addresses))
-        options = BootstrapOptions(NetworkOptions((), (LOOPBACK,), use_relay=False), tmp_path)
+        options = BootstrapOptions(NetworkOptions((), (LOOPBACK,)), tmp_path)
         again = await _open(options)
         assert [one.peer for one in again.reached] == [peer.transport.peer_id]
         await again.close()

@@ -59,3 +59,10 @@ def test_addresses_of_others_and_junk_are_not_learnt() -> None:
     book.learn(PEER, [f"{PUBLIC}/p2p/{OTHER}", "junk", *[LOCAL] * 50])
     assert {address.text for address in book.known(PEER)} == {LOCAL}
     assert len(book.known(PEER)) < 16
+
+
+def test_addresses_at_relays_are_not_learnt() -> None:
+    """With one of them in it the daemon would refuse the whole dial."""
+    book = AddressBook()
+    book.learn(PEER, [f"{PUBLIC}/p2p/{OTHER}/p2p-circuit/p2p/{PEER}", f"{HOME}/p2p/{OTHER}/p2p/{PEER}", LOCAL])
+    assert [address.text for address in book.known(PEER)] == [LOCAL]

@@ -412,7 +412,7 @@ def test_a_peer_that_listens_nowhere_is_called_over_its_own_connection(thread: N
     async def scenario() -> None:
         async with peers() as start:
             public = await start()
-            private = await start(public, client_mode=True, use_relay=False)
+            private = await start(public, client_mode=True)
             assert private.transport.addresses == ()
             await private.directory.publish(KEY, b"value", 60.0)
             assert await public.directory.read(KEY) == {private.transport.peer_id: b"value"}

@@ -39,9 +39,9 @@ def test_a_peer_that_was_stuck_when_an_answer_came_too_late_still_hears(
     threads: tuple[NetworkThread, NetworkThread],
 ) -> None:
     here, there = threads
-    other = there.run(HivemindNetwork.start(host_maddrs=LOOPBACK, use_relay=False))
+    other = there.run(HivemindNetwork.start(host_maddrs=LOOPBACK))
     there.run(other.transport.serve(SlowEcho()))
-    own = here.run(HivemindNetwork.start(other.transport.addresses, host_maddrs=LOOPBACK, use_relay=False))
+    own = here.run(HivemindNetwork.start(other.transport.addresses, host_maddrs=LOOPBACK))
     peer = other.transport.peer_id
 
     async def give_up_as_the_answer_comes() -> None:

@@ -7,7 +7,6 @@
     dial        plain TCP dials that tell failures apart
     hello, join the first word between peers: clocks, identities, initial peers
     reach       whether others can dial us
-    relay       whether a relay carries enough to one that nobody can dial
     transport   calls and streams
     directory   the DHT
     network     puts them together

@@ -12,16 +12,14 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from spes_p2p.ids import PeerId
 
 PROBE_SECONDS = 2.0
 LISTING = "/dnsaddr/"
-_CIRCUIT = "/p2p-circuit"
-_P2P_CODE = b"\xa5\x03"
-"""421, as a varint."""
+_THROUGH_OTHERS = {"p2p", "p2p-circuit"}
+"""Parts of an address that leads over another peer: a relay, which this network has none of."""
 MAX_ADDRESSES = 16
 
 
@@ -48,7 +46,7 @@ class Address:
 
     @property
     def maddr(self) -> Multiaddr:
-        return _as_daemons_read(Multiaddr(self.text))
+        return Multiaddr(self.text)
 
 
 def parse_address(text: str) -> Address:
@@ -57,7 +55,6 @@ def parse_address(text: str) -> Address:
         whole = Multiaddr(text)
         names = [protocol.name for protocol in whole.protocols()]
         values = [whole.value_for_protocol(name) for name in names] if "p2p-circuit" not in names else []
-        _as_daemons_read(whole)
     except Exception as error:  # the parser raises errors of many kinds
         raise ValueError(f"not a multiaddress ({error})") from error
     base, _, peer = text.rpartition("/p2p/") if names[-1] == "p2p" else (text, "", "")
@@ -70,29 +67,6 @@ def parse_address(text: str) -> Address:
 def is_listing(text: str) -> bool:
     """Whether it is a name that stands for a list of addresses (`names`): for who looks for a run, never dialled."""
     return text.startswith(LISTING)
-
-
-def relay_of(text: str) -> PeerId | None:
-    """The relay of an address on a circuit; None for any other address."""
-    before, circuit, _ = text.partition(_CIRCUIT)
-    return PeerId(before.rpartition("/p2p/")[2]) if circuit else None
-
-
-def through(relay: str) -> Multiaddr:
-    """Where a peer may be dialled through the relay at this address, which ends in its id. Raises ValueError."""
-    return parse_address(relay + _CIRCUIT).maddr
-
-
-def _as_daemons_read(maddr: Multiaddr) -> Multiaddr:
-    """hivemind writes a peer id inside an address as a CID, and its daemon refuses the whole request for that."""
-    parts = []
-    for part in maddr.split():
-        name = next(iter(part.protocols())).name
-        if name == "p2p":
-            identity = PeerID.from_base58(part.value_for_protocol(name)).to_bytes()
-            part = Multiaddr(_P2P_CODE + bytes([len(identity)]) + identity)
-        parts.append(part)
-    return Multiaddr.join(*parts)
 
 
 async def dial(address: Address, timeout_seconds: float = PROBE_SECONDS) -> Dialled:
@@ -125,7 +99,10 @@ class AddressBook:
         self._met: dict[PeerId, frozenset[tuple[str, int]]] = {}
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces what was known of `peer`; what is no address, or another peer's, is left out."""
+        """Replaces what was known of `peer`; what is no address, another peer's or at a relay is left out.
+
+        The daemon would refuse a whole dial for an address with another peer's id inside, as hivemind writes it.
+        """
         parsed = (_parsed(text) for text in list(addresses)[:MAX_ADDRESSES] if not is_listing(text))
         known = tuple(address for address in parsed if address is not None and address.peer in (None, peer))
         if known:
@@ -169,9 +146,11 @@ def said_of(address: Address, words: str) -> str:
 
 def _parsed(text: str) -> Address | None:
     try:
-        return parse_address(text)
+        address = parse_address(text)
     except ValueError:
         return None
+    parts = {protocol.name for protocol in address.maddr.protocols()}
+    return None if parts & _THROUGH_OTHERS else address
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

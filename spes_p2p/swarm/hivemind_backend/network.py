@@ -37,7 +37,6 @@ from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, Reach, find_reach
-from spes_p2p.swarm.hivemind_backend.relay import RelayDesk, RelayFinding, try_relays
 from spes_p2p.swarm.hivemind_backend.storage import bound
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
@@ -77,8 +76,6 @@ class HivemindNetwork:
     reach: Reach = Reach.UNKNOWN
     dialled_at: str = ""
     """The address at which another peer has reached us, where one has tried."""
-    relay: RelayFinding | None = None
-    """What came of `use_relay`, where nobody can dial us."""
     reached: tuple[Reached, ...] = ()
     """The initial peers that answered at the start, with what their clocks said."""
     folder: str
@@ -99,7 +96,6 @@ class HivemindNetwork:
         host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
         announce_maddrs: Sequence[str] = (),
         client_mode: bool = False,
-        use_relay: bool = False,
         limits: StreamLimits = DEFAULT_LIMITS,
         wall_clock: Callable[[], float] = time.time,
     ) -> HivemindNetwork:
@@ -107,13 +103,11 @@ class HivemindNetwork:
 
         `identity_path`: made on first use; None for an identity of this run alone. `client_mode`: listens nowhere, and
         is reached through the connections that it opens; so it is, too, where a peer that was asked to dial it could
-        not (see `reach`). `use_relay`: then it looks for relays, too, and keeps to those that carry enough (see
-        `relay`); where it can be dialled, it is a relay for others. `wall_clock` is compared with that of the initial
-        peers.
+        not (see `reach`). `wall_clock` is compared with that of the initial peers.
         Raises NetworkError (a reason for each initial peer; DaemonEnded), IdentityInUse, ClockSkewed, ConfigError.
         """
         self = cls()
-        options = _daemon_options(initial_peers, host_maddrs, announce_maddrs, client_mode, use_relay)
+        options = _daemon_options(host_maddrs, announce_maddrs, client_mode)
         names = tuple(filter(is_listing, announce_maddrs))
         try:
             await self._with_daemon(self._start(list(initial_peers), identity_path, options, limits, wall_clock, names))
@@ -148,9 +142,7 @@ class HivemindNetwork:
         await self._attach(p2p)
         reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
         if reached and await self._is_hidden(p2p, reached):
-            p2p, reached = await self._hide(self._options["use_relay"])
-        if self.client_mode and self._options["use_relay"] and reached:
-            p2p, reached = await self._try_relays(p2p, reached)
+            p2p, reached = await self._hide()
         validator = EnvelopeValidator(self.verifier)
         node = await self._join_dht(p2p, reached, validator)
         self.directory = HivemindDirectory(
@@ -165,9 +157,7 @@ class HivemindNetwork:
         async def start_scout() -> P2P:
             return await start_daemon(self._folder, **_SCOUT | {"dht_mode": NO_LOOKUP})
 
-        carries = bool(self._options["use_relay"]) and not self.client_mode
-        desks = DialBackDesk(p2p, start_scout), RelayDesk(p2p, start_scout, carries)
-        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock), *desks)
+        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock), DialBackDesk(p2p, start_scout))
 
     async def _is_hidden(self, p2p: P2P, reached: list[Reached]) -> bool:
         """Whether nobody can dial us; not asked where we listen nowhere or on loopback, or were told our address."""
@@ -180,21 +170,12 @@ class HivemindNetwork:
             self.transport.note_dialled(address)
         return self.reach is Reach.PRIVATE
 
-    async def _try_relays(self, p2p: P2P, reached: list[Reached]) -> tuple[P2P, list[Reached]]:
-        """Keeps the daemon where relays passed, else puts one without relays in its place."""
-        self.relay = await try_relays(p2p, [one.peer for one in reached])
-        if not self.relay.passed:
-            return await self._hide(use_relay=False)
-        self.transport.relays = frozenset(self.relay.passed)
-        await self.transport.refresh_addresses()
-        return p2p, reached
-
-    async def _hide(self, use_relay: bool) -> tuple[P2P, list[Reached]]:
+    async def _hide(self) -> tuple[P2P, list[Reached]]:
         """Another daemon, that listens nowhere, in the place of one that nobody can dial."""
         await self._life.aclose()
         self._life = AsyncExitStack()
         self.client_mode = True
-        self._options = _daemon_options(self._initial_peers, (), (), True, use_relay)
+        self._options = _daemon_options((), (), client_mode=True)
         p2p = await self._start_daemon()
         await self._attach(p2p)
         self.daemon_ended.clear()
@@ -306,17 +287,11 @@ class HivemindNetwork:
         await self._stack.aclose()
 
 
-def _daemon_options(
-    initial_peers: Sequence[str],
-    host_maddrs: Sequence[str],
-    announce_maddrs: Sequence[str],
-    client_mode: bool,
-    use_relay: bool,
-) -> dict[str, Any]:
+def _daemon_options(host_maddrs: Sequence[str], announce_maddrs: Sequence[str], client_mode: bool) -> dict[str, Any]:
     """Options of hivemind's P2P.create. No `initial_peers`: the daemon would die of the first that fails."""
     options: dict[str, Any] = {
         "dht_mode": "client" if client_mode else "server",
-        "use_relay": use_relay,
+        "use_relay": False,
         "persistent_conn_max_msg_size": MAX_MESSAGE_BYTES,
     }
     if announced := [maddr for maddr in announce_maddrs if not is_listing(maddr)]:
@@ -326,11 +301,6 @@ def _daemon_options(
     else:
         local = _is_local(host_maddrs)
         options |= {"host_maddrs": list(host_maddrs), "nat_port_map": not local, "auto_nat": not local}
-        if use_relay and not local:  # else the relay service that cuts circuits after 128 KiB wins always
-            options["force_reachability"] = "public"
-    if client_mode and use_relay and initial_peers:
-        relays = [maddr for maddr in initial_peers if not is_listing(maddr)]
-        options |= {"use_auto_relay": True, "force_reachability": "private", "trusted_relays": relays}
     return options
 
 

@@ -28,13 +28,11 @@ from spes_p2p.swarm.hivemind_backend.dial import (
     Dialled,
     dial_all,
     parse_address,
-    relay_of,
     said_of,
 )
 from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
 from spes_p2p.swarm.hivemind_backend.pipe import Incoming, PipeStream
 from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
-from spes_p2p.swarm.hivemind_backend.relay import RelayDesk
 from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.swarm.ports import Handler, anybody
 from spes_p2p.swarm.speed import SpeedDesk, measure_speed
@@ -56,10 +54,8 @@ logger = logging.getLogger(__name__)
 class SwarmServicer(ServicerBase):
     """The unary RPCs of a peer."""
 
-    def __init__(
-        self, transport: HivemindTransport, hello: HelloDesk, dial_back: DialBackDesk, relay: RelayDesk
-    ) -> None:
-        self._transport, self._hello, self._dial_back, self._relay = transport, hello, dial_back, relay
+    def __init__(self, transport: HivemindTransport, hello: HelloDesk, dial_back: DialBackDesk) -> None:
+        self._transport, self._hello, self._dial_back = transport, hello, dial_back
 
     async def rpc_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
         return BytesValue(value=await self._transport.answer(_peer(context.remote_id), request.value))
@@ -69,9 +65,6 @@ class SwarmServicer(ServicerBase):
 
     async def rpc_dial_back(self, request: BytesValue, context: P2PContext) -> BytesValue:
         return BytesValue(value=await self._dial_back.answer(_peer(context.remote_id), request.value))
-
-    async def rpc_relay_test(self, request: BytesValue, context: P2PContext) -> BytesValue:
-        return BytesValue(value=await self._relay.answer(_peer(context.remote_id), request.value))
 
 
 class HivemindTransport:
@@ -84,8 +77,6 @@ class HivemindTransport:
         self.names: tuple[str, ...] = ()
         """`/dnsaddr/` names by which others may find us, which the daemon knows nothing of."""
         self._dialled: tuple[str, ...] = ()
-        self.relays: frozenset[PeerId] = frozenset()
-        """Those that may be named to others: a circuit through another is no address of ours."""
         self._book = AddressBook()
         self._connected: set[PeerId] = set()
         self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -96,11 +87,11 @@ class HivemindTransport:
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def attach(self, p2p: P2P, hello: HelloDesk, dial_back: DialBackDesk, relay: RelayDesk) -> None:
+    async def attach(self, p2p: P2P, hello: HelloDesk, dial_back: DialBackDesk) -> None:
         """Registers what this peer answers, and starts to follow its own addresses."""
         self._p2p = p2p
         self._connected.clear()
-        await SwarmServicer(self, hello, dial_back, relay).add_p2p_handlers(p2p, namespace=NAMESPACE)
+        await SwarmServicer(self, hello, dial_back).add_p2p_handlers(p2p, namespace=NAMESPACE)
         await p2p.add_binary_stream_handler(_STREAM_NAME, self._serve_stream)
         await p2p.add_binary_stream_handler(_SPEED_NAME, self._serve_speed)
         await self.refresh_addresses()
@@ -160,8 +151,7 @@ class HivemindTransport:
     async def refresh_addresses(self) -> None:
         """Asks the daemon where others may dial us; it learns more with time."""
         try:
-            found = [str(maddr) for maddr in await self._p2p.get_visible_maddrs(latest=True)]
-            self._addresses = tuple(text for text in found if relay_of(text) in {None, *self.relays})
+            self._addresses = tuple(str(maddr) for maddr in await self._p2p.get_visible_maddrs(latest=True))
         except ValueError:  # it listens nowhere
             self._addresses = ()
 
