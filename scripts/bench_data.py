@@ -25,6 +25,7 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.memmap import count_sequences
 from spes_p2p.data.order import Order
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.data.tokenizers import load_tokenizer
@@ -82,8 +83,8 @@ def _loading(folder: Path, mask: bool, repeats: int) -> None:
     settings = {"data.sequence_length": SEQUENCE_LENGTH, "data.mask_repetitions": str(mask).lower()}
     config = load_config(bundled_config("tiny"), [f"{key}={value}" for key, value in settings.items()])
     dataset = Dataset.open(folder / "paths.txt", "uint16")
-    loader = LeasedLoader(dataset, config)
-    batches = loader.sequences_per_epoch // BATCH_SEQUENCES
+    training = count_sequences(dataset.tokens, SEQUENCE_LENGTH, config.data.held_out_fraction)[0]
+    batches = training // BATCH_SEQUENCES
 
     def ours() -> None:
         loader = LeasedLoader(dataset, config, ((0, batches * BATCH_SEQUENCES),))
@@ -91,7 +92,7 @@ def _loading(folder: Path, mask: bool, repeats: int) -> None:
             loader.next_batch(BATCH_SEQUENCES)
 
     rows = tokens[: len(tokens) // SEQUENCE_LENGTH * SEQUENCE_LENGTH].reshape(-1, SEQUENCE_LENGTH)
-    order = Order(loader.sequences_per_epoch, 0).sequences_at(np.arange(loader.sequences_per_epoch))
+    order = Order(training, 0).sequences_at(np.arange(training))
 
     def plain() -> None:
         for index in range(batches):

@@ -59,7 +59,6 @@ Fingerprint = Annotated[str | None, optional("Only the run with this fingerprint
 
 # of what takes a model from a checkpoint or from a live run
 CheckpointFolder = Annotated[Path | None, optional("A peer's output folder, or one of its checkpoints.", "DIR")]
-LivePeers = Annotated[list[str] | None, optional("Take the newest state of the live run.", MADDRS, "--initial-peers")]
 TokenizerOption = Annotated[
     str | None,
     optional(

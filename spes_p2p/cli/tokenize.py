@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spes_p2p.cli.completing import one_of
-
 if TYPE_CHECKING:
     from spes_p2p.data.tokenize import TokenizeProgress
 
@@ -35,11 +33,7 @@ def tokenize(
     eos_token: Annotated[str | None, typer.Option(help="The token that ends a document (default: found).")] = None,
     text_field: Annotated[str, typer.Option(help="Where the text stands in a JSON record or Parquet table.")] = "text",
     processes: Annotated[int | None, typer.Option(help="Worker processes (default: one a core).", min=1)] = None,
-    batch_size: Annotated[int, typer.Option(help="Documents that a worker gets at once.", min=1)] = 1000,
     max_shard_bytes: Annotated[int, typer.Option(help="Largest size of a shard.")] = 256 * 2**20,
-    dtype: Annotated[
-        str, typer.Option(help="auto, uint16 or uint32.", autocompletion=one_of("auto", "uint16", "uint32"))
-    ] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error, not only counted.")] = False,
     sequence_length: Annotated[
         int, typer.Option(help="Of the run that it is for: less text than one sequence is an error.", min=1)
@@ -60,7 +54,7 @@ def tokenize(
     from spes_p2p.data.tokenize import tokenize as run
 
     options: dict[str, Any] = {"processes": processes} if processes is not None else {}
-    options |= {"batch_size": batch_size, "max_shard_bytes": max_shard_bytes, "dtype": dtype, "strict": strict}
+    options |= {"max_shard_bytes": max_shard_bytes, "strict": strict}
     options |= {"tokenizer": tokenizer, "eos_token": eos_token, "text_field": text_field}
     options |= {"sequence_length": sequence_length, "urls": tuple(url or ())}
     with _shown() as report:

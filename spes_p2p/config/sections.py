@@ -158,10 +158,6 @@ class DataConfig(Section):
     )
     sequence_length: Positive = agreed("Tokens of one training sequence.")
     block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
-    shuffle: Literal["sequences", "blocks"] = agreed(
-        "What is put in random order: single sequences, or whole blocks (fewer seeks on slow disks, worse mixing).",
-        "sequences",
-    )
     mask_repetitions: bool = agreed(
         "Give no loss to sequences that repeat a pattern of 1 to 13 tokens 32 times.", False
     )
@@ -360,4 +356,3 @@ class OutputConfig(Section):
     log_every_steps: Positive = local("Inner steps between two step events.", 1, private=True)
     tensorboard: bool = local("Write TensorBoard files too.", False, private=True)
     wandb: bool = local("Report to Weights & Biases too (WANDB_MODE=offline works).", False, private=True)
-    flight_recorder: bool = local("Keep the last rounds' messages for scripts/replay.py (8 MiB).", True, private=True)

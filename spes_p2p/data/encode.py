@@ -68,7 +68,7 @@ def encode_records(records: Sequence[Record], text_field: str, tokenizer: Tokeni
             continue
         parts += [ids, eos] if end else [ids]
         documents += end
-    tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # `choose_dtype` has seen that they fit
+    tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # the dtype was chosen to hold all ids
     return Encoded(tokens, documents, total, tuple(sorted(bad)))
 
 
@@ -163,7 +163,7 @@ def encoder(processes: int, tokenizer: Tokenizer, text_field: str, dtype: str) -
     try:
         yield lambda records: pool.submit(_encode_in_worker, records).result
     except BrokenProcessPool as error:
-        fix = "was memory short? use fewer --processes or a smaller --batch-size; the same command goes on from here"
+        fix = "was memory short? use fewer --processes; the same command goes on from here"
         raise DataError("a tokenizer process was killed", fix=fix) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
 """Batches for the inner steps of one peer, resumable to the very next sequence.
 
 `LeasedLoader` reads the positions that the run leased to this peer, `LocalLoader` an endless order of the peer's own;
-both give each rank of the peer its share of every batch. Sequences are `sequence_length` tokens, the shift to targets
+`train/step.py` gives each rank of the peer its share. Sequences are `sequence_length` tokens, the shift to targets
 happens in the model. It leaves out who leases what (`leases.py`) and moving tokens to a device.
 """
 
@@ -34,7 +34,7 @@ MOST_AHEAD = 2**18
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank trains on in one inner step."""
+    """What a peer trains on in one inner step."""
 
     tokens: NDArray[np.int64]
     """[B, S]"""
@@ -103,11 +103,10 @@ class _Reader:
 
 
 class _Loader:
-    """What both loaders share: an order of the training sequences and this rank's share of a batch."""
+    """What both loaders share: an order of the training sequences."""
 
-    def __init__(self, dataset: AnyDataset, config: Config, stream: str, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: AnyDataset, config: Config, stream: str) -> None:
         self._reader = _Reader(dataset, config)
-        self._rank, self._world_size = rank, world_size
         training, batch = self._reader.sequences.training, config.optimizer.batch_sequences
         if training < batch:
             raise DataError(
@@ -117,19 +116,8 @@ class _Loader:
             )
         self._order = _order(training, config, stream)
 
-    @property
-    def sequences_per_epoch(self) -> int:
-        return self._order.sequences
-
-    def _share(self, positions: NDArray[np.int64]) -> Batch:
-        share, rest = divmod(len(positions), self._world_size)
-        if rest:
-            raise ConfigError(
-                f"a batch of {len(positions)} sequences cannot be split over {self._world_size} ranks",
-                fix="set optimizer.batch_sequences to a multiple of the local ranks",
-            )
-        own = positions[self._rank * share : (self._rank + 1) * share]
-        return self._reader.batch(self._order.sequences_at(own), own)
+    def _batch(self, positions: NDArray[np.int64]) -> Batch:
+        return self._reader.batch(self._order.sequences_at(positions), positions)
 
 
 class LeasedLoader(_Loader):
@@ -140,17 +128,8 @@ class LeasedLoader(_Loader):
         offset: sequences at the front of `ranges` that were already trained on but not yet counted.
     """
 
-    def __init__(
-        self,
-        dataset: AnyDataset,
-        config: Config,
-        ranges: Ranges = (),
-        offset: int = 0,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        super().__init__(dataset, config, RUN_STREAM, rank, world_size)
+    def __init__(self, dataset: AnyDataset, config: Config, ranges: Ranges = (), offset: int = 0) -> None:
+        super().__init__(dataset, config, RUN_STREAM)
         self._ranges, self._offset = ranges, offset
         self._need_rest()
 
@@ -164,13 +143,13 @@ class LeasedLoader(_Loader):
         return count(self._ranges) - self._offset
 
     def next_batch(self, sequences: int) -> Batch:
-        """This rank's share of the next `sequences` leased sequences.
+        """The next `sequences` leased sequences.
 
         Raises LocalProtocolError when fewer remain (ask `remaining` first; who runs out waits for the next commit).
         """
         if sequences > self.remaining():
             raise LocalProtocolError(f"a batch of {sequences} sequences was asked for, {self.remaining()} are leased")
-        batch = self._share(self._next_positions(sequences))
+        batch = self._batch(self._next_positions(sequences))
         self._offset += sequences
         if self._reader.sequences.is_tight:
             self._need_rest()
@@ -224,15 +203,13 @@ class LeasedLoader(_Loader):
 class LocalLoader(_Loader):
     """Batches from the peer's own data, without leases: its own order, epoch after epoch."""
 
-    def __init__(
-        self, dataset: AnyDataset, config: Config, peer: PeerId, *, rank: int = 0, world_size: int = 1
-    ) -> None:
-        super().__init__(dataset, config, f"local/{peer}", rank, world_size)
+    def __init__(self, dataset: AnyDataset, config: Config, peer: PeerId) -> None:
+        super().__init__(dataset, config, f"local/{peer}")
         self._position = 0
 
     def next_batch(self, sequences: int) -> Batch:
-        """This rank's share of the next `sequences` sequences."""
-        batch = self._share(np.arange(self._position, self._position + sequences))
+        """The next `sequences` sequences."""
+        batch = self._batch(np.arange(self._position, self._position + sequences))
         self._position += sequences
         return batch
 
@@ -277,8 +254,7 @@ def _held_out(sequences: TokenSequences, most: int) -> NDArray[np.int64]:
 
 
 def _order(training: int, config: Config, stream: str) -> Order:
-    unit = config.data.block_sequences if config.data.shuffle == "blocks" else 1
-    return Order(training, config.run.seed, unit, stream)
+    return Order(training, config.run.seed, stream)
 
 
 def spans_of(dataset: PieceDataset, config: Config) -> Spans:

@@ -4,9 +4,9 @@ Every machine must compute the same order for years, so nothing here rests on a 
 Feistel network (Luby and Rackoff 1988) with a published 64-bit mixer as its round function and keys from SHA-256
 permutes any number of items without a table, in plain integer arithmetic. It leaves out leases and files.
 
-Single sequences are put in order (`unit` 1), as the published SPES does. Whole blocks are kinder to slow disks and mix
-worse: a byte-level model of 3 layers, batches of 8, 500 steps of the standard library's sources, two seeds, ends with a
-held-out loss of 2.25 and 2.27 by sequences, 2.33 and 2.33 by blocks of 16, 2.39 and 2.35 by blocks of 64.
+Single sequences are put in order, as the published SPES does. Whole blocks would mix worse: a byte-level model of 3
+layers, batches of 8, 500 steps of the standard library's sources, two seeds, ends with a held-out loss of 2.25 and 2.27
+by sequences, 2.33 and 2.33 by blocks of 16, 2.39 and 2.35 by blocks of 64.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ UInt64s = NDArray[np.uint64]
 class Order:
     """Position -> sequence; each epoch of `sequences` positions visits every sequence exactly once.
 
-    Units of `unit` consecutive sequences stay together and are permuted anew in every epoch. What does not fill a unit
-    comes last in its epoch; the whole ring is turned by a seeded amount, so that it is not always the same rest.
-    `stream` names independent orders of one seed.
+    They are permuted anew in every epoch. `stream` names independent orders of one seed.
     """
 
-    def __init__(self, sequences: int, seed: int, unit: int = 1, stream: str = "run") -> None:
-        if sequences < 1 or unit < 1:
-            raise ValueError(f"an order needs at least one sequence and a unit of one, got {sequences} and {unit}")
+    def __init__(self, sequences: int, seed: int, stream: str = "run") -> None:
+        if sequences < 1:
+            raise ValueError(f"an order needs at least one sequence, got {sequences}")
         self.sequences = sequences
-        self._unit = unit
         self._name = f"spes-p2p data order/{seed}/{stream}"
 
     def sequences_at(self, positions: Int64s) -> Int64s:
@@ -49,12 +46,7 @@ class Order:
 
     def _within(self, epoch: int, inside: Int64s) -> Int64s:
         keys = _keys(f"{self._name}/{epoch}")
-        units = self.sequences // self._unit
-        placed = inside.copy()
-        whole = inside < units * self._unit
-        unit, offset = np.divmod(inside[whole], self._unit)
-        placed[whole] = permute(unit, units, keys[:ROUNDS]) * self._unit + offset
-        return (placed + int(keys[ROUNDS]) % self.sequences) % self.sequences
+        return (permute(inside, self.sequences, keys[:ROUNDS]) + int(keys[ROUNDS]) % self.sequences) % self.sequences
 
 
 def permute(items: Int64s, domain: int, keys: UInt64s) -> Int64s:

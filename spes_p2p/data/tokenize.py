@@ -18,8 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from spes_p2p.data.encode import Encode, Encoded, encoder
 from spes_p2p.data.manifest import FORMAT_VERSION, MANIFEST, Dataset, InputFile, Manifest
 from spes_p2p.data.progress import Settings, Unit, UnitProgress, Workspace
@@ -54,7 +52,6 @@ class TokenizeOptions:
     processes: int = field(default_factory=lambda: os.cpu_count() or 1)
     batch_size: int = 1000
     max_shard_bytes: int = 256 * 2**20
-    dtype: str = "auto"
     strict: bool = False
     sequence_length: int = SEQUENCE_LENGTH
     urls: tuple[str, ...] = ()
@@ -106,7 +103,7 @@ def tokenize(
     urls = checked_urls(options.urls)
     units = Unit.of_all(find_inputs(patterns))
     tokenizer = load_tokenizer(options.tokenizer, options.eos_token)
-    dtype = choose_dtype(tokenizer, options.dtype)
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     settings = Settings(tokenizer.fingerprint, tokenizer.eos_id, options.text_field, dtype, options.max_shard_bytes)
     with Workspace.opened(output_dir, settings, units) as workspace:
         open_units = [unit for unit in units if not workspace.progress(unit).done]
@@ -122,19 +119,6 @@ def tokenize(
         manifest.write(output_dir)
         FolderPieces.open(Dataset.open(output_dir), output_dir, lambda text: None)  # a web server needs them beside it
     return TokenizeResult(manifest, examples, len(units) - len(open_units))
-
-
-def choose_dtype(tokenizer: Tokenizer, dtype: str) -> str:
-    """For "auto": uint16 where all ids fit. Raises DataError where they do not fit into the `dtype` asked for."""
-    if dtype == "auto":
-        return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    if tokenizer.vocab_size > np.iinfo(dtype).max + 1:
-        raise DataError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, more than {dtype} can hold "
-            f"({np.iinfo(dtype).max + 1})",
-            fix="use --dtype auto or uint32",
-        )
-    return dtype
 
 
 class _Run:
@@ -263,8 +247,6 @@ def _check(options: TokenizeOptions) -> None:
     for name in ("processes", "batch_size", "sequence_length"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name} is {getattr(options, name)}, must be at least 1", fix=f"raise {name}")
-    if options.dtype not in ("auto", "uint16", "uint32"):
-        raise ConfigError(f"dtype is {options.dtype!r}", fix="use auto, uint16 or uint32")
 
 
 def _manifest(workspace: Workspace, units: list[Unit], tokenizer: Tokenizer) -> Manifest:

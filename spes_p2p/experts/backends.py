@@ -9,7 +9,7 @@ the last end belong to no group.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from spes_p2p.experts.dispatch import Order, gather_rows, sort_by_slot, sum_rows
 
-BackendName = Literal["auto", "grouped_mm", "megablocks", "eager"]
 _ALIGNMENT_BYTES = 16  # what torch's grouped_mm demands of every stride
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CARD_FILE = "README.md"
-_BY_TOKEN = frozenset({"lm_head.weight", "model.embed_tokens.weight"})
-"""Tensors with one row a token id."""
 
 
 def export_model(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spes_p2p.errors import StateError
-from spes_p2p.experts.bank import MATRICES, Matrix
+from spes_p2p.experts.bank import Matrix
 from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.transformer import Transformer
 
@@ -94,27 +94,6 @@ def read_block(model: Transformer, table: Table, block_index: int) -> NDArray[np
     for where, start, stop in pieces:
         flat[start:stop] = place(model, where).float().cpu().numpy().reshape(-1)
     return flat
-
-
-@torch.no_grad()
-def init_normal_(model: Transformer, seed: int) -> None:
-    """Random values for unit tests: normal, cut at three standard deviations; norms are ones, biases zeros.
-
-    The same for any owned set. Runs start from the committed state instead, whose bits are the same on all machines.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    std = model.config.init_std
-    for name, parameter in named_shared(model).items():
-        flat = torch.zeros(()) if name.endswith(".bias") else torch.ones(())
-        parameter.copy_(_cut_normal(parameter.shape, std, generator) if parameter.dim() > 1 else flat)
-    for bank in model.banks:
-        for which in MATRICES:
-            for expert in range(bank.num_experts):
-                bank.load(expert, which, _cut_normal(bank.shape_of(which), std, generator))
-
-
-def _cut_normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
-    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
 def _pieces(model: Transformer, table: Table, block_index: int) -> list[tuple[Place, int, int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from spes_p2p.ids import PeerId
 
 Ownership = tuple[tuple[PeerId, ...], ...]
@@ -22,11 +20,6 @@ def columns_of(ownership: Ownership, peer: PeerId) -> tuple[int, ...]:
 def orphans(ownership: Ownership) -> tuple[int, ...]:
     """Columns that nobody owns."""
     return tuple(column for column, owners in enumerate(ownership) if not owners)
-
-
-def restricted(ownership: Ownership, peers: Collection[PeerId]) -> Ownership:
-    """The same ownership with everyone else's claims removed."""
-    return tuple(tuple(owner for owner in owners if owner in peers) for owners in ownership)
 
 
 def sole_columns(ownership: Ownership, peer: PeerId) -> tuple[int, ...]:

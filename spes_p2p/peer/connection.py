@@ -457,10 +457,9 @@ class Connection:
             on_chain=place.chain.has,
         )
         core.seeds = tuple(await self._announcer.sources())
-        if config.output.flight_recorder:
-            FlightRecorder(
-                self._options.output / "flight", info, say=lambda text: self.gate.notice(Notice("recorder", text))
-            ).attach(core)
+        FlightRecorder(
+            self._options.output / "flight", info, say=lambda text: self.gate.notice(Notice("recorder", text))
+        ).attach(core)
         arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
         self._driver = Driver(
             core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock,

@@ -15,10 +15,10 @@ q = min(1, c / N), so that for each byte that it trains on it fetches
     the dataset fits    (P + h) / P  N
     nothing kept        (P + h) / P  (1 + P / s)  (1 + q (N - 1))
 
-One peer alone: (P + h) / P = 1.06. With `data.shuffle: blocks` s is a whole block. All of it comes from those who have
-the data: the bootstrap node, peers with `--data`, and, of pieces that several peers need, peers that fetched them
-before. In an epoch each piece leaves the first two at least once: (P + h) / P for each byte trained. Leaves out
-requests, leases that somebody else trained on in the end, and the held-out sequences of who evaluates.
+One peer alone: (P + h) / P = 1.06. All of it comes from those who have the data: the bootstrap node, peers with
+`--data`, and, of pieces that several peers need, peers that fetched them before. In an epoch each piece leaves the
+first two at least once: (P + h) / P for each byte trained. Leaves out requests, leases that somebody else trained on in
+the end, and the held-out sequences of who evaluates.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ def data_cost(config: Config, peers: int, tokens_per_second: float | None, sync:
         return None
     token_bytes = 2 if config.model.vocab_size <= SHORT_IDS else 4
     unit = config.data.sequence_length * token_bytes
-    if config.data.shuffle == "blocks":
-        unit *= config.data.block_sequences
     per_day = None
     if tokens_per_second:
         per_day = DAY_SECONDS * tokens_per_second / round_tokens(config) * (1 - (sync.share or 0.0))

@@ -71,11 +71,6 @@ class InitialState:
             np.multiply(sums.astype(np.float32), scale, out=part)
 
 
-def initial_block(layout: Layout, block: int, seed: int, init_std: float) -> Values:
-    """The initial values of one block, flat fp32."""
-    return InitialState(layout, seed, init_std).block(block)
-
-
 def cut_sums(seed: int, tensor_index: int, start: int, count: int) -> NDArray[np.int32]:
     """The integers S of values [start, start + count) of a tensor: standard deviation 65536, cut at three of it."""
     words = [_philox(seed, 4 * tensor_index + k, start // 4) for k in range(3)]

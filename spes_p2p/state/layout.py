@@ -141,12 +141,6 @@ class Layout:
         tile_range = self._tile_ranges[block]
         return self.tiles[tile_range.start : tile_range.stop]
 
-    def tile_at(self, block: int, offset: int) -> Tile:
-        """The tile that holds value `offset` of a block."""
-        if not 0 <= offset < self.blocks[block].size:
-            raise IndexError(f"value {offset} is outside block {block} of {self.blocks[block].size} values")
-        return self.tiles[self._tile_ranges[block].start + offset // self.tile_values]
-
     def codec_of(self, block: int) -> Codec:
         """How what a round changes of a block travels; momentum never does."""
         return self._codecs[block > 0] if block <= self.num_columns else "fp32"

@@ -202,10 +202,6 @@ class Staging:
         """True when the wire tile was staged, and what it stands for is here."""
         return tile_id in self._wire.hashes and tile_id in self._values_of(tile_id).hashes
 
-    def wire_tile(self, tile_id: int) -> memoryview | None:
-        """The bytes of a staged wire tile, or None."""
-        return self._wire.tile(tile_id) if tile_id in self._wire.hashes else None
-
     def wire_hash(self, tile_id: int) -> Hash:
         """The wire hash of a tile, NO_HASH where it was not staged."""
         return self._wire.hashes.get(tile_id, NO_HASH)

@@ -153,10 +153,6 @@ class Version:
         """The same as flat fp32."""
         return np.frombuffer(self.sound_tile(tile_id), DTYPE)
 
-    def wire_tile(self, tile_id: int) -> memoryview | None:
-        """The bytes that the round handed out for a tile, or None where it did not."""
-        return None if self.wire_hashes[tile_id] == NO_HASH else self.wire.tile(tile_id)
-
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The bytes with this state or wire hash, or None. They are hashed first: a disk may have changed them."""
         tile_id = self._by_hash.get(tile_hash, -1)

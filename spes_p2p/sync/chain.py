@@ -298,8 +298,3 @@ class VoteBook:
             return int(self._incarnation_path.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-
-
-def own_work_of(commit: Commit, peer: PeerId) -> bool:
-    """Whether the round counted work of `peer`."""
-    return any(entry.peer == peer for entry in commit.manifest.roster)

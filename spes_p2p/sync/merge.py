@@ -45,11 +45,6 @@ def merge_alpha(base_alpha: float, decay_steps: int, step: int) -> float:
     return float(np.float32(base_alpha * (1.0 - step / decay_steps)))
 
 
-def merge_due(step_before: int, step_after: int, interval: int) -> bool:
-    """True when a multiple of `interval` lies in (step_before, step_after]; never with an interval of 0."""
-    return interval > 0 and step_after // interval > step_before // interval
-
-
 @dataclass(frozen=True)
 class LayerSpan:
     """Where one layer's expert lies in each column block, in values: all of it, and its gate projection."""

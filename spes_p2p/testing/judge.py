@@ -281,14 +281,6 @@ class Judge:
         self.wires[root] = tiles
         return root
 
-    def branch_of(self, manifest: Manifest) -> list[Hash]:
-        """Names of a committed manifest and of all before it, the newest first."""
-        names, name = [], manifest_hash(manifest)
-        while name in self.known:
-            names.append(name)
-            name = self.known[name].manifest.parent
-        return names
-
 
 def may_conflict(one: Certificate, other: Certificate) -> bool:
     """Whether certificates of different contents on one parent are what the design allows without a majority.

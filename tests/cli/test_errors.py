@@ -187,9 +187,3 @@ def test_bootstrap_that_serves_nothing_or_twice(tmp_path: Path) -> None:
     refused(spes_p2p(*serve), "--serve needs a run to serve", "--config")
     twice = spes_p2p(*serve, "--config", "tiny", "--archive", str(tmp_path / "archive"))
     refused(twice, "--serve keeps the newest state in --output already", "leave --archive out")
-
-
-def test_tokenizing_with_a_dtype_that_is_too_small(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    answer = spes_p2p("tokenize", str(tmp_path / "a.txt"), "-o", str(tmp_path / "out"), "--dtype", "uint8")
-    refused(answer, "dtype is 'uint8'", "uint16 or uint32")

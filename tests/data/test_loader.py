@@ -1,4 +1,4 @@
-"""Loaders: the leased positions in order, exactly resumable, shared out to ranks; held-out sequences stay untouched."""
+"""Loaders: the leased positions in order, exactly resumable, held-out sequences stay untouched."""
 
 from __future__ import annotations
 
@@ -116,15 +116,6 @@ def test_the_very_next_batch_after_a_resume(counting: Counting, kind: str) -> No
         assert (again.positions == batch.positions).all()
     with pytest.raises(CheckpointError, match="data position"):
         resumed.load_state_dict({"offset": "x"})
-
-
-def test_ranks_share_a_batch_without_overlap(counting: Counting) -> None:
-    dataset, config = counting(40), tiny_config()
-    whole = LeasedLoader(dataset, config, ((0, 40),)).next_batch(4)
-    parts = [LeasedLoader(dataset, config, ((0, 40),), rank=rank, world_size=2).next_batch(4) for rank in range(2)]
-    assert np.concatenate([part.tokens for part in parts]).tolist() == whole.tokens.tolist()
-    with pytest.raises(ConfigError, match="cannot be split over 3 ranks"):
-        LeasedLoader(dataset, config, ((0, 40),), world_size=3).next_batch(4)
 
 
 def test_local_peers_read_their_data_in_orders_of_their_own(counting: Counting) -> None:

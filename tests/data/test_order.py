@@ -10,16 +10,15 @@ from spes_p2p.data.order import Order
 
 
 @settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 2**40), st.integers(0, 3))
-def test_each_epoch_visits_every_sequence_once(sequences: int, unit: int, seed: int, epoch: int) -> None:
+@given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 3))
+def test_each_epoch_visits_every_sequence_once(sequences: int, seed: int, epoch: int) -> None:
     positions = np.arange(sequences) + epoch * sequences
-    assert sorted(Order(sequences, seed, unit).sequences_at(positions)) == list(range(sequences))
+    assert sorted(Order(sequences, seed).sequences_at(positions)) == list(range(sequences))
 
 
 def test_the_order_is_pinned() -> None:
     """Peers of different versions train together: these numbers may never change."""
     assert Order(1000, 7).sequences_at(np.arange(998, 1006)).tolist() == [119, 963, 492, 364, 203, 913, 484, 779]
-    assert Order(1000, 7, unit=64).sequences_at(np.arange(62, 67)).tolist() == [451, 452, 581, 582, 583]
     huge = Order(10**12, 7).sequences_at(np.array([0, 5 * 10**12]))
     assert huge.tolist() == [514916596483, 162430152949]
 
@@ -33,15 +32,10 @@ def test_epochs_seeds_and_streams_differ() -> None:
 
 
 def test_any_part_of_the_stream_can_be_asked_for_in_any_order() -> None:
-    order = Order(50, 3, unit=4)
+    order = Order(50, 3)
     whole = order.sequences_at(np.arange(200))
     picked = np.array([199, 3, 51, 50, 0])
     assert order.sequences_at(picked).tolist() == whole[picked].tolist()
-
-
-def test_blocks_stay_together() -> None:
-    placed = Order(64, 0, unit=8).sequences_at(np.arange(64)).reshape(8, 8)
-    assert ((np.diff(placed, axis=1) % 64) == 1).all()
 
 
 def test_neighbours_are_far_apart_on_average() -> None:

@@ -291,7 +291,7 @@ def test_too_little_text_for_one_sequence_is_refused(tmp_path: Path) -> None:
     assert tokenize([str(tmp_path / "*.*")], tmp_path / "out", short).manifest.tokens == 31
 
 
-@pytest.mark.parametrize("change", [{"dtype": "int8"}, {"processes": 0}, {"batch_size": 0}, {"max_shard_bytes": 129}])
+@pytest.mark.parametrize("change", [{"processes": 0}, {"batch_size": 0}, {"max_shard_bytes": 129}])
 def test_impossible_options_are_refused(corpus: Path, tmp_path: Path, change: dict[str, str | int]) -> None:
     with pytest.raises(ConfigError):
         tokenize([str(corpus)], tmp_path / "out", replace(ALONE, **change))  # type: ignore[arg-type]

@@ -11,13 +11,12 @@ from spes_p2p.model.params import (
     ExpertPlace,
     SharedPlace,
     expert_matrix,
-    init_normal_,
     load_block,
     named_shared,
     read_block,
 )
 from spes_p2p.model.transformer import Transformer
-from tests.model.tiny import tiny_config, tiny_model, tiny_tokens
+from tests.model.tiny import init_normal_, tiny_config, tiny_model, tiny_tokens
 
 TABLE = ([SharedPlace("norm.weight"), SharedPlace("layers.1.moe.router.weight")], [ExpertPlace(1, 4, "down")])
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from spes_p2p.config.schema import ModelConfig
-from spes_p2p.model.params import init_normal_
+from spes_p2p.experts.bank import MATRICES
+from spes_p2p.model.params import named_shared
 from spes_p2p.model.transformer import Transformer
 
 
@@ -33,6 +35,27 @@ def tiny_model(owned: tuple[int, ...] = (1, 4), seed: int = 0, **overrides: Any)
     model = Transformer(tiny_config(**overrides), owned)
     init_normal_(model, seed)
     return model
+
+
+@torch.no_grad()
+def init_normal_(model: Transformer, seed: int) -> None:
+    """Random values: normal, cut at three standard deviations; norms are ones, biases zeros.
+
+    The same for any owned set. Runs start from the committed state instead, whose bits are the same on all machines.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    std = model.config.init_std
+    for name, parameter in named_shared(model).items():
+        flat = torch.zeros(()) if name.endswith(".bias") else torch.ones(())
+        parameter.copy_(_cut_normal(parameter.shape, std, generator) if parameter.dim() > 1 else flat)
+    for bank in model.banks:
+        for which in MATRICES:
+            for expert in range(bank.num_experts):
+                bank.load(expert, which, _cut_normal(bank.shape_of(which), std, generator))
+
+
+def _cut_normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
 def tiny_tokens(sequences: int = 3, length: int = 10, seed: int = 0) -> torch.Tensor:

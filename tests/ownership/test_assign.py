@@ -7,7 +7,7 @@ from hypothesis import given
 
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import Wish, assign
-from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody, orphans, restricted
+from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody, orphans
 
 ANNA, BEA, CARL, DORA = (PeerId(name) for name in ("anna", "bea", "carl", "dora"))
 
@@ -139,7 +139,3 @@ def test_replicas_change_places_where_that_makes_room() -> None:
     before = ((ANNA, BEA), (ANNA, BEA), (CARL,))
     after = assign(before, {ANNA: Wish(2), BEA: Wish(2), CARL: Wish(2)}, 2)
     assert all(len(owners) == 2 for owners in after)
-
-
-def test_restricted_forgets_everybody_else() -> None:
-    assert restricted(((ANNA, BEA), (BEA,)), [ANNA]) == ((ANNA,), ())

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from spes_p2p.model.output_loss import chunk_rows
-from spes_p2p.model.params import init_normal_, masters_of, named_shared
+from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.activations import Activations
 from spes_p2p.planning.memory import (
@@ -27,6 +27,7 @@ from spes_p2p.planning.memory import (
 )
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.sizes import Sizes
+from tests.model.tiny import init_normal_
 from tests.planning.runs import PUBLISHED, run_named
 
 torch.set_num_threads(1)

@@ -17,9 +17,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from spes_p2p.experts import swiglu
 from spes_p2p.model import output_loss
 from spes_p2p.model.layers import RMSNorm, compute_dtype
-from spes_p2p.model.params import init_normal_
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.memory import BUFFERS, HEAD, LAST, OPTIMIZER, Workload, predict
+from tests.model.tiny import init_normal_
 from tests.planning.runs import run_named
 
 torch.set_num_threads(1)

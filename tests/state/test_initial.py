@@ -9,7 +9,7 @@ import pytest
 from numpy.random import Philox
 
 from spes_p2p.ids import sha256
-from spes_p2p.state.initial import InitialState, cut_sums, initial_block
+from spes_p2p.state.initial import InitialState, cut_sums
 from spes_p2p.state.layout import Layout, StateTensor
 from tests.state.small import small_layout
 
@@ -39,7 +39,8 @@ def golden_layout() -> Layout:
 @pytest.mark.parametrize(("seed", "init_std"), GOLDEN)
 def test_bits_never_change(seed: int, init_std: float) -> None:
     layout = golden_layout()
-    found = [sha256(initial_block(layout, block, seed, init_std).tobytes()).hex() for block in (0, 1)]
+    initial = InitialState(layout, seed, init_std)
+    found = [sha256(initial.block(block).tobytes()).hex() for block in (0, 1)]
     assert found == list(GOLDEN[seed, init_std])
 
 
@@ -94,6 +95,6 @@ def test_seeds_and_tensors_differ() -> None:
 
 def test_ones_and_zeros_are_exact() -> None:
     layout = golden_layout()
-    block = initial_block(layout, 0, 0, 0.02)
+    block = InitialState(layout, 0, 0.02).block(0)
     assert (layout.view(block, "norm") == 1).all()
     assert (layout.view(block, "bias") == 0).all()

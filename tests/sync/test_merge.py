@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,15 @@ from hypothesis import strategies as st
 
 from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.state.layout import Layout, StateTensor, Values
+from spes_p2p.sync.core.rules import merge_alpha_for
 from spes_p2p.sync.merge import (
     layer_spans,
     merge_alpha,
     merge_columns,
-    merge_due,
     merge_values,
     nearest_experts,
 )
+from spes_p2p.testing.sim_state import run_rules
 from tests.state.small import new_values, small_layout, small_store, stage_round
 
 MATRICES = ("gate", "up", "down")
@@ -81,7 +83,8 @@ def test_alpha_is_exact_in_fp32(base: float, decay_steps: int, step: int) -> Non
 def test_a_merge_is_due_when_a_multiple_of_the_interval_was_passed(
     before: int, after: int, interval: int, due: bool
 ) -> None:
-    assert merge_due(before, after, interval) is due
+    rules = replace(run_rules(columns=1), merge_interval=interval, merge_alpha=lambda step: 0.1)
+    assert bool(merge_alpha_for(rules, before, after)) is due
 
 
 @pytest.mark.parametrize("tile_values", [5, 1024])
