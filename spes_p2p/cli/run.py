@@ -219,7 +219,6 @@ def choose(
 
     Example: spes-p2p run choose 4f0c2a91d3 --output bootstrap-node
     """
-    from spes_p2p.ids import short
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import check_key, choose_history, look_at_histories
     from spes_p2p.peer.stopping import INTERRUPTED, Stopped
@@ -233,18 +232,19 @@ def choose(
     meeting = met(given, initial_peers, run_id, fingerprint)
     try:
         parted = look_at_histories(meeting)
-        for line in (line for fork in parted.forks for line in fork.texts()):
+        for line in (line for fork in parted.forks for line in fork.texts(time.time())):
             typer.echo(line)
         if digits is None:
-            typer.echo("to choose: spes-p2p run choose HEX" if parted.forks else "the run has one history")
+            if not parted.forks:
+                typer.echo("the run has one history")
             return
-        fork, name = choose_child(parted.forks, digits)
+        fork, side = choose_child(parted.forks, digits)
         check_key(output / "identity.key", parted.info)
-        for line in fork.lost_texts(name):
-            typer.echo(line)
+        for line in fork.lost_texts(side.child):
+            typer.echo(f"lost: {line}")
         if not yes:
-            typer.confirm(f"go on with {short(name)} for everybody?", abort=True)
-        choose_history(output / "identity.key", meeting, parted, fork, name)
+            typer.confirm(f"go on with {side.name} for everybody?", abort=True)
+        choose_history(output / "identity.key", meeting, parted, fork, side)
     except Stopped as stopped:
         raise typer.Exit(INTERRUPTED) from stopped
-    typer.echo(f"the run goes on with {short(name)}: peers of other histories come over as soon as they hear of it")
+    typer.echo(f"the run goes on with {side.name}: peers of other histories come over as soon as they hear of it")

@@ -98,7 +98,10 @@ def text_of(report: RunReport, now: float) -> str:
     if report.certificate:
         tokens = f"{count_text(report.tokens)} tokens"
         lines.append(f"round {report.round}, step {report.step:,}, {tokens}, model {report.model_hash[:10]}")
-    lines += [_certificate(report), "", *_peers(report.peers, now)]
+    lines += [_certificate(report)]
+    for fork in report.forks:
+        lines += ["", *fork.texts(now)]
+    lines += ["", *_peers(report.peers, now)]
     if report.columns:
         lines += ["", *_columns(report)]
     if (data := _data_line(report)) is not None:

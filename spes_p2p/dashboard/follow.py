@@ -124,6 +124,10 @@ class Follower:
             history.add_event(at, "experts", "", without if now["orphans"] else "every expert column has an owner")
 
     def _set_head(self, report: RunReport, now: float) -> None:
+        before: dict[str, Any] = self._history.get("head") or {}
+        forks = [fork.texts(now) for fork in report.forks]
+        if bool(forks) != bool(before.get("forks")):
+            self._history.add_event(now, "fork", "", forks[0][0] if forks else "the run has one history again")
         self._history.put(
             "head",
             {
@@ -133,6 +137,7 @@ class Follower:
                 "at": now - report.head_age_seconds if report.head_age_seconds is not None else None,
                 "stale": list(report.stale),
                 "data": None if report.data is None else dataclasses.asdict(report.data),
+                "forks": forks,
                 "columns": [[list(one.owners), one.stale_rounds] for one in report.columns],
             },
         )  # fmt: skip

@@ -25,9 +25,10 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.swarm.records import heads_key, newest_heads, parse_all, parse_head, parse_peer, peers_key
+from spes_p2p.sync.announced import find_forks
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit, manifest_hash
+from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
@@ -97,7 +98,7 @@ async def fetch_chain(
 async def fetch_forks(
     directory: Directory, transport: Transport, verifier: Verifier, folder: Path, info: RunInfo, config: Config
 ) -> list[Fork]:
-    """Where the histories of a live run part, by all certificates of those who publish a head; `folder` as above."""
+    """Where histories part from that of the newest commit, all of which is fetched and checked into `folder`."""
     with _following(directory, transport, verifier, info, config, folder) as fetching:
         return await fetching.forks()
 
@@ -133,15 +134,15 @@ class _Fetching:
         self._report = report
         stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
         self._transfers = Transfers(transport, store.layout, lambda: stall_seconds, patient=True)
-        rules, check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
-        self._headers = CatchUp(info, rules, check, chain, store, self._transfers, _in_thread)
+        rules, self._check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
+        self._headers = CatchUp(info, rules, self._check, chain, store, self._transfers, _in_thread)
 
     async def run(self) -> tuple[Commit, Version]:
         tried: Commit | None = None
         for _ in range(MOST_TRIES):
-            commit, holders = await self.newest()
+            commit, publishers, others = await self.newest()
             try:
-                return commit, await self._state(commit, holders)
+                return commit, await self._state(commit, [*publishers, *others])
             except NetworkError as error:
                 if commit == tried:
                     raise NetworkError(str(error), fix=_FIX) from error
@@ -151,8 +152,8 @@ class _Fetching:
             fix=_FIX,
         )
 
-    async def newest(self) -> tuple[Commit, list[PeerId]]:
-        """The newest commit that somebody proves, with all before it; and whom to ask for its state."""
+    async def newest(self) -> tuple[Commit, tuple[PeerId, ...], list[PeerId]]:
+        """The newest commit that somebody proves, with all before it; who announces it, and who else is there."""
         peers, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id), ANSWER_SECONDS))
         heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
         for peer, record in peers.items():
@@ -166,9 +167,9 @@ class _Fetching:
                     reasons.append(f"{short(holder)}: {error}")
                 newest = self.chain.newest
                 if newest is not None and newest.manifest.round >= head.round:  # else it said more than it proved
-                    return newest, [*publishers, *(peer for peer in peers if peer not in publishers)]
+                    return newest, publishers, [peer for peer in peers if peer not in publishers]
         if self.chain.newest is not None:
-            return self.chain.newest, list(peers)
+            return self.chain.newest, (), list(peers)
         raise NetworkError(
             f"nobody gives the certificates of run {self._info.run_id}: {'; '.join(reasons) or 'it has not begun'}",
             fix="try again when the run has begun and one of its peers can be reached (spes-p2p status shows them)",
@@ -176,22 +177,10 @@ class _Fetching:
 
     async def forks(self) -> list[Fork]:
         """Who cannot be asked is left out: what it has may be had from others of its history."""
-        newest, _ = await self.newest()
+        newest, publishers, _ = await self.newest()
         heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
-        found: dict[Hash, Fork] = {}
-        for head, publishers in newest_heads(heads):
-            known = self.chain.has(head.manifest_hash, head.round)
-            if known or any(fork.has(head.manifest_hash) for fork in found.values()):
-                continue
-            for holder in publishers:
-                with contextlib.suppress(NetworkError, RemoteProtocolError):
-                    meeting = await self._headers.meet(newest.manifest.round, holder, head.round)
-                    if meeting.ours and meeting.theirs:
-                        fork = found.setdefault(manifest_hash(meeting.common), Fork(meeting.common))
-                        fork.add(meeting.ours)
-                        fork.add(meeting.theirs)
-                    break
-        return list(found.values())
+        found = await find_forks(self._transport, self._check, heads, newest, publishers, self._info.organiser)
+        return [fork for fork in found if self.chain.has(Hash(bytes.fromhex(fork.parent)), fork.round)]
 
     async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:
         manifest, store = commit.manifest, self._store

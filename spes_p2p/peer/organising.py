@@ -27,7 +27,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import Commit, Sealer
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.histories import Fork
+from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, Words, choice, ending, read_words, together
 from spes_p2p.sync.report import read_report
@@ -118,18 +118,19 @@ async def histories_of(node: Node, run_id: str | None, fingerprint: str | None) 
         return Parted(info, tuple(await fetch_forks(*parts, Path(folder), info, config)))
 
 
-def choose_history(identity: Path, meeting: Meeting, parted: Parted, fork: Fork, child: Hash) -> None:
-    """Signs with the organiser's key that a run goes on with `child`, and tells it. Raises as `stop_run` does."""
+def choose_history(identity: Path, meeting: Meeting, parted: Parted, fork: Fork, side: Side) -> None:
+    """Signs with the organiser's key that a run goes on with `side`, and tells it. Raises as `stop_run` does."""
     sealer = _sealer_of(identity, parted.info)
-    on_network(meeting, lambda network: decide(network, parted.info, fork, child, sealer))
+    on_network(meeting, lambda network: decide(network, parted.info, fork, side, sealer))
 
 
-async def decide(node: Node, info: RunInfo, fork: Fork, child: Hash, sealer: Sealer) -> Words:
+async def decide(node: Node, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
     """The same on any network. It counts before what was chosen there earlier, also where a clock was set back."""
     words = await read_words(node.directory, info, EnvelopeChecker(node.verifier).check)
     before = [signed.value.at_seconds for signed in together(words.values()).choices]
     at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
-    return await tell(node, info, choice(info, fork.parent, child, at_seconds, sealer))
+    parent, child = (Hash(bytes.fromhex(name)) for name in (fork.parent, side.child))
+    return await tell(node, info, choice(info, parent, child, at_seconds, sealer))
 
 
 def check_key(identity: Path, info: RunInfo) -> None:

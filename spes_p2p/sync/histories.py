@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.ids import Hash, short
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.observe.metrics import seconds_text
+from spes_p2p.swarm.membership import electors
 from spes_p2p.sync.catch_up import Meeting
-from spes_p2p.sync.core.forks import Line, tokens_lost
-from spes_p2p.sync.core.messages import Manifest, manifest_hash
+from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 
 LEAST_DIGITS = 6
 """Of a child's hash, so that no other has them by chance."""
+MOST_NAMED = 6
+"""Peers, in a line."""
 
 
 def checked_prefix(text: str, what: str) -> str:
@@ -53,60 +56,105 @@ class Choices:
         return frozenset({**self._organisers, **self._own}.values())
 
 
-@dataclass
-class Fork:
-    """A manifest after which a run has gone on more than once, with each history on top of it, by its first child."""
+@dataclass(frozen=True)
+class Side:
+    """One of several histories after the same manifest; plain values, for people and for scripts."""
 
-    common: Manifest
-    lines: dict[Hash, Line] = field(default_factory=dict)
+    child: str
+    """Its first manifest, in hex: by its first digits it is chosen."""
+    kind: str
+    """Of the first manifest's certificate."""
+    round: int
+    """Its newest one."""
+    rounds: int
+    """Since the manifest that all have."""
+    tokens: int
+    """Counted in these rounds."""
+    members: int
+    electors: int
+    """Of the newest manifest, both."""
+    peers: tuple[PeerId, ...]
+    """Who announces it: nobody else has said so."""
+    seen_at: float
+    """When the newest manifest was first seen, Unix seconds by the clock of who announces it; 0 where nobody says."""
 
     @property
-    def parent(self) -> Hash:
-        return manifest_hash(self.common)
+    def name(self) -> str:
+        return short(bytes.fromhex(self.child))
 
-    def add(self, line: Line) -> None:
-        """The longest one that was seen of a history counts."""
-        child = line[0].certificate.manifest
-        self.lines[child] = max(self.lines.get(child, ()), line, key=len)
+    def with_other(self, other: Side) -> Side:
+        """Two looks at the same history: the longer one counts, and all who announce a part of it."""
+        longer = max(self, other, key=lambda side: side.round)
+        return replace(longer, peers=tuple(sorted({*self.peers, *other.peers})))
 
-    def has(self, head: Hash) -> bool:
-        """Whether one of the histories contains this manifest."""
-        return any(commit.certificate.manifest == head for line in self.lines.values() for commit in line)
 
-    def texts(self) -> list[str]:
-        """For a person: what each history has, the one with most tokens first."""
-        after = self.common.round
-        lines = sorted(self.lines.items(), key=lambda item: (-tokens_lost(self.common, item[1]), item[0]))
-        found = [f"since round {after} the run has gone on {len(lines)} times:"]
-        for child, line in lines:
-            tip, kind = line[-1].manifest, line[0].certificate.label
-            found.append(
-                f"  {short(child)}: rounds {after + 1} to {tip.round} ({len(line)}, the first by {kind}), "
-                f"{tokens_lost(self.common, line):,} tokens, {len(tip.members)} members now"
-            )
+def side_of(common: Manifest, first: Commit, tip: Commit, peers: Iterable[PeerId], seen_at: float = 0.0) -> Side:
+    """The history that begins with `first` on top of `common`, and ends with `tip`."""
+    newest = tip.manifest
+    return Side(
+        first.certificate.manifest.hex(), first.certificate.label, newest.round, newest.round - common.round,
+        newest.tokens - common.tokens, len(newest.members), len(electors(newest.members)), tuple(peers), seen_at,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A manifest after which a run has gone on more than once, with the histories on top of it by their first child."""
+
+    parent: str
+    """Its hash, in hex."""
+    round: int
+    sides: dict[str, Side] = field(default_factory=dict)
+
+    @classmethod
+    def after(cls, common: Manifest) -> Fork:
+        return cls(manifest_hash(common).hex(), common.round)
+
+    def add(self, side: Side) -> None:
+        known = self.sides.get(side.child)
+        self.sides[side.child] = side if known is None else known.with_other(side)
+
+    def texts(self, now: float) -> list[str]:
+        """For a person: what each history has, and what it costs to choose it, the one with most tokens first."""
+        found = [f"the run has {len(self.sides)} histories since round {self.round}, until one gives way or is chosen:"]
+        for side in sorted(self.sides.values(), key=lambda side: (-side.tokens, side.child)):
+            age = f", newest {seconds_text(max(0.0, now - side.seen_at))} old" if side.seen_at else ""
+            who = ", ".join(short(peer) for peer in side.peers[:MOST_NAMED])
+            more = f" and {len(side.peers) - MOST_NAMED} more" if len(side.peers) > MOST_NAMED else ""
+            found += [
+                f"  {side.name}: rounds {self.round + 1} to {side.round} (the first by {side.kind}), "
+                f"{side.tokens:,} tokens{age}",
+                f"    {_count(side.members, 'member')}, {_count(side.electors, 'elector')}; announced by {who}{more}",
+                *(f"    choosing it loses {text}" for text in self.lost_texts(side.child)),
+                f"    spes-p2p run choose {side.name}",
+            ]
         return found
 
-    def lost_texts(self, child: Hash) -> list[str]:
-        """What choosing `child` costs."""
+    def lost_texts(self, child: str) -> list[str]:
+        """What choosing `child` costs, of each other history."""
         return [
-            f"of {short(other)}, {len(line)} rounds with {tokens_lost(self.common, line):,} tokens are lost; its "
-            f"{len(line[-1].manifest.members)} members come over"
-            for other, line in sorted(self.lines.items())
+            f"{_count(side.rounds, 'round')} with {side.tokens:,} tokens of {side.name}: "
+            f"{_count(side.members, 'member')} of it would come over"
+            for other, side in sorted(self.sides.items())
             if other != child
         ]
 
 
-def choose_child(forks: Iterable[Fork], digits: str) -> tuple[Fork, Hash]:
-    """The child whose hash begins with `digits`. Raises ConfigError where none does, or several, or nothing parted."""
-    known = [(fork, child) for fork in forks for child in fork.lines]
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def choose_child(forks: Iterable[Fork], digits: str) -> tuple[Fork, Side]:
+    """The history whose child begins with `digits`. Raises ConfigError where none does, several do, or all is one."""
+    known = [(fork, side) for fork in forks for side in fork.sides.values()]
     if not known:
         raise ConfigError(
             "the run has one history: there is nothing to choose",
             fix="choose while peers of both histories can be reached; what they print names both",
         )
-    fitting = [(fork, child) for fork, child in known if child.hex().startswith(digits)]
+    fitting = [(fork, side) for fork, side in known if side.child.startswith(digits)]
     if len(fitting) != 1:
-        names = ", ".join(short(child) for _, child in fitting or known)
+        names = ", ".join(side.name for _, side in fitting or known)
         raise ConfigError(
             f"{'several histories begin' if fitting else 'no history begins'} with {digits}, of {names}",
             fix="give one of these",

@@ -7,7 +7,7 @@ peers say of themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,29 +23,22 @@ from spes_p2p.swarm.records import (
     PeerRecord,
     RunGroup,
     heads_key,
-    newest_heads,
     parse_all,
     parse_head,
     parse_peer,
     peers_key,
 )
 from spes_p2p.swarm.vitals import Vitals
-from spes_p2p.sync import requests
 from spes_p2p.sync.announce import EVERY_SECONDS
-from spes_p2p.sync.core.messages import DEGRADED, Certificate, Commit, Manifest, manifest_hash
-from spes_p2p.sync.core.rules import NOBODY, check_certificate
+from spes_p2p.sync.announced import ANSWER_SECONDS, Accept, find_forks, is_checked, newest_commit, seen_at
+from spes_p2p.sync.core.messages import DEGRADED, Commit, Manifest
+from spes_p2p.sync.core.rules import NOBODY
 from spes_p2p.sync.finding import find_run
-from spes_p2p.sync.genesis import GENESIS
+from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.joining import load_run
-from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
-from spes_p2p.sync.requests import ChainPart, Request
-from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
 
-ANSWER_SECONDS = 10.0
 FRESH_SECONDS = 4 * EVERY_SECONDS
 """A node whose record is older has missed several turns: it is gone, or cannot reach anybody."""
-Accept = Callable[[Commit, tuple[PeerId, ...]], Awaitable[bool]]
-"""Whether a commit that these peers announce is believed."""
 STATES = ("bootstrap", "member", "waiting", "joining", "silent", "left")
 
 
@@ -110,6 +103,8 @@ class RunReport:
     """Of the run's data, by who was heard lately; None where nobody hands out any."""
     invitation: str = ""
     """By who is there now; empty where nobody says an address."""
+    forks: tuple[Fork, ...] = ()
+    """Where histories part that are announced at the same time; the rest is of the one with the newest round."""
 
     @property
     def uncovered(self) -> tuple[int, ...]:
@@ -166,10 +161,13 @@ async def read_run(
     heads, _ = parse_all(parse_head, await directory.read(heads_key(group.run_id), ANSWER_SECONDS))
     for peer, record in peers.items():
         transport.learn(peer, record.addresses)
-    commit, holders = await _newest(transport, heads, accept)
+    commit, holders = await newest_commit(transport, heads, accept)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
-    checked = await _is_checked(transport, verifier, commit, holders, organiser) if commit else False
+    checked = await is_checked(transport, verifier.verify, commit, holders, organiser) if commit else False
     report = _report(group, peers, heads, commit, checked, now)
+    if commit:
+        forks = await find_forks(transport, verifier.verify, heads, commit, holders, organiser)
+        report = dataclasses.replace(report, forks=forks)
     if report.stale:  # unless columns take turns
         report = dataclasses.replace(report, expert_rounds=await _expert_rounds(transport, group))
     addresses = invited_to(peers.values(), organiser, known)
@@ -187,66 +185,6 @@ async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
     return config.sync.column_rounds
 
 
-async def _newest(
-    transport: Transport, heads: Mapping[PeerId, HeadRecord], accept: Accept | None
-) -> tuple[Commit | None, tuple[PeerId, ...]]:
-    """The newest commit that can be had whole, and who has it."""
-    for head, publishers in newest_heads(heads):
-        try:
-            if head.manifest and head.certificate:
-                commit = Commit(unpack(Certificate, head.certificate), unpack(Manifest, head.manifest))
-            else:
-                commit = await _fetch_commit(transport, publishers, head.round)
-            if manifest_hash(commit.manifest) != head.manifest_hash:
-                continue
-            if accept is None or await accept(commit, publishers):
-                return commit, publishers
-        except (RemoteProtocolError, NetworkError):
-            continue  # the next newest; a head that proves nothing is nobody's
-    return None, ()
-
-
-async def _fetch_commit(transport: Transport, holders: tuple[PeerId, ...], round: int) -> Commit:
-    return (await fetch_commits(transport, holders, round, 1))[0]
-
-
-async def fetch_commits(
-    transport: Transport, holders: tuple[PeerId, ...], first: int, count: int
-) -> tuple[Commit, ...]:
-    """At least one commit from round `first` on, unchecked, from the first of `holders` that gives any."""
-    error: NetworkError | RemoteProtocolError = NetworkError("nobody to ask")
-    for holder in holders:
-        try:
-            request = Request(requests.CHAIN, first=first, count=count)
-            _, data = await fetch_within(
-                transport,
-                holder,
-                pack(request),
-                ANSWER_SECONDS,
-                MAX_MESSAGE_BYTES,
-                lambda: LONGEST_STALLS * ANSWER_SECONDS,
-            )
-            commits = tuple(unpack(Commit, commit) for commit in unpack(ChainPart, data).commits[:count])
-            if commits:
-                return commits
-        except (NetworkError, RemoteProtocolError) as caught:
-            error = caught
-    raise error
-
-
-async def _is_checked(
-    transport: Transport, verifier: Verifier, commit: Commit, holders: tuple[PeerId, ...], organiser: PeerId
-) -> bool:
-    if commit.certificate.kind == GENESIS:
-        return False
-    try:
-        parent = await _fetch_commit(transport, holders, commit.manifest.round - 1)
-        check_certificate(parent.manifest, commit.manifest, commit.certificate, verifier.verify, organiser)
-    except (NetworkError, RemoteProtocolError):
-        return False
-    return True
-
-
 def _report(
     group: RunGroup,
     peers: Mapping[PeerId, PeerRecord],
@@ -257,6 +195,7 @@ def _report(
 ) -> RunReport:
     manifest = commit.manifest if commit else None
     certificate = commit.certificate if commit else None
+    known_since = seen_at(heads, commit) if commit else 0
     return RunReport(
         run_id=group.run_id,
         fingerprint=group.fingerprint.hex(),
@@ -268,19 +207,12 @@ def _report(
         checked=checked,
         seals=len(certificate.seals) if certificate else 0,
         electors=len(electors(manifest.members)) if manifest else 0,
-        head_age_seconds=_head_age(heads, manifest, now),
+        head_age_seconds=max(0.0, now - known_since) if known_since else None,
         model_hash=manifest.state_root.hex() if manifest else "",
         peers=_peer_lines(peers, manifest, now),
         columns=_columns(manifest) if manifest else (),
         data=coverage({peer: one.held for peer, one in peers.items() if _is_fresh(one, now)}),
     )
-
-
-def _head_age(heads: Mapping[PeerId, HeadRecord], manifest: Manifest | None, now: float) -> float | None:
-    """Since when the newest certificate is known, by the clock of whoever published it first."""
-    times = [head.seen_at_seconds for head in heads.values() if manifest and head.round == manifest.round]
-    known = [at for at in times if at > 0]
-    return max(0.0, now - min(known)) if known else None
 
 
 def _peer_lines(peers: Mapping[PeerId, PeerRecord], manifest: Manifest | None, now: float) -> tuple[PeerLine, ...]:

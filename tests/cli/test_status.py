@@ -11,6 +11,7 @@ import pytest
 from spes_p2p.cli.status import CLEAR_SCREEN, _show_again, text_of
 from spes_p2p.data.held import Coverage
 from spes_p2p.ids import PeerId
+from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 
 NOW = 1_700_000_000.0
@@ -137,3 +138,27 @@ def test_before_the_run_has_begun_it_says_who_waits() -> None:
     waiting = replace(REPORT, certificate="", peers=(peer(ANNA, "waiting"),), columns=())
     assert lines(waiting)[1] == "the run has not begun: 1 peer waiting"
     assert not any("columns:" in line for line in lines(waiting))
+
+
+def test_two_histories_are_shown_with_what_each_choice_costs() -> None:
+    long, late = "4f0c2a91d3" + "0" * 54, "9a8b7c6d5e" + "0" * 54
+    sides = (
+        Side(long, "degraded", 40, 28, 1_234_567, 1, 1, (ANNA,), NOW - 12),
+        Side(late, "majority", 29, 17, 99, 2, 2, (BEN, ORGANISER), 0.0),
+    )
+    fork = Fork("00" * 32, 12, {side.child: side for side in sides})
+    shown = replace(REPORT, forks=(fork,))
+    assert max(map(len, text_of(shown, NOW).splitlines())) <= 100
+    assert lines(shown)[3:13] == [
+        "",
+        "the run has 2 histories since round 12, until one gives way or is chosen:",
+        "4f0c2a91d3: rounds 13 to 40 (the first by degraded), 1,234,567 tokens, newest 12 s old",
+        "1 member, 1 elector; announced by Nanna1",
+        "choosing it loses 17 rounds with 99 tokens of 9a8b7c6d5e: 2 members of it would come over",
+        "spes-p2p run choose 4f0c2a91d3",
+        "9a8b7c6d5e: rounds 13 to 29 (the first by majority), 99 tokens",
+        "2 members, 2 electors; announced by Nbenb2, xboot3",
+        "choosing it loses 28 rounds with 1,234,567 tokens of 4f0c2a91d3: 1 member of it would come over",
+        "spes-p2p run choose 9a8b7c6d5e",
+    ]
+    assert json.loads(json.dumps(shown.to_json()))["forks"][0]["sides"][late]["tokens"] == 99

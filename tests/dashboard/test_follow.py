@@ -15,6 +15,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import PeerWarning, Vitals
 from spes_p2p.sync.core.messages import DEGRADED, manifest_hash
+from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.dashboard.made_run import NOW, PEERS, MadeSource
 from tests.dashboard.test_history import filled
@@ -51,6 +52,19 @@ def test_another_history_takes_the_place_of_ours() -> None:
     assert page_state(history, NOW)["rounds"]["round"] == [0, 1, 2, 3, 4, 5]
     assert follower.name_of(5) == manifest_hash(other)
     assert messages(history)[-1] == "another history has won from round 5 on"
+
+
+def test_two_histories_are_shown_until_there_is_one_again() -> None:
+    history, source = History(), MadeSource()
+    follower, look = Follower(history), source.look_at(5, NOW, NOTHING)
+    sides = (Side(digit * 64, "majority", 5, 2, 10, 1, 1, PEERS[:1], NOW) for digit in "ab")
+    fork = Fork("00" * 32, 3, {side.child: side for side in sides})
+    for _ in range(2):
+        follower.apply(replace(look, report=replace(look.report, forks=(fork,))), NOW)
+    assert page_state(history, NOW)["head"]["forks"] == [fork.texts(NOW)]
+    follower.apply(look, NOW)
+    assert page_state(history, NOW)["head"]["forks"] == []
+    assert messages(history)[-2:] == [fork.texts(NOW)[0], "the run has one history again"]
 
 
 def test_rounds_that_only_one_peer_tells_of_are_not_drawn() -> None:

@@ -52,7 +52,7 @@ def test_the_whole_chain_comes_and_then_only_what_is_new(tmp_path: Path) -> None
         for newest in (commits[-3], commits[-3], commits[-1]):
             if newest is commits[-1]:
                 for commit in commits[-2:]:
-                    scene.chain.append(commit)
+                    scene.chains[A].append(commit)
                 await scene.announce_head(newest)
             looks.append(await source.look(NOW, follower.known()))
             follower.apply(looks[-1], NOW)

@@ -17,6 +17,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import DEGRADED, MAJORITY
 from spes_p2p.sync.histories import checked_prefix, choose_child
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch
+from spes_p2p.sync.report import RunReport, read_report
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, in_swarm, small_config, until
@@ -133,12 +134,18 @@ async def look(swarm: MemorySwarm) -> Parted:
     return await histories_of(swarm.network.peer("somebody"), swarm.info.run_id, None)
 
 
+async def report(swarm: MemorySwarm) -> RunReport:
+    """As `spes-p2p status` reads it."""
+    node = swarm.network.peer("watcher")
+    return await read_report(node.directory, node.transport, node.verifier, None, 0.0)
+
+
 async def choose(swarm: MemorySwarm, digits: str, key: str = ORGANISER) -> Hash:
     """As `spes-p2p run choose` does, by somebody who has the key and takes no part in the run."""
     node, seen = swarm.network.peer("somebody"), await look(swarm)
-    fork, child = choose_child(seen.forks, digits)
-    await decide(node, seen.info, fork, child, KeySealer(swarm.network.keys.signer(PeerId(key))))
-    return child
+    fork, side = choose_child(seen.forks, digits)
+    await decide(node, seen.info, fork, side, KeySealer(swarm.network.keys.signer(PeerId(key))))
+    return Hash(bytes.fromhex(side.child))
 
 
 def told_lost(life: PretendPeer) -> list[str]:
@@ -160,18 +167,20 @@ def test_the_organisers_choice_settles_it_also_for_who_restarts(folder: Path, si
     async def play(swarm: MemorySwarm, around: Surroundings, alone: Hash, majority: Hash) -> None:
         seen = await look(swarm)
         [fork] = seen.forks
-        assert set(fork.lines) == {alone, majority}
-        text = "\n".join(fork.texts())
-        assert all(short(child) in text for child in fork.lines)
+        standing = {child: set(side.peers) - {ORGANISER} for child, side in fork.sides.items()}
+        assert standing == {alone.hex(): {"a"}, majority.hex(): {"b", "c"}}
+        assert (await report(swarm)).to_json()["forks"][0]["sides"].keys() == fork.sides.keys()
+        text = "\n".join(fork.texts(0.0))
+        assert all(short(child) in text for child in (alone, majority))
         chosen, loser = (alone, majority) if side == "alone" else (majority, alone)
-        assert len(fork.lost_texts(chosen)) == 1
-        assert short(loser) in fork.lost_texts(chosen)[0]
+        [lost] = fork.lost_texts(chosen.hex())
+        assert short(loser) in lost
         assert await choose(swarm, chosen.hex()[:10]) == chosen
         await around.remove("c")
         await peer(swarm, "c").kill()
         await swarm.add("c", SLOW)
         await around.add("c")
-        first = fork.common.round + 1
+        first = fork.round + 1
         chains = [*(life.chain for life in swarm.up), swarm.organiser.chain]
         await until(
             lambda: all((c := chain.find(first)) and c.certificate.manifest == chosen for chain in chains),
@@ -183,8 +192,9 @@ def test_the_organisers_choice_settles_it_also_for_who_restarts(folder: Path, si
         winner = "b" if side == "majority" else "a"
         assert told_lost(peer(swarm, winner)) == []
         check_agreement(swarm)
-        assert all((swarm.folder / name / WORDS_FILE).exists() for name in (*"abc", ORGANISER))
-        assert (await look(swarm)).forks == ()
+        kept = [swarm.folder / name / WORDS_FILE for name in (*"abc", ORGANISER)]
+        await until(lambda: all(path.exists() for path in kept), SETTLED_SECONDS)
+        assert (await look(swarm)).forks == (await report(swarm)).forks == ()
 
     play_parted(folder, play)
 
@@ -211,11 +221,13 @@ def test_the_organiser_may_think_again(folder: Path) -> None:
         [fork] = (await look(swarm)).forks
         node, sealer = swarm.network.peer("somebody"), KeySealer(swarm.network.keys.signer(ORGANISER))
         swarm.network.partition(["b", "c"])
-        await decide(node, swarm.info, fork, alone, sealer)
-        assert (await decide(node, swarm.info, fork, majority, sealer)).children == {fork.parent: majority}
+        parent = Hash(bytes.fromhex(fork.parent))
+        await decide(node, swarm.info, fork, fork.sides[alone.hex()], sealer)
+        words = await decide(node, swarm.info, fork, fork.sides[majority.hex()], sealer)
+        assert words.children == {parent: majority}
         swarm.network.heal()
         await until(lambda: histories(swarm) == {}, SETTLED_SECONDS)
-        assert peer(swarm, "b").chain.commit(fork.common.round + 1).certificate.manifest == majority
+        assert peer(swarm, "b").chain.commit(fork.round + 1).certificate.manifest == majority
         assert (told_lost(peer(swarm, "b")), told_lost(peer(swarm, "c"))) == ([], [])
 
     play_parted(folder, play)

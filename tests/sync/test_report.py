@@ -10,13 +10,14 @@ import pytest
 
 from spes_p2p.data.held import Coverage, Held
 from spes_p2p.errors import NetworkError
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.core.messages import WIRE_VERSION, Commit
+from spes_p2p.sync.histories import Side
 from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
 from spes_p2p.sync.requests import Request, Serving
 from spes_p2p.testing.virtual_time import run_virtual
@@ -34,7 +35,8 @@ class Scene:
         self.run = MadeRun()
         self.network = MemoryNetwork()
         self.peer = self.network.peer(A)
-        self.chain = Chain(folder)
+        self.folder = folder
+        self.chains: dict[PeerId, Chain] = {}
 
     async def publish(self, peer: MemoryPeer, key: str, record: object) -> None:
         await peer.directory.publish(key, pack(record), 60.0)
@@ -53,14 +55,15 @@ class Scene:
         record = replace(record, held=held or Held())
         await self.publish(self.network.peer(name), peers_key(info.run_id), record)
 
-    async def announce_head(self, commit: Commit, seen_seconds_ago: int = 9) -> None:
+    async def announce_head(self, commit: Commit, seen_seconds_ago: int = 9, by: PeerId = A) -> None:
         record = head_record(commit, int(NOW) - seen_seconds_ago)
-        await self.publish(self.peer, heads_key(self.run.info.run_id), record)
+        await self.publish(self.network.peer(by), heads_key(self.run.info.run_id), record)
 
-    async def serve(self, commits: list[Commit]) -> None:
+    async def serve(self, commits: list[Commit], by: PeerId = A) -> None:
+        chain = self.chains[by] = Chain(self.folder / by)
         for commit in commits:
-            self.chain.append(commit)
-        serving = Serving(self.run.info, self.chain, None, lambda parent, first, count: None)
+            chain.append(commit)
+        serving = Serving(self.run.info, chain, None, lambda parent, first, count: None)
         answer = serving.answer
 
         class Handler:
@@ -70,7 +73,7 @@ class Scene:
             async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
                 return answer(unpack(Request, request))
 
-        await self.peer.transport.serve(Handler())
+        await self.network.peer(by).transport.serve(Handler())
 
     async def report(self) -> RunReport:
         reader = self.network.peer("reader")
@@ -161,6 +164,57 @@ def test_a_degraded_certificate_is_said_to_be_one(tmp_path: Path) -> None:
 
     report = run_virtual(main())
     assert (report.certificate, report.degraded, report.checked) == ("degraded", True, False)
+
+
+class TwoHistories(Scene):
+    """Round 2 was committed twice; `a` is at round 6, `b` at round 4 of another history, signed by `signer`."""
+
+    def __init__(self, folder: Path, signer: PeerId = A) -> None:
+        super().__init__(folder)
+        self.ours = self.run.chain(7)
+        self.theirs = self.ours[:2]
+        for round in range(2, 5):
+            manifest = self.run.child(self.theirs[-1].manifest, sha256(b"other %d" % round), sha256(b"wire"))
+            self.theirs.append(self.run.certified(manifest, signer))
+
+    async def begin(self, b_serves: bool = True) -> None:
+        await self.announce_run()
+        await self.serve(self.ours)
+        if b_serves:
+            await self.serve(self.theirs, B)
+        await self.announce_head(self.ours[6])
+        await self.announce_head(self.theirs[4], 30, B)
+        await self.announce_head(self.ours[3], 60, NEWCOMER)
+
+
+def test_who_stands_on_another_history_is_told_from_who_is_behind(tmp_path: Path) -> None:
+    async def main() -> tuple[RunReport, TwoHistories]:
+        scene = TwoHistories(tmp_path)
+        await scene.begin()
+        return await scene.report(), scene
+
+    report, scene = run_virtual(main())
+    [fork] = report.forks
+    tokens = scene.ours[1].manifest.tokens
+    child = scene.ours[2].certificate.manifest.hex()
+    assert (fork.round, fork.parent) == (1, scene.ours[1].certificate.manifest.hex())
+    assert fork.sides[child] == Side(child, "majority", 6, 5, 5 * tokens, 1, 1, (A, NEWCOMER), NOW - 9)
+    child = scene.theirs[2].certificate.manifest.hex()
+    assert fork.sides[child] == Side(child, "majority", 4, 3, 3 * tokens, 1, 1, (B,), NOW - 30)
+    assert (report.round, report.to_json()["forks"][0]["round"]) == (6, 1)
+
+
+@pytest.mark.parametrize(("signer", "b_serves"), [(B, True), (A, False)], ids=["made up", "not to be had"])
+def test_another_history_that_is_not_proved_is_passed_over(tmp_path: Path, signer: PeerId, b_serves: bool) -> None:
+    """Of one that no elector of the common manifest has signed, or that nobody gives, nothing is said."""
+
+    async def main() -> RunReport:
+        scene = TwoHistories(tmp_path, signer)
+        await scene.begin(b_serves)
+        return await scene.report()
+
+    report = run_virtual(main())
+    assert (report.round, report.checked, report.forks) == (6, True, ())
 
 
 def test_nobody_in_the_directory_is_a_clear_error(tmp_path: Path) -> None:

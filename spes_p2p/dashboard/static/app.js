@@ -53,6 +53,9 @@ function showHeader(state) {
   const notice = by("notice");
   notice.hidden = !(source && source.error) || Boolean(state.replay);
   if (source && source.error) notice.textContent = `Nobody has answered for ${span(state.now - source.since)}: ${source.error}. What is shown is what was known.`;
+  const forks = (state.head && state.head.forks) || [];
+  by("forks").hidden = !forks.length || Boolean(state.replay);
+  by("forks").textContent = forks.map(lines => lines.join("\n")).join("\n\n");
   const degraded = state.rounds.degraded.reduce((sum, one) => sum + one, 0);
   by("footer").textContent = `spes-p2p ${state.program}` + (state.run ? ` · fingerprint ${state.run.fingerprint.slice(0, 16)}` : "") + (degraded ? ` · ${degraded} rounds without a majority` : "");
 }
