@@ -318,7 +318,7 @@ def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
     def told(words: Words) -> None:
         nonlocal before
         if words.last_round is not None and words.last_round != before.last_round:
-            say(f"the run ends with round {words.last_round}, by our key: nobody can join it after that")
+            say(f"the run ends with round {words.last_round}, by the organiser's key: nobody can join it after that")
         for parent, child in words.children.items():
             if before.children.get(parent) != child:
                 say(f"after {short(parent)} the run goes on with {short(child)}, by the organiser's choice")

@@ -6,8 +6,9 @@ Takes part in nothing: the identity is thrown away, and the run's config is all 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +16,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from spes_p2p.config.schema import Config
+from spes_p2p.data.pieces import PieceGrid
+from spes_p2p.data.web_url import WebAccess, WebFolder, needs_consent
 from spes_p2p.errors import ClockSkewed, ConfigError, NetworkError, RemoteProtocolError, SpesError
-from spes_p2p.ids import PeerId, short
+from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.peer.checks import (
     Check,
     clock_check,
@@ -32,11 +35,16 @@ from spes_p2p.peer.devices import choose_cards
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
 from spes_p2p.peer.machine import find_disk, find_machine
 from spes_p2p.peer.options import Meeting, PeerOptions
+from spes_p2p.peer.web_data import absent_on_web
 from spes_p2p.planning.budget import Device
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.records import RunGroup, parse_all, parse_peer, peers_key
 from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.piece_fetching import fetch_catalogue
+from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.web_sources import SourceKeeper
 
 Tell = Callable[[Check], None]
 NETWORK_SECONDS = 22.0
@@ -131,11 +139,14 @@ async def _ask(options: PeerOptions, meeting: Meeting, folder: Path, note: Tell,
         note(_port_check(network))
         note(_reach_check(network))
         group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
-        found.config = (await load_run(network.transport, group, ANSWER_SECONDS))[1]
+        info, found.config = await load_run(network.transport, group, ANSWER_SECONDS)
         records, _ = parse_all(parse_peer, await network.directory.read(peers_key(group.run_id), ANSWER_SECONDS))
         found.peers = sum(record.role == "peer" for record in records.values())
         note(_run_check(group, found.peers))
         found.speed = await _speed(network, note)
+        if info.dataset != NO_HASH:
+            holders = [info.organiser, *(peer for peer in records if peer != info.organiser)][:MOST_ASKED]
+            await _look_at_web(network, info, holders, folder, options.web_data, note)
     finally:
         await network.close()
 
@@ -155,6 +166,41 @@ def _reach_check(network: HivemindNetwork) -> Check:
 
 def _run_check(group: RunGroup, peers: int) -> Check:
     return Check("run", "ok", f"{group.run_id}, round {group.round}, {peers} {'peer' if peers == 1 else 'peers'}")
+
+
+async def _look_at_web(
+    network: HivemindNetwork, info: RunInfo, holders: Sequence[PeerId], folder: Path, access: WebAccess, note: Tell
+) -> None:
+    """Whether each of the web servers that the organiser names gives data; where it names any."""
+    keeper = SourceKeeper(info, EnvelopeChecker(network.verifier).check, folder)
+    for holder in holders:
+        with contextlib.suppress(NetworkError, RemoteProtocolError):  # it knows of none
+            await keeper.look(network.transport, holder, ANSWER_SECONDS)
+    if keeper.urls:
+        catalogue = await fetch_catalogue(network.transport, info.dataset, holders, ANSWER_SECONDS, lambda notice: None)
+        note(await web_check(keeper.urls, access, PieceGrid(catalogue)))
+
+
+async def web_check(urls: Sequence[str], access: WebAccess, grid: PieceGrid) -> Check:
+    """Asks each for one piece of the run's data, which must be the right one."""
+    answers = await asyncio.gather(*(_why_not(url, access, grid) for url in urls))
+    absent = [f"{url}: {why}" for url, why in zip(urls, answers, strict=True) if why]
+    text = f"{len(urls) - len(absent)} of {len(urls)} web servers give the run's data"
+    if not absent:
+        return Check("web", "ok", text)
+    fix = "other peers may have the data: spes-p2p status says how many copies there are; else tell the organiser"
+    return Check("web", "warning", f"{text}; {'; '.join(absent)}", fix)
+
+
+async def _why_not(url: str, access: WebAccess, grid: PieceGrid) -> str:
+    """Empty where it gives data."""
+    if access is not WebAccess.ANY and needs_consent(url):
+        return "not of the open web, asked only with join --web-data any"
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return (await absent_on_web([WebFolder(url)], access, grid)).get(url, "")
+    except TimeoutError:
+        return f"no answer in {ANSWER_SECONDS:g} s"
 
 
 async def _speed(network: HivemindNetwork, note: Tell) -> tuple[float, float, PeerId] | None:

@@ -68,7 +68,9 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
     """One line for the certificate, and one where members came or went or columns lost their last owner."""
     manifest = commit.manifest
     tokens = sum(entry.tokens for entry in manifest.roster)
-    kind = {"degraded": " (degraded)", "organiser": " (new members, by our key)"}.get(commit.certificate.label, "")
+    kind = {"degraded": " (degraded)", "organiser": " (new members, by the organiser's key)"}.get(
+        commit.certificate.label, ""
+    )
     lines = [
         f"round {manifest.round}{kind}: step {manifest.step:,}, "
         + (

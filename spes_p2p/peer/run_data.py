@@ -10,10 +10,10 @@ from spes_p2p.data.loader import check_enough, check_vocabulary, open_dataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.data.web_url import checked_urls, needs_consent
+from spes_p2p.data.web_url import WebAccess, WebFolder, checked_urls, needs_consent
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.start_state import check_tokenizer
-from spes_p2p.peer.web_data import check_on_web, open_on_web
+from spes_p2p.peer.web_data import absent_on_web, open_on_web
 from spes_p2p.sync.pieces import EmptyShelf, PieceShelf
 
 Say = Callable[[str], None]
@@ -40,7 +40,9 @@ async def open_run_data(
         dataset = open_dataset(config)
         shelf = FolderPieces.open(dataset, folder, say)
         urls = urls or checked_urls(dataset.urls)
-        await check_on_web(urls, shelf.grid, say)
+        own = [WebFolder(url, is_own=True) for url in urls]
+        for url, why in (await absent_on_web(own, WebAccess.ANY, shelf.grid)).items():  # the run can go on for a while
+            say(f"no data at {url}: {why}")
     else:
         found = await open_on_web(urls, say, folder)
         dataset, shelf = found.dataset, EmptyShelf(found.grid)

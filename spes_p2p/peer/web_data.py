@@ -117,17 +117,18 @@ async def _look(client: WebClient, folder: WebFolder, before: WebDataset | None)
     return before or found
 
 
-async def check_on_web(urls: Sequence[str], grid: PieceGrid, say: Callable[[str], None]) -> None:
-    """Says which of these have not the organiser's data: the run can go on without them, for a while."""
-    client = WebClient(WebAccess.ANY)
+async def absent_on_web(folders: Sequence[WebFolder], access: WebAccess, grid: PieceGrid) -> dict[str, str]:
+    """By URL, why a piece of the run's data cannot be had from it; nothing of those from which it can."""
+    client, why = WebClient(access), dict[str, str]()
     try:
-        for url in urls:
+        for folder in folders:
             try:
-                await WebShards(client, WebFolder(url, is_own=True), grid).pieces([max(0, grid.total - 1)])
+                await WebShards(client, folder, grid).pieces([max(0, grid.total - 1)])
             except (NetworkError, RemoteProtocolError) as error:
-                say(f"no data at {url}: {error}")
+                why[folder.url] = str(error)
     finally:
         await client.close()
+    return why
 
 
 def _keep(folder: Path, found: WebDataset) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from spes_p2p.peer import doctor, machine
 from spes_p2p.peer.checks import Disk
-from tests.cli.conftest import LOOPBACK, Answer, Organiser, spes_p2p
+from tests.cli.conftest import LOOPBACK, Answer, Organiser, serve, spes_p2p
 from tests.cli.test_errors import NOBODY, refused
 
 
@@ -29,6 +29,14 @@ def test_everything_is_looked_at_and_nothing_is_left_behind(tmp_path: Path, orga
     assert "Mbit/s up" in found["speed"]["text"]
     assert all(check["fix"] for check in found.values() if check["level"] != "ok")
     assert not (tmp_path / "peer").exists()
+
+
+def test_the_web_servers_that_the_organiser_names_are_looked_at(tmp_path: Path, tokens: Path) -> None:
+    url = "http://127.0.0.1:1/shards"
+    for node in serve(tmp_path / "node", tokens, f'data.urls=["{url}"]'):
+        found = checks(spes_p2p("doctor", "--initial-peers", node.address, "--host-maddrs", LOOPBACK, "--json"))["web"]
+    assert found["level"] == "warning"
+    assert found["text"].startswith(f"0 of 1 web servers give the run's data; {url}: not of the open web")
 
 
 def test_lines_for_people_end_with_what_it_comes_to(tmp_path: Path) -> None:

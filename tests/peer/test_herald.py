@@ -39,6 +39,10 @@ def test_a_certificate_is_one_line() -> None:
     assert commit_lines(FIRST, GENESIS.manifest) == ["round 1: step 1, 1.0k tokens of 1 peer, 1.0k in all"]
     degraded = replace(FIRST, certificate=replace(FIRST.certificate, kind="degraded", heard=(A,)))
     assert commit_lines(degraded, GENESIS.manifest)[0].startswith("round 1 (degraded): step 1, ")
+    renewal = replace(FIRST, certificate=replace(FIRST.certificate, kind="degraded", heard=()))
+    assert renewal.certificate.by_organiser
+    said = commit_lines(renewal, GENESIS.manifest)[0]  # also by a mirror, whose key it is not
+    assert said.startswith("round 1 (new members, by the organiser's key): ")
 
 
 def test_who_came_and_went_and_what_lost_its_owner_is_said() -> None:

@@ -12,8 +12,11 @@ from spes_p2p.config.load import load_config, published_yaml
 from spes_p2p.data import web_client
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.trees import TREES, FolderPieces
+from spes_p2p.data.web_url import WebAccess
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.peer.bootstrap import BootstrapOptions, _read_run
+from spes_p2p.peer.checks import Check
+from spes_p2p.peer.doctor import web_check
 from spes_p2p.peer.options import NetworkOptions
 from spes_p2p.peer.run_file import NewRun, start_run
 from spes_p2p.peer.web_data import open_on_web
@@ -97,3 +100,22 @@ def test_the_run_is_the_same_wherever_its_data_lies(server: WebServer, shards: P
     assert here[2] > 0
     assert web[2] == moved[2] == 0
     assert "--web-data any" in web[3][0]
+
+
+def test_the_doctor_says_which_web_servers_give_the_data(server: WebServer, shards: Path, tmp_path: Path) -> None:
+    grid = whole(shards, tmp_path / "whole").grid
+    with WebServer(make_tokens(tmp_path, words=5000, seed=3)) as false:
+        gone = "https://127.0.0.1:1/shards"
+
+        def check(*urls: str, access: WebAccess = WebAccess.ANY) -> Check:
+            return asyncio.run(web_check(urls, access, grid))
+
+        assert check(server.url) == Check("web", "ok", "1 of 1 web servers give the run's data")
+        found = check(server.url, gone, false.url)
+        assert (found.level, found.text.split("; ")[0]) == ("warning", "1 of 3 web servers give the run's data")
+        assert f"{gone}: manifest.json: 127.0.0.1: ConnectError" in found.text
+        assert f"{false.url}: manifest.json at " in found.text
+        asked = len(server.asked)
+        found = check(server.url, access=WebAccess.PUBLIC)
+        assert f"{server.url}: not of the open web" in found.text
+        assert len(server.asked) == asked
