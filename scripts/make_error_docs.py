@@ -26,8 +26,8 @@ AREAS = {
     "state": "State on disk", "checkpoint": "Checkpoints", "interop": "Models", "peer": "A peer or a bootstrap node",
     "train": "Training", "model": "Training", "experts": "Training", "ownership": "The run", "planning": "Planning",
     "observe": "Metrics", "dashboard": "Dashboard", "testing": "Quickstart and tests", "codecs": "The run",
-    "wire": "The run", "ids": "The run", "errors": "The run", "limits": "The run", "steps": "Quickstart and tests",
-    "__init__": "Commands",
+    "wire": "The run", "ids": "The run", "errors": "The run", "limits": "The run", "files": "State on disk",
+    "steps": "Quickstart and tests", "__init__": "Commands",
 }  # fmt: skip
 
 

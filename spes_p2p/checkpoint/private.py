@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.state.files import storing
+from spes_p2p.files import storing
 
 if TYPE_CHECKING:
     import torch

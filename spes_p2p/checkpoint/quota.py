@@ -16,10 +16,10 @@ from typing import Any
 from spes_p2p.checkpoint.private import private_bytes
 from spes_p2p.checkpoint.save import checkpoint_folders, step_of, superseded_folders
 from spes_p2p.errors import StorageFull
+from spes_p2p.files import remove_folder
 from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK
 from spes_p2p.planning.units import enough_text
-from spes_p2p.state.files import remove_folder
 from spes_p2p.state.version import Version
 
 _METADATA_BYTES = 2**14

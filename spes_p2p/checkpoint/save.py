@@ -19,15 +19,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from spes_p2p import steps
-from spes_p2p.checkpoint.atomic import canonical_json, new_folder, write_bytes
 from spes_p2p.checkpoint.private import FileRecord, write_private
+from spes_p2p.files import recover_folders, remove_folder, storing, whole_folder, write_whole
 from spes_p2p.ids import sha256
-from spes_p2p.state.files import remove_folder
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.version import HASHES_FILE, Version, block_file
 from spes_p2p.steps import reached
@@ -35,6 +35,7 @@ from spes_p2p.steps import reached
 FORMAT = 1
 METADATA_FILE = "metadata.json"
 STATE_FOLDER = "state"
+_PARTIAL = "partial-"
 _SUPERSEDED = "superseded-"
 _STEP = re.compile(r"(?:replaced-)?step-(\d{8,})")
 
@@ -50,7 +51,7 @@ def save_checkpoint(
     untouched.
     """
     target = root / f"step-{step:08d}"
-    with new_folder(target) as folder:
+    with _new_folder(target) as folder:
         state = folder / STATE_FOLDER
         state.mkdir()
         version.link_into(state)
@@ -65,10 +66,27 @@ def save_checkpoint(
             "run": json.loads(json.dumps(run)),  # keys as they will be read
             "files": {name: dataclasses.asdict(record) for name, record in files.items()},
         }
-        write_bytes(folder / METADATA_FILE, sealed_json(metadata))
+        write_whole(folder / METADATA_FILE, sealed_json(metadata))
         reached(steps.CHECKPOINT_SEALED, folder=folder, round=version.round)
     _prune(root, step, keep_checkpoints)
     return target
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A checkpoint to fill, where what a crash left of others is cleared away first."""
+    with storing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover_folders(target.parent)
+        for leftover in target.parent.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover)
+    with whole_folder(target, target.with_name(_PARTIAL + target.name)) as folder:
+        yield folder
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one JSON text of `value`: sorted keys, two spaces of indentation, a newline at the end."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def sealed_json(metadata: dict[str, Any]) -> bytes:

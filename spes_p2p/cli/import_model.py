@@ -16,8 +16,8 @@ def import_model(
 
     Example: spes-p2p import OLMoE-1B-7B --output model.yaml
     """
+    from spes_p2p.files import write_whole
     from spes_p2p.interop.importing import StartModel
-    from spes_p2p.state.files import write_whole
 
     section = StartModel.open(folder).section()
     if output is not None:

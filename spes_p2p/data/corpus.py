@@ -11,8 +11,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from spes_p2p.data.shards import atomic_file, storage_errors
 from spes_p2p.errors import DataError
+from spes_p2p.files import storing, whole_file
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings"}
 """Folders that hold other projects, or tables and test data rather than text."""
@@ -28,11 +28,11 @@ def build_stdlib_corpus(output_dir: Path, max_bytes: int = 4_000_000, files: int
     documents = list(_documents(Path(sysconfig.get_path("stdlib")), max_bytes))
     if not documents:
         raise DataError("this Python carries no sources of its standard library", fix="give text of your own: --data")
-    with storage_errors(output_dir):
+    with storing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
     paths = [output_dir / f"stdlib-{index}.jsonl" for index in range(files)]
     for index, path in enumerate(paths):
-        with atomic_file(path) as file:
+        with whole_file(path) as file:
             file.writelines(json.dumps(document).encode() + b"\n" for document in documents[index::files])
     return paths
 

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from spes_p2p.data.shards import Shard, write_atomically
+from spes_p2p.data.shards import Shard
 from spes_p2p.errors import DataError
+from spes_p2p.files import write_whole
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -61,7 +62,7 @@ class Manifest:
         plain = dataclasses.asdict(self)
         if not self.urls:  # older versions can read it then
             del plain["urls"]
-        write_atomically(path, (json.dumps(plain, indent=1) + "\n").encode())
+        write_whole(path, (json.dumps(plain, indent=1) + "\n").encode())
         return path
 
     @classmethod

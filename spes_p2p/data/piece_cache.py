@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spes_p2p.data.pieces import PieceGrid
-from spes_p2p.data.shards import storage_errors
 from spes_p2p.errors import StorageFull
+from spes_p2p.files import storing, write_into
 from spes_p2p.ids import Hash
 
 SLOTS = "pieces.bin"
@@ -34,7 +34,7 @@ class PieceCache:
         self._slot_bytes = grid.max_bytes
         self.capacity = min(grid.total, max_bytes // (self._slot_bytes + _NUMBER_BYTES))
         self._lock = threading.Lock()
-        with storage_errors(folder / SLOTS):
+        with storing(folder / SLOTS):
             folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT
             self._slots = os.open(folder / SLOTS, flags, 0o644)
@@ -114,9 +114,9 @@ class PieceCache:
 
     def _write(self, slot: int, piece: int, joined: bytes) -> None:
         try:
-            with storage_errors(self._path):
-                _write_at(self._slots, joined, slot * self._slot_bytes)
-                _write_at(self._numbers, (piece + 1).to_bytes(_NUMBER_BYTES, "little"), slot * _NUMBER_BYTES)
+            with storing(self._path):
+                write_into(self._slots, slot * self._slot_bytes, joined)
+                write_into(self._numbers, slot * _NUMBER_BYTES, (piece + 1).to_bytes(_NUMBER_BYTES, "little"))
         except StorageFull:
             self.capacity = self._used
             if slot < self._used:
@@ -161,9 +161,3 @@ class PieceCache:
                 self._piece_in[slot], self._slot_of[piece] = piece, slot + 1
             else:
                 self._free.append(slot)
-
-
-def _write_at(descriptor: int, data: bytes, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, memoryview(data)[done:], offset + done)

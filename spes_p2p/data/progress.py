@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.data.readers import SUFFIXES
-from spes_p2p.data.shards import Shard, storage_errors, write_atomically
+from spes_p2p.data.shards import Shard
 from spes_p2p.errors import DataError
+from spes_p2p.files import PARTIAL, storing, write_whole
 
 FOLDER = ".progress"
 _SETTINGS = "settings.json"
@@ -95,14 +96,14 @@ class Workspace:
     @contextmanager
     def opened(cls, folder: Path, settings: Settings, units: Sequence[Unit]) -> Iterator[Workspace]:
         """Creates or continues `folder`. Raises DataError when it is in use or holds other inputs or settings."""
-        with storage_errors(folder):
+        with storing(folder):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         with open(folder / FOLDER / _LOCK, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise DataError(f"another tokenize is writing to {folder}", fix="wait for it to end") from error
-            for leftover in folder.glob("*.tmp"):
+            for leftover in folder.glob(f"*{PARTIAL}"):
                 leftover.unlink()
             _check_settings(folder, settings)
             _check_strangers(folder, units)
@@ -114,7 +115,7 @@ class Workspace:
     def save(self, unit: Unit, progress: UnitProgress) -> None:
         """Makes `progress` of `unit` durable. Raises StorageFull."""
         plain = {"input": self._identity[unit], **dataclasses.asdict(progress)}
-        write_atomically(_record_path(self.folder, unit), json.dumps(plain).encode())
+        write_whole(_record_path(self.folder, unit), json.dumps(plain).encode())
         self._progress[unit] = progress
 
     def _load(self, unit: Unit) -> UnitProgress:
@@ -151,7 +152,7 @@ def _check_settings(folder: Path, settings: Settings) -> None:
     path = folder / FOLDER / _SETTINGS
     plain = dataclasses.asdict(settings)
     if not path.is_file():
-        write_atomically(path, json.dumps(plain, indent=1).encode())
+        write_whole(path, json.dumps(plain, indent=1).encode())
         return
     before = json.loads(path.read_text(encoding="utf-8"))
     for key, value in plain.items():

@@ -7,11 +7,9 @@ out what the tokens are and where to go on after an interruption (`tokenize.py`)
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +18,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.errors import ConfigError
+from spes_p2p.files import storing, whole_file
 
 HEADER_BYTES = 128
 
@@ -45,51 +44,6 @@ def npy_header(dtype: str, tokens: int) -> bytes:
         + fields.ljust(HEADER_BYTES - 11).encode()
         + b"\n"
     )
-
-
-@contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk, quota or file size limit while writing `path` into StorageFull."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        fix = "free some space (finished shards stay valid) and run the same command again"
-        raise StorageFull(f"{path} cannot be written: {os.strerror(error.errno)}", fix=fix) from error
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file open for writing that becomes `path` at the end of the block, or vanishes if the block raises.
-
-    Raises StorageFull when the disk is full.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with storage_errors(path), open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces `path` by `content`, or leaves it as it was. Raises StorageFull."""
-    with atomic_file(path) as file:
-        file.write(content)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ShardWriter:
@@ -143,7 +97,7 @@ class ShardWriter:
     def _append(self, tokens: NDArray[np.unsignedinteger]) -> None:
         if self._file is None:
             self._name = f"{self._stem}-{len(self.finished):05d}.npy"
-            self._file = self._stack.enter_context(atomic_file(self._folder / self._name))
+            self._file = self._stack.enter_context(whole_file(self._folder / self._name))
             self._file.write(npy_header(self._dtype.name, 0))
             self._digest = hashlib.sha256()
         self._file.write(tokens.data)
@@ -152,7 +106,7 @@ class ShardWriter:
 
     def _finish(self) -> None:
         assert self._file is not None
-        with storage_errors(self._folder / self._name):
+        with storing(self._folder / self._name):
             self._file.seek(0)
             self._file.write(npy_header(self._dtype.name, self._tokens))
         self._stack.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,8 +27,8 @@ from spes_p2p.data.pieces import (
     PieceGrid,
     ShardRoot,
 )
-from spes_p2p.data.shards import storage_errors
 from spes_p2p.errors import DataError, RemoteProtocolError, StorageFull
+from spes_p2p.files import PARTIAL, whole_file
 from spes_p2p.ids import NO_HASH, Hash, sha256
 from spes_p2p.wire import pack, unpack
 
@@ -190,7 +190,8 @@ def _hash_all(dataset: Dataset, key: Hash, piece_bytes: int, path: Path) -> None
         piece_bytes,
         tuple(ShardRoot(file.tokens, EMPTY_ROOT) for file in dataset.files),
     )
-    with _whole_file(path) as out:
+    _remove_left_ones(path)
+    with whole_file(path, mark=f".{os.getpid()}") as out:  # several processes may make the same one at a time
         _write_head(out, _Head(key, empty))
         grid = PieceGrid(empty)
         roots = [_write_tree(out, file, grid) for file in dataset.files]
@@ -245,26 +246,10 @@ def _leaves(file: TokenFile, grid: PieceGrid) -> Iterator[bytes]:
         )
 
 
-@contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is whole; several processes may make the same one at a time."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    _remove_left_ones(path)
-    try:
-        with storage_errors(path), open(temporary, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _remove_left_ones(path: Path) -> None:
     """What processes that were ended hard had begun."""
-    for left in path.parent.glob(f"{path.name}.*.tmp"):
-        number = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
+    for left in path.parent.glob(f"{path.name}.*{PARTIAL}"):
+        number = left.name.removeprefix(f"{path.name}.").removesuffix(PARTIAL)
         if number.isdecimal() and not psutil.pid_exists(int(number)):
             with suppress(OSError):  # of somebody else, in a folder that several use
                 left.unlink()

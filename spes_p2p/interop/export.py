@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from spes_p2p.config.schema import ModelConfig
+from spes_p2p.files import storing
 from spes_p2p.interop.card import Facts, model_card
 from spes_p2p.interop.hf import hf_config, state_tensors
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import TORCH_DTYPES, Dtype, Piece, Report, write_weights
-from spes_p2p.state.files import storing
 from spes_p2p.state.layout import BlockSource, Layout, StateTensor
 
 if TYPE_CHECKING:

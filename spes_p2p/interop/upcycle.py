@@ -20,11 +20,11 @@ from torch import Tensor
 
 from spes_p2p.config.schema import ModelConfig
 from spes_p2p.errors import ConfigError
+from spes_p2p.files import storing
 from spes_p2p.interop.export import write_model
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.interop.importing import StartModel, check_parts, model_fields, read_config
 from spes_p2p.interop.weights import Dtype, Piece, PublishedWeights, Report
-from spes_p2p.state.files import storing
 from spes_p2p.state.layout import StateTensor
 
 RouterInit = Literal["zeros", "normal", "scaled_normal", "from_mlp"]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spes_p2p.errors import CheckpointError
-from spes_p2p.state.files import storing
+from spes_p2p.files import storing
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,7 +8,6 @@ TensorBoard and wandb are optional and loaded only when asked for. The live scre
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.files import storing
 from spes_p2p.observe.events import Event, Sink, from_json, to_json
 from spes_p2p.observe.text import line, scalars
 
 METRICS_FILE = "metrics.jsonl"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class JsonLines:
@@ -41,12 +40,11 @@ class JsonLines:
         data = to_json(time, event).encode() + b"\n"
         written = 0
         try:
-            while written < len(data):
-                written += os.write(self._file, data[written:])
-        except OSError as error:
+            with storing(self._path, len(data)):
+                while written < len(data):
+                    written += os.write(self._file, data[written:])
+        except (OSError, StorageFull):
             self._take_back(written)
-            if error.errno in _FULL:
-                raise StorageFull(f"no space left for {self._path}", fix="free some space on that disk") from error
             raise
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_mirrors import WebMirrors
 from spes_p2p.errors import ConfigError, LastingError, NetworkError, RemoteProtocolError
+from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.own import run_layout
 from spes_p2p.limits import allow_open_files
@@ -41,7 +42,6 @@ from spes_p2p.peer.phases import phase_of
 from spes_p2p.peer.stopping import Stopped, until_stopped
 from spes_p2p.peer.vitals import VitalsKeeper
 from spes_p2p.peer.web_data import mirrors_of
-from spes_p2p.state.files import storing
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
 from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC

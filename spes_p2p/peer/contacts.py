@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from spes_p2p.errors import StorageFull
+from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.kept_invite import INVITE_FILE
-from spes_p2p.state.files import write_whole
 from spes_p2p.swarm.invite import ADDRESSES_EACH, Invite, encode, invited_to, is_name, to_be_shown
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.genesis import RunInfo

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from spes_p2p.data.feed import Feed
 from spes_p2p.data.pieces import Catalogue
-from spes_p2p.data.shards import write_atomically
 from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
+from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.piece_fetching import PieceFetcher
@@ -106,4 +106,4 @@ def kept_catalogue(folder: Path, dataset: Hash) -> Catalogue | None:
 def keep_catalogue(folder: Path, packed: bytes) -> None:
     """For a later life, which may find nobody to ask. Raises StorageFull."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / CATALOGUE_FILE, packed)
+    write_whole(folder / CATALOGUE_FILE, packed)

@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError, LastingError
+from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash
-from spes_p2p.state.files import write_whole
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain

@@ -20,6 +20,7 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.files import write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.own import run_layout
 from spes_p2p.observe.metrics import bytes_text
@@ -27,7 +28,6 @@ from spes_p2p.peer.connection import ANSWER_SECONDS, check_organiser
 from spes_p2p.peer.data_feed import DATA, PAUSE_SECONDS, PIECES_A_PASS, check_dataset, keep_catalogue, kept_catalogue
 from spes_p2p.peer.folder import RUN, claim_folder
 from spes_p2p.peer.options import Meeting
-from spes_p2p.state.files import write_whole
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError, StorageFull, first_line
-from spes_p2p.state.files import write_whole
+from spes_p2p.files import write_whole
 
 MARK = "# Written by `spes-p2p service install`; `spes-p2p service uninstall` removes it."
 SYSTEMCTL = "systemctl"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from spes_p2p.data.manifest import MANIFEST, Dataset, Manifest, dataset_dtype
 from spes_p2p.data.pieces import Catalogue, PieceGrid
-from spes_p2p.data.shards import write_atomically
 from spes_p2p.data.web_client import WebClient
 from spes_p2p.data.web_mirrors import WebMirrors
 from spes_p2p.data.web_shards import WebShards, read_catalogue, read_manifest
 from spes_p2p.data.web_url import WebAccess, WebFolder, checked_url, needs_consent
 from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
+from spes_p2p.files import write_whole
 from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.pieces import DataTraffic
@@ -134,7 +134,7 @@ async def absent_on_web(folders: Sequence[WebFolder], access: WebAccess, grid: P
 def _keep(folder: Path, found: WebDataset) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     found.manifest.write(folder)
-    write_atomically(folder / WEB_CATALOGUE, pack(found.catalogue))
+    write_whole(folder / WEB_CATALOGUE, pack(found.catalogue))
 
 
 def _kept(folder: Path) -> WebDataset | None:

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from spes_p2p.errors import StateError
+from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash
-from spes_p2p.state.files import write_whole
 from spes_p2p.state.hashes import HASH_BYTES, hash_tiles, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.version import HASHES_FILE, Version, block_file, bytes_of, map_block

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spes_p2p.errors import LocalProtocolError, StateError, StorageFull
+from spes_p2p.files import link_or_copy, remove_folder, reserve, storing, sync, write_at, write_whole
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.files import link_or_copy, remove_folder, reserve, storing, sync, write_at, write_whole
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.version import (

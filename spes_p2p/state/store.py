@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from spes_p2p.errors import StateError, StorageFull
+from spes_p2p.files import publish_folder, recover_folders, remove_folder, storing, sync
 from spes_p2p.ids import Hash
-from spes_p2p.state.files import publish_folder, recover_folders, remove_folder, storing, sync
 from spes_p2p.state.hashes import HASH_THREADS, hash_tile
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.salvage import salvaged

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.errors import LocalProtocolError, StateError, TileDamaged
+from spes_p2p.files import link_or_copy, storing, write_into
 from spes_p2p.ids import NO_HASH, Hash, short
-from spes_p2p.state.files import link_or_copy, storing, write_into
 from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.maps import map_file

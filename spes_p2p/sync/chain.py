@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
+from spes_p2p.files import sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.state.files import sync, write_whole
 from spes_p2p.state.hashes import split_hashes
 from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.core.rules import CheckSignature, RunRules, check_certificate, check_child

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.errors import LocalProtocolError, StorageFull
+from spes_p2p.files import reserve, storing, write_at
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.files import reserve, storing, write_at
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.version import DTYPE, block_file, bytes_of, map_block
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.data.shards import write_atomically
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Signer, Transport
 from spes_p2p.sync.core.messages import signing_bytes
@@ -129,5 +129,5 @@ class SourceKeeper:
         self._known = found
         with contextlib.suppress(StorageFull, OSError):  # it is asked for again in the next life
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, pack(found))
+            write_whole(self._path, pack(found))
         self.changed()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p.checkpoint import atomic
 from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.errors import CheckpointError, StateError, StorageFull
@@ -204,12 +203,3 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, store: StateSt
     checkpoint: Checkpoint = load_checkpoint(save(tmp_path, store, 100))
     with pytest.raises(StateError, match=r"missing|bytes instead of"):
         checkpoint.version(small_layout(columns=4))
-
-
-def test_files_are_replaced_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "vote.json"
-    atomic.write_json(path, {"b": 1, "a": [2]})
-    with file_size_limit(4), pytest.raises(StorageFull, match=f"{path}"):
-        atomic.write_bytes(path, bytes(5))
-    assert path.read_bytes() == atomic.canonical_json({"a": [2], "b": 1})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["vote.json"]

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from spes_p2p import files
 from spes_p2p.checkpoint import private as private_module
 from spes_p2p.checkpoint.load import load_checkpoint, load_latest
 from spes_p2p.errors import StorageFull
-from spes_p2p.state import files
 from spes_p2p.state.store import StateStore
 from tests.checkpoint.test_checkpoint import save
 from tests.state.small import commit_round, small_layout, small_store
@@ -74,9 +74,9 @@ def at_every_step(crash: Callable[[], None]) -> Iterator[None]:
 
         return call
 
-    def opened(path: Path, mode: str = "r") -> Any:
-        file = builtins.open(path, mode)  # noqa: SIM115 (whoever opens it closes it)
-        return Writer(file, once) if mode in ("wb", "xb") else file
+    def opened(path: Path, mode: str = "r", **options: Any) -> Any:
+        file = builtins.open(path, mode, **options)  # noqa: SIM115 (whoever opens it closes it)
+        return Writer(file, once) if mode in ("wb", "xb", "x+b") else file
 
     with pytest.MonkeyPatch.context() as patch:
         for name in STEPS:
@@ -157,7 +157,7 @@ def killed_at(root: Path, store_folder: Path, step: int) -> bool:
 
 def test_a_child_killed_at_random_leaves_a_good_checkpoint(tmp_path: Path, store: StateStore) -> None:
     root, found = tmp_path / "checkpoints", set()
-    for step in random.Random(0).sample(range(1, 40), 12):
+    for step in random.Random(0).sample(range(1, 60), 16):
         shutil.rmtree(root, ignore_errors=True)
         save(root, store, 100, round=0)
         killed_at(root, store.directory, step)

@@ -153,7 +153,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bytes(corpus: Path, tmp_path: 
         try:
             result = tokenize([str(corpus)], out, replace(SMALL, batch_size=batch_size), interrupt)
         except KeyboardInterrupt:
-            assert not list(out.glob("*.tmp"))
+            assert not list(out.glob("*.partial"))
             assert not (out / "manifest.json").exists()
     assert limit > 3
     assert content(out) == content(tmp_path / "whole")
@@ -312,7 +312,7 @@ def test_a_full_disk_leaves_finished_shards_and_no_half_of_one(corpus: Path, tmp
     out = tmp_path / "out"
     (corpus / "x" / "same.jsonl").write_bytes(lines("x" * 100_000))
     big = replace(SMALL, max_shard_bytes=10**6)
-    with largest_file(100_000), pytest.raises(StorageFull, match=r"same-00000.npy cannot be written"):
+    with largest_file(100_000), pytest.raises(StorageFull, match=r"same-00000.npy: no room for more"):
         tokenize([str(corpus)], out, big)
     assert not list(out.glob("*.npy*"))
     tokenize([str(corpus)], out, big)

@@ -79,13 +79,13 @@ def test_where_the_folder_cannot_be_written_the_trees_are_kept_in_the_own_one(
     assert (folder.parent / "own" / TREES).is_file()
     assert pieces.find(0) is not None
     assert opened(folder).dataset_hash == pieces.dataset_hash
-    assert list(folder.glob("*.tmp")) == []
+    assert list(folder.glob("*.partial")) == []
 
 
 def test_what_a_killed_process_had_begun_is_removed(folder: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    left, running = folder / f"{TREES}.{ended.pid}.tmp", folder / f"{TREES}.1.tmp"
+    left, running = folder / f"{TREES}.{ended.pid}.partial", folder / f"{TREES}.1.partial"
     left.touch()
     running.touch()
     (folder / TREES).unlink()

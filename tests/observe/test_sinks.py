@@ -84,7 +84,7 @@ def test_no_space_left_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> No
         bus.emit(STEP)
     assert [event for _, event in EventReader(tmp_path / "metrics.jsonl").read()] == [STEP, STEP]
     assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n")
-    assert text.getvalue().count("no space left") == 1
+    assert text.getvalue().count("no room for") == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     bus.emit(STEP)
     events = [event for _, event in EventReader(tmp_path / "metrics.jsonl").read()]

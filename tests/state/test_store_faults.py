@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p import files
 from spes_p2p.errors import StateError, StorageFull
-from spes_p2p.state import files
 from spes_p2p.state.store import StateStore
 from tests.state.small import all_files, commit_round, file_size_limit, small_layout, small_store, stage_round
 

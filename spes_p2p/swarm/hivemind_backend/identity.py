@@ -7,7 +7,6 @@ every other use of keys: encryption is libp2p's.
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,7 +19,8 @@ from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
-from spes_p2p.errors import ConfigError, IdentityInUse
+from spes_p2p.errors import ConfigError, IdentityInUse, StorageFull
+from spes_p2p.files import write_whole
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend.locks import FileLock
 
@@ -73,15 +73,9 @@ def in_use(path: Path, where: str) -> IdentityInUse:
 def _create(path: Path) -> None:
     """Writes a new key that only its owner can read; whole or not at all."""
     private = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=RSAPrivateKey().to_bytes())
-    temporary = path.with_name(path.name + ".new")
-    temporary.unlink(missing_ok=True)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(private.SerializeToString())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except OSError as error:
+        write_whole(path, private.SerializeToString(), mode=0o600)
+    except (OSError, StorageFull) as error:
         raise ConfigError(f"identity {path} cannot be written: {error}", fix="give a path you may write to") from error
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
+from spes_p2p.files import storing, write_whole
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.state.files import storing, write_whole
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.membership import LINK_CLASSES, LINK_PRIVATE, Member
 from spes_p2p.swarm.ports import Clock, Transport

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import NetworkError, StateError, StorageFull
+from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
-from spes_p2p.state.files import storing
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.membership import Member

@@ -1,8 +1,7 @@
-"""Small steps on files that the store and the checkpoints are made of: room, links, and folders that appear at once.
+"""Files and folders that are whole or not there: temporary name, fsync, rename, fsync of the folder; and their room.
 
-A folder is built under another name and renamed, so that nobody ever sees half of it; one that is replaced or removed
-is renamed first as well, and `recover_folders` ends what a crash left between two such steps. Knows neither tiles nor
-tensors.
+A folder that is replaced or removed is renamed first as well, and `recover_folders` ends what a crash left between two
+such steps. A full disk is StorageFull, and leaves what was there before.
 """
 
 from __future__ import annotations
@@ -13,27 +12,34 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from spes_p2p.errors import StorageFull
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+PARTIAL = ".partial"
+"""Ends the name of a file that is being written."""
 _REPLACED = "replaced-"
 _DROPPED = "dropped-"
 
 
 @contextmanager
-def storing(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Turns a full disk (or quota, or file size limit) inside into StorageFull naming `path` and `needed_bytes`."""
+def storing(path: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turns a full disk (or quota, or file size limit) inside into StorageFull naming `path` and `needed_bytes`.
+
+    0 where that is not known.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
+        needed = f"{needed_bytes} bytes" if needed_bytes else "more"
         raise StorageFull(
-            f"{path}: no room for {needed_bytes} bytes ({_free_bytes(path)} free): {os.strerror(error.errno)}",
-            fix="free disk space, or move the output folder to a larger disk and start again with --resume",
+            f"{path}: no room for {needed} ({_free_bytes(path)} free): {os.strerror(error.errno)}",
+            fix="free disk space, or move the output folder to a larger disk; then start again (a peer with --resume)",
         ) from error
 
 
@@ -94,20 +100,54 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Replaces `path` by `data` at once: temporary file, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(path.name + ".partial")
+@contextmanager
+def whole_file(path: Path, needed_bytes: int = 0, mark: str = "", mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file to fill and read: becomes `path`, in place of an older one, when the block ends well, and vanishes if not.
+
+    `mark`: part of its temporary name, where several processes may write the same file. `mode`: who may read it, as for
+    os.open. Raises StorageFull.
+    """
+    temporary = path.with_name(f"{path.name}{mark}{PARTIAL}")
+    temporary.unlink(missing_ok=True)
     try:
-        with storing(path, len(data)), open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        with storing(path, 0):
+        with storing(path, needed_bytes):
+            with open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
             os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def write_whole(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:
+    """Replaces `path` by `data` at once. Raises StorageFull."""
+    with whole_file(path, len(data), mode=mode) as file:
+        file.write(data)
+
+
+@contextmanager
+def whole_folder(target: Path, partial: Path) -> Iterator[Path]:
+    """A folder to fill, `partial`: becomes `target`, in place of an older one, when the block ends well, else vanishes.
+
+    Raises StorageFull.
+    """
+    with storing(target):  # even a folder needs room, and so may a name
+        if partial.exists():  # of a process that was killed
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    try:
+        with storing(partial):
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    with storing(target):
+        publish_folder(partial, target)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

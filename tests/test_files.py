@@ -1,0 +1,69 @@
+"""Files and folders that are whole or not there, also where the disk is full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.errors import StorageFull
+from spes_p2p.files import whole_file, whole_folder, write_whole
+from tests.state.small import all_files, file_size_limit
+
+
+def test_a_file_is_replaced_at_once_or_stays(tmp_path: Path) -> None:
+    path = tmp_path / "vote"
+    write_whole(path, b"old")
+    with file_size_limit(4), pytest.raises(StorageFull, match=rf"{path}: no room for 5 bytes \(\d+ free\)"):
+        write_whole(path, bytes(5))
+    assert all_files(tmp_path) == {"vote": b"old"}
+    write_whole(path, b"new")
+    assert all_files(tmp_path) == {"vote": b"new"}
+
+
+def fill(path: Path, *, error: Exception | None = None) -> None:
+    with whole_file(path) as file:
+        file.write(bytes(5))
+        file.flush()
+        if error is not None:
+            raise error
+
+
+def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="why"):
+        fill(tmp_path / "shard", error=ValueError("why"))
+    with file_size_limit(4), pytest.raises(StorageFull, match=f"{tmp_path}/shard: no room for more"):
+        fill(tmp_path / "shard")
+    assert all_files(tmp_path) == {}
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "trees"
+    with whole_file(path, mark=".1") as first, whole_file(path, mark=".2") as second:
+        first.write(b"1")
+        second.write(b"2")
+    assert all_files(tmp_path) == {"trees": b"1"}
+
+
+def test_a_secret_is_nobody_elses_to_read(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    (tmp_path / "key.partial").write_text("of a process that was killed, for all to read")
+    write_whole(path, b"secret", mode=0o600)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_comes_whole_in_place_of_an_older_one(tmp_path: Path) -> None:
+    target, partial = tmp_path / "step", tmp_path / "step.partial"
+
+    def make(name: str) -> None:
+        with whole_folder(target, partial) as folder:
+            (folder / name).write_bytes(bytes(5))
+
+    partial.mkdir()
+    (partial / "left").touch()
+    make("a")
+    with file_size_limit(4), pytest.raises(StorageFull, match=f"{partial}: no room for more"):
+        make("b")
+    assert all_files(tmp_path) == {"step/a": bytes(5)}
+    make("b")
+    assert all_files(tmp_path) == {"step/b": bytes(5)}
