@@ -22,7 +22,8 @@ BASE = "SpesError"
 WARNINGS = {"Warning": 0, "Notice": 1}
 """Events that carry a message for people, and at which place."""
 AREAS = {
-    "cli": "Commands", "api": "Commands", "config": "Config", "data": "Data", "swarm": "Network", "sync": "The run",
+    "cli": "Commands", "api": "Commands", "config": "Config", "data": "Data", "consensus": "The run",
+    "swarm": "Network", "sync": "The run",
     "state": "State on disk", "checkpoint": "Checkpoints", "interop": "Models", "peer": "A peer or a bootstrap node",
     "train": "Training", "model": "Training", "experts": "Training", "ownership": "The run", "planning": "Planning",
     "observe": "Metrics", "dashboard": "Dashboard", "testing": "Quickstart and tests", "codecs": "The run",

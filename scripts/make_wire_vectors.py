@@ -4,7 +4,7 @@
     python scripts/make_wire_vectors.py
 
 Each message is filled by a rule (`Example`), so the file changes only where the wire format does; the tests compare it
-with what the code makes. A change of it needs another WIRE_VERSION (`sync/core/messages.py`) once a release is out.
+with what the code makes. A change of it needs another WIRE_VERSION (`consensus/messages.py`) once a release is out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ import numpy as np
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
-from spes_p2p.data.leases import Leases
-from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue
-from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
-from spes_p2p.swarm.vitals import PeerWarning
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.messages import (
     WIRE_VERSION,
     Acceptance,
     Choice,
@@ -40,6 +35,11 @@ from spes_p2p.sync.core.messages import (
     Status,
     signing_bytes,
 )
+from spes_p2p.data.leases import Leases
+from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
+from spes_p2p.swarm.vitals import PeerWarning
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.organiser_words import Ending
 from spes_p2p.sync.requests import ChainPart, Request

@@ -15,10 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed
 
 from spes_p2p.config.load import config_from_text
+from spes_p2p.consensus.actions import Notice
 from spes_p2p.errors import SpesError
 from spes_p2p.ids import short
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.recorder import Played, load_recording, replay
 

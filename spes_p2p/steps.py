@@ -1,7 +1,7 @@
 """Named steps that a peer passes, for whoever wants to break it exactly there.
 
 `reached` costs one comparison unless somebody listens, and nobody listens in a product run: `testing/faults.py` does.
-The rules of `sync/core/table.py` are steps too, by their names: they are reached when the rule has fired and nothing
+The rules of `consensus/table.py` are steps too, by their names: they are reached when the rule has fired and nothing
 that follows from it has been carried out. Facts say where: `peer`, `round` (the one being made), and what each call
 adds.
 """

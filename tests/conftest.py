@@ -34,7 +34,7 @@ if shutil.which("nvidia-smi") is None or not has_torch_for_cuda():
 
 
 LONGEST = (
-    "tests/sync/test_explorer.py",
+    "tests/consensus/test_explorer.py",
     "tests/swarm/test_kill_anywhere.py",
     "tests/swarm/test_life_of_a_swarm.py",
     "tests/testing/test_exhaustive.py",

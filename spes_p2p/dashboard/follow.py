@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from spes_p2p.consensus.messages import DEGRADED, Commit, manifest_hash
 from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import orphans
-from spes_p2p.sync.core.messages import DEGRADED, Commit, manifest_hash
 from spes_p2p.sync.report import PeerLine, RunReport
 
 LOOK_SECONDS = 2.0

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.messages import Commit, manifest_hash
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.sync.announced import ANSWER_SECONDS, fetch_commits
-from spes_p2p.sync.core.messages import Commit, manifest_hash
-from spes_p2p.sync.core.rules import check_certificate
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_genesis
 from spes_p2p.sync.joining import load_run

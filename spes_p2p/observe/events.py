@@ -60,7 +60,7 @@ class Round:
     merge_alpha: float = 0.0
     stale_columns: tuple[int, ...] = ()
     deadline_seconds: float = 0.0
-    """How long without progress the next leader would have waited: learnt, see `sync/core/timing.py`."""
+    """How long without progress the next leader would have waited: learnt, see `consensus/timing.py`."""
     refused: tuple[str, ...] = ()
     """Peers whose values for some slice were not fit (not finite, far too large, of a wrong size), as known here."""
     lost_tokens: int = 0

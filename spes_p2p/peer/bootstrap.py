@@ -17,6 +17,7 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import Model, run_layout
@@ -41,7 +42,6 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words

@@ -17,6 +17,11 @@ from spes_p2p import __version__
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC
+from spes_p2p.consensus.messages import Commit, Intent, Status
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.data.copies import Copies
 from spes_p2p.data.feed import Feed, PieceDataset
 from spes_p2p.data.held import Held
@@ -44,14 +49,9 @@ from spes_p2p.peer.vitals import VitalsKeeper
 from spes_p2p.peer.web_data import mirrors_of
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
-from spes_p2p.swarm.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import Commit, Intent, Status
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.gate import Gate
@@ -441,7 +441,7 @@ class Connection:
         if self._shelf is not None:
             data = PieceServing(self._shelf, self._data_traffic, lambda: self._sources.packed).answer
         self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments, data)
-        core = Core(
+        core = Consensus(
             me=network.signer.peer_id,
             incarnation=place.votes.incarnation,
             rules=rules_of(config, info, self.layout),
@@ -536,7 +536,7 @@ class Connection:
             vitals=self.vitals.now(self._phase(core)),
         )
 
-    def _phase(self, core: Core | None) -> str:
+    def _phase(self, core: Consensus | None) -> str:
         if self._pause_asked:
             return "paused"
         return phase_of(core.round) if core is not None and core.is_member() else "waiting"

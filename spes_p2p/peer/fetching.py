@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.interop.hf import state_layout
@@ -28,7 +29,6 @@ from spes_p2p.swarm.records import heads_key, newest_heads, parse_all, parse_hea
 from spes_p2p.sync.announced import find_forks
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork

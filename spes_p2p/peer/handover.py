@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Manifest, Status, manifest_hash
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.events import Columns, Event, Warning
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.peer.connection import Connection
 from spes_p2p.state.moments import NO_MOMENTS, Moments, check_moments
-from spes_p2p.sync.core.messages import Manifest, Status, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.train.schedule import RAMP_STEPS
 from spes_p2p.train.trainer import Trainer

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Set
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.membership import trainers
+from spes_p2p.consensus.messages import Commit, Manifest
 from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text
 from spes_p2p.observe.text import span_text
 from spes_p2p.ownership.expert_map import Ownership, columns_of, orphans
 from spes_p2p.swarm.invite import to_be_shown
-from spes_p2p.swarm.membership import trainers
-from spes_p2p.sync.core.messages import Commit, Manifest
 from spes_p2p.sync.finding import SHOWN_DIGITS
 from spes_p2p.sync.genesis import RunInfo
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
@@ -32,7 +33,6 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_run
 from spes_p2p.sync.joining import load_run

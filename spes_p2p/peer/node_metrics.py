@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from spes_p2p.consensus.messages import DEGRADED
 from spes_p2p.observe.node_metrics import NodeMetrics, NodeState
 from spes_p2p.observe.prometheus import MetricsServer
 from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import DEGRADED
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.tasks import Tasks
 

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.expert_map import orphans
@@ -24,7 +25,6 @@ from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.ports import Directory, Signer, Transport, Verifier
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit, Sealer
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork, Side

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from spes_p2p.consensus.state import RoundState
 from spes_p2p.observe.live import EXCHANGING, READY, TRAINING, VOTING
-from spes_p2p.sync.core.knowledge import RoundState
 
 
 def phase_of(current: RoundState) -> str:

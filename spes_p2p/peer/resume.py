@@ -11,6 +11,8 @@ from spes_p2p.checkpoint.load import Checkpoint, load_latest
 from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config, SyncConfig
+from spes_p2p.consensus.fragments import due_tiles
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
@@ -19,8 +21,6 @@ from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.peer.training import Uncounted
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
-from spes_p2p.sync.core.fragments import due_tiles
-from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 from spes_p2p.sync.driver import Disk
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Carried

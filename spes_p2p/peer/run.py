@@ -12,6 +12,8 @@ import torch
 
 from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
@@ -40,8 +42,6 @@ from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.planning.disk import checkpoint_bytes
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import DEGRADED, Commit
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate

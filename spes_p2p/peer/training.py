@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.membership import leader_order, trainers
+from spes_p2p.consensus.messages import Manifest, Work, manifest_hash
 from spes_p2p.data.leases import Ranges
 from spes_p2p.data.loader import AnyDataset, Batch, LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.errors import DataLate, LocalProtocolError, StorageFull
@@ -28,8 +30,6 @@ from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
-from spes_p2p.swarm.membership import leader_order, trainers
-from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.inputs import Carried, RunAhead

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.manifest import MANIFEST, Dataset, Manifest, dataset_dtype
 from spes_p2p.data.pieces import Catalogue, PieceGrid
 from spes_p2p.data.web_client import WebClient
@@ -15,7 +16,6 @@ from spes_p2p.data.web_url import WebAccess, WebFolder, checked_url, needs_conse
 from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
 from spes_p2p.files import write_whole
 from spes_p2p.swarm.pacing import Pacer
-from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.pieces import DataTraffic
 from spes_p2p.sync.web_sources import SourceKeeper
 from spes_p2p.wire import pack, unpack

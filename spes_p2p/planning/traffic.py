@@ -1,4 +1,4 @@
-"""What a round puts on the links, by the plan that every peer follows (sync/core/plan.py).
+"""What a round puts on the links, by the plan that every peer follows (consensus/slices.py).
 
 A slice with m contributors is sent to its reducer by the m - 1 others, and handed out by it to the N - 1 others. So
 with N peers, P_s shared values, and columns of P_c values with r owners each (links alike, columns dealt evenly) a peer

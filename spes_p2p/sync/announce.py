@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from spes_p2p.consensus.messages import WIRE_VERSION, Commit, manifest_hash
 from spes_p2p.errors import NetworkError, PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.ports import Directory, Transport
@@ -29,7 +30,6 @@ from spes_p2p.swarm.records import (
     parse_peer,
     peers_key,
 )
-from spes_p2p.sync.core.messages import WIRE_VERSION, Commit, manifest_hash
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack
 

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from spes_p2p.consensus.certificate import CheckSignature, check_certificate
+from spes_p2p.consensus.messages import Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.records import HeadRecord, newest_heads
 from spes_p2p.sync import requests
-from spes_p2p.sync.core.messages import Certificate, Commit, Manifest, manifest_hash
-from spes_p2p.sync.core.rules import CheckSignature, check_certificate
 from spes_p2p.sync.genesis import GENESIS
 from spes_p2p.sync.histories import Fork, side_of
 from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within

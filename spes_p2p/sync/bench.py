@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from spes_p2p.consensus.messages import Merge, Proposal, Slice
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes
@@ -17,7 +18,6 @@ from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.coding import stage_tile
-from spes_p2p.sync.core.messages import Merge, Proposal, Slice
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
 from spes_p2p.sync.outer import Nesterov
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.forks import Line, has_quorum
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import VALUE_BYTES, Layout
@@ -22,9 +26,6 @@ from spes_p2p.state.version import Version
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.coding import stage_tile
-from spes_p2p.sync.core.forks import Line, has_quorum
-from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
-from spes_p2p.sync.core.rules import CheckSignature, RunRules
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
 from spes_p2p.sync.outer import outer_optimizer

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from spes_p2p.consensus.certificate import CheckSignature, check_certificate
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.rules import RunRules, check_child
+from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.hashes import split_hashes
-from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
-from spes_p2p.sync.core.rules import CheckSignature, RunRules, check_certificate, check_child
-from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.sync.genesis import RunInfo, check_genesis
 from spes_p2p.wire import pack, unpack
 

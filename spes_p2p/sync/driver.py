@@ -1,6 +1,6 @@
 """Carries out what the round's state machine decides: messages, disk, arithmetic, on one asyncio loop.
 
-One event goes into `Core` at a time, and its actions are begun in their order; a voting record is fsynced before
+One event goes into `Consensus` at a time, and its actions are begun in their order; a voting record is fsynced before
 anything that follows from it leaves. Long work (reducing, fetching, building) runs beside, and comes back as an event.
 Messages go through the `Outbox`, the new state is made on the `Bench`, what was missed comes by `CatchUp`. Knows no
 trainer: `Hooks` is what the peer around it provides.
@@ -17,6 +17,12 @@ from functools import partial
 from typing import Protocol
 
 from spes_p2p import steps
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.forks import Way, parted_text, tokens_lost
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
+from spes_p2p.consensus.reducing import LOST
+from spes_p2p.consensus.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, StorageFull, TileDamaged
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Layout
@@ -28,12 +34,6 @@ from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.choosing import Rates
-from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.forks import Way, parted_text, tokens_lost
-from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
-from spes_p2p.sync.core.reducing import LOST
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.inputs import Inputs
@@ -157,7 +157,7 @@ class Driver:
 
     def __init__(
         self,
-        core: Core,
+        core: Consensus,
         info: RunInfo,
         transport: Transport,
         checker: EnvelopeChecker,
@@ -223,7 +223,7 @@ class Driver:
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Serves others and begins to tick. The Core must stand on the chain's newest commit whose state is here."""
+        """Serves others and begins to tick. `core` must stand on the chain's newest commit whose state is here."""
         self._recover()
         await self._transport.serve(self, self._is_no_stranger)
         self._tasks.spawn(self._tick_for_ever())

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import BlockSource, Layout
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.sync.outer import Nesterov
 
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.messages import Intent, Work
 from spes_p2p.ids import Hash
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import Intent, Work
 from spes_p2p.sync.driver import Applied, Driver
 
 

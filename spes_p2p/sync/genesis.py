@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from spes_p2p.config.fingerprint import fingerprint
 from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.messages import (
     DEGRADED,
     WIRE_VERSION,
     Acceptance,
@@ -27,7 +26,8 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     signing_bytes,
 )
-from spes_p2p.sync.core.rules import CheckSignature
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.wire import pack
 
 GENESIS = "genesis"

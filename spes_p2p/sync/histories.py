@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from spes_p2p.consensus.membership import electors
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import seconds_text
-from spes_p2p.swarm.membership import electors
 from spes_p2p.sync.catch_up import Meeting
-from spes_p2p.sync.core.messages import Commit, Manifest, manifest_hash
 
 LEAST_DIGITS = 6
 """Of a child's hash, so that no other has them by chance."""

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.consensus.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work, manifest_hash
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
@@ -25,9 +28,6 @@ from spes_p2p.sync import merge
 from spes_p2p.sync.bench import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
-from spes_p2p.sync.core.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work, manifest_hash
-from spes_p2p.sync.core.rules import RunRules
-from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
 from spes_p2p.sync.rebuild import rebuild
 from spes_p2p.sync.scrub import Mender

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.errors import LinkTooSlow
 from spes_p2p.state.layout import Layout
-from spes_p2p.sync.core.messages import Manifest
 
 LEAST_ROUNDS = 3
 """Rounds that must have passed in a fetch before it says anything."""

@@ -16,6 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from spes_p2p import steps
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Contribution, Manifest, Plan, Proposal, Report, Slice, manifest_hash, plan_hash
+from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
@@ -24,10 +28,6 @@ from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.steps import reached
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.coding import changed_values, encoded_change
-from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Proposal, Report, Slice, manifest_hash, plan_hash
-from spes_p2p.sync.core.reducing import LOST
-from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, WRONG_SIZE, screen, weighted_mean
 from spes_p2p.sync.residuals import Residuals
@@ -53,7 +53,7 @@ class Making:
 
     def __init__(
         self,
-        core: Core,
+        core: Consensus,
         layout: Layout,
         outgoing: Outgoing,
         residuals: Residuals,

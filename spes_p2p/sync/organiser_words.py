@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.messages import Choice, Sealer, Signed, signing_bytes
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Directory
 from spes_p2p.swarm.records import words_key
-from spes_p2p.sync.core.messages import Choice, Sealer, Signed, signing_bytes
-from spes_p2p.sync.core.rules import CheckSignature
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack, unpack
 

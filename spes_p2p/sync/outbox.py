@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.messages import Envelope
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.ports import Transport
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import Envelope
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.state.layout import Values
-from spes_p2p.sync.core.rules import RunRules
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import numpy as np
 
 from spes_p2p.codecs.sizes import Codec
+from spes_p2p.consensus.membership import LINK_PUBLIC, trainers
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.errors import RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.version import Version, bytes_of
-from spes_p2p.swarm.membership import LINK_PUBLIC, trainers
 from spes_p2p.sync.coding import encoded_change
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 

@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
-from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.pieces import MAX_ASKED, MAX_GIVEN, DataTraffic, PiecesHead, given_pieces, pieces_request
 from spes_p2p.sync.requests import CATALOGUE, Request

@@ -1,4 +1,4 @@
-"""Objects of the state machine as plain values and back, for the flight recorder: a `Core`, its inputs, its actions.
+"""Objects of the state machine as plain values and back, for the flight recorder: state, inputs, actions.
 
 Only classes of the list below are ever made from bytes; messages are packed and read as on the wire, which is much
 quicker. Leaves out what is not the state machine's own: rules, keys, callables.
@@ -16,14 +16,13 @@ from typing import Any
 
 import msgpack
 
+from spes_p2p.consensus import actions, liveness, membership, messages, rules, state, timing, votes
 from spes_p2p.data import leases
 from spes_p2p.errors import RemoteProtocolError, StateError
-from spes_p2p.swarm import membership
-from spes_p2p.sync.core import actions, knowledge, liveness, messages, rules, timing, votes
 from spes_p2p.wire import pack, unpack
 
 NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "_rules_by_situation", "fired"})
-"""Attributes of a `Core` that are given to it, or tell only what happened."""
+"""Attributes of a `Consensus` that are given to it, or tell only what happened."""
 _SIGNATURES = frozenset({"signature", "public_key"})
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _SEQUENCES: dict[str, Any] = {"t": tuple, "l": list, "s": set, "f": frozenset}
@@ -35,7 +34,7 @@ def _classes(*modules: ModuleType) -> dict[str, type]:
     return {kind.__name__: kind for kind in (*named, timing.Pace, timing.Window) if isinstance(kind, type)}
 
 
-_CLASSES = _classes(messages, votes, actions, rules, knowledge, liveness, membership, leases)
+_CLASSES = _classes(messages, votes, actions, rules, state, liveness, membership, leases)
 _MESSAGES = {name: _CLASSES[name] for name in _classes(messages) if name not in ("Signed", "Pace", "Window")}
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"
@@ -64,7 +63,7 @@ def unpack_plain(data: bytes) -> Any:
 
 
 def state_of(core: Any) -> dict[str, Any]:
-    """All that a `Core` knows."""
+    """All that a `Consensus` knows."""
     return {name: item for name, item in vars(core).items() if name not in NOT_KEPT and not callable(item)}
 
 

@@ -1,8 +1,8 @@
 """The flight recorder: all that went into a peer's state machine of late, so that an incident can be played again.
 
-Two files of bounded size that take turns. Each begins with all that the `Core` knew at that moment; then come its
+Two files of bounded size that take turns. Each begins with all that the `Consensus` knew at that moment; then come its
 inputs, one frame each, with a digest of what it decided. They hold addresses of nobody, peer ids of everybody, and no
-values or data. A frame that was cut off by a crash is left out. `replay` plays a recording on a fresh `Core`.
+values or data. A frame that was cut off by a crash is left out. `replay` plays a recording on a fresh `Consensus`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spes_p2p.consensus.actions import Action
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Manifest, Signed
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import StateError
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.sync.core.actions import Action
-from spes_p2p.sync.core.messages import Manifest, Signed
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import RunRules
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.plain import digest_bytes, pack_plain, state_of, unpack_plain
 from spes_p2p.wire import pack, unpack
@@ -34,13 +34,13 @@ EVENTS = (
     *("catch_up_failed", "choose", "not_adopted", "disk_full", "disk_has_room", "wish", "greet", "uplink_measured"),
     "reply_to",
 )
-"""Methods of `Core` that are recorded; all others only ask. Nothing else may change a `Core`."""
+"""Methods of `Consensus` that are recorded; all others only ask. Nothing else may change a `Consensus`."""
 NEWEST, BEFORE = "flight.recording", "flight-before.recording"
 _BEGIN, _UNDONE = "begin 3", "undone"
 
 
 class FlightRecorder:
-    """Writes what a `Core` is given, and a digest of what it answers, into `folder`.
+    """Writes what a `Consensus` is given, and a digest of what it answers, into `folder`.
 
     `say` hears once why nothing is recorded any more.
     """
@@ -63,7 +63,7 @@ class FlightRecorder:
         self.failed: Exception | None = None
         """Why nothing is recorded any more: a full disk, say. The peer goes on without."""
 
-    def attach(self, core: Core) -> None:
+    def attach(self, core: Consensus) -> None:
         """From here on every event of `core` is recorded."""
         self._core = core
         asked = core._on_chain
@@ -206,7 +206,7 @@ class _Answers:
         return self.left.pop(0) if self.left else True
 
 
-def replay(recording: Recording, rules: RunRules, core_class: type[Core] = Core) -> Iterator[Played]:
+def replay(recording: Recording, rules: RunRules, core_class: type[Consensus] = Consensus) -> Iterator[Played]:
     """Plays a recording on a state machine that begins as the recorded one did."""
     core, answers = _core_of(recording, rules, core_class)
     for frame in recording.frames:
@@ -221,7 +221,7 @@ def replay(recording: Recording, rules: RunRules, core_class: type[Core] = Core)
         yield Played(frame, tip, actions, fired, _digest(decided) == frame.decided)
 
 
-def _core_of(recording: Recording, rules: RunRules, core_class: type[Core]) -> tuple[Core, _Answers]:
+def _core_of(recording: Recording, rules: RunRules, core_class: type[Consensus]) -> tuple[Consensus, _Answers]:
     state, answers = recording.state, _Answers()
     tip: Manifest = state["round"].tip
     me: PeerId = state["me"]

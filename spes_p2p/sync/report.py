@@ -11,12 +11,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spes_p2p.consensus.membership import electors
+from spes_p2p.consensus.messages import DEGRADED, Commit, Manifest
+from spes_p2p.consensus.rules import NOBODY
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.swarm.invite import Invite, encode, invited_to
-from spes_p2p.swarm.membership import electors
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.swarm.records import (
     HeadRecord,
@@ -31,8 +33,6 @@ from spes_p2p.swarm.records import (
 from spes_p2p.swarm.vitals import Vitals
 from spes_p2p.sync.announce import EVERY_SECONDS
 from spes_p2p.sync.announced import ANSWER_SECONDS, Accept, find_forks, is_checked, newest_commit, seen_at
-from spes_p2p.sync.core.messages import DEGRADED, Commit, Manifest
-from spes_p2p.sync.core.rules import NOBODY
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.joining import load_run

@@ -28,6 +28,7 @@ from typing import Literal
 
 import numpy as np
 
+from spes_p2p.consensus.messages import Manifest, manifest_hash
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import publish_folder, remove_folder, storing, sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
@@ -36,7 +37,6 @@ from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
 from spes_p2p.state.staging import TileArea
 from spes_p2p.state.version import DTYPE, bytes_of
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Manifest, manifest_hash
 from spes_p2p.wire import pack, unpack
 
 Kind = Literal["sent", "handed"]

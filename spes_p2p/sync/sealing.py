@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from spes_p2p.consensus.messages import Envelope, Signed, signing_bytes
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.ports import Signer, Verifier
-from spes_p2p.sync.core.messages import Envelope, Signed, signing_bytes
 from spes_p2p.wire import unpack
 
 T = TypeVar("T")

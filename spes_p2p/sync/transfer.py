@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spes_p2p.consensus.messages import Commit, Contribution, Manifest, Slice
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
@@ -23,7 +24,6 @@ from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
 from spes_p2p.sync.choosing import Place, Rates, Turns
-from spes_p2p.sync.core.messages import Commit, Contribution, Manifest, Slice
 from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.requests import ChainPart, Request

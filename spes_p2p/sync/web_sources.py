@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.messages import signing_bytes
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Signer, Transport
-from spes_p2p.sync.core.messages import signing_bytes
-from spes_p2p.sync.core.rules import CheckSignature
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
 from spes_p2p.sync.requests import SOURCES, Request

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from spes_p2p.sync.core.messages import DEGRADED, Commit
+from spes_p2p.consensus.messages import DEGRADED, Commit
 
 COMMITTED_SHARE = 0.95
 COUNTED_SHARE = 0.90

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from spes_p2p.sync.core.round import Core
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.small_world import CRASH, FAULTS, LOSE, Event, SmallWorld, State
 
@@ -146,7 +146,7 @@ class Search:
 def explore_all(
     faults: int,
     kinds: tuple[str, ...] = (LOSE, CRASH),
-    core_class: type[Core] = Core,
+    core_class: type[Consensus] = Consensus,
     ordered: bool = True,
     most_states: int = sys.maxsize,
     servers: int = 0,

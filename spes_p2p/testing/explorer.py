@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from spes_p2p.sync.core.round import RULE_NAMES, Core
+from spes_p2p.consensus.machine import RULE_NAMES, Consensus
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.schedules import end_faults, plan_run
 from spes_p2p.testing.sim import Result, World
@@ -71,7 +71,10 @@ class Summary:
 
 
 def run_schedule(
-    seed: int, core_class: type[Core] = Core, only: str | None = None, say: Callable[[str], None] | None = None
+    seed: int,
+    core_class: type[Consensus] = Consensus,
+    only: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[str, Result]:
     """One run to its end; (kind of schedule, result). `say` is told the story. Raises Violation."""
     world, kind = plan_run(seed, core_class, only)
@@ -118,7 +121,9 @@ def _conclude(world: World) -> Result:
     return result
 
 
-def explore(seeds: Iterable[int], core_class: type[Core] = Core, only: str | None = None, stop_at: int = 1) -> Summary:
+def explore(
+    seeds: Iterable[int], core_class: type[Consensus] = Consensus, only: str | None = None, stop_at: int = 1
+) -> Summary:
     """Runs schedules one after the other, until `stop_at` of them have broken a rule."""
     summary = Summary()
     for seed in seeds:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spes_p2p.consensus.machine import Consensus
     from spes_p2p.ids import PeerId
-    from spes_p2p.sync.core.round import Core
 
 
 class ShiftedClock:
@@ -41,7 +41,7 @@ class Mute:
         self._until, self._leader = time.monotonic() + seconds, None
 
     def put_on(self) -> None:
-        from spes_p2p.sync.core.actions import Action, Send
+        from spes_p2p.consensus.actions import Action, Send
         from spes_p2p.sync.driver import Driver
 
         begin = Driver._begin
@@ -52,7 +52,7 @@ class Mute:
 
         Driver._begin = begin_unless_mute  # type: ignore[assignment, method-assign]
 
-    def _may_speak_to(self, peer: PeerId, core: Core) -> bool:
+    def _may_speak_to(self, peer: PeerId, core: Consensus) -> bool:
         if time.monotonic() >= self._until:
             return True
         order = core.round.order

@@ -9,20 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.membership import electors
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.consensus.rules import RunRules, check_child, idle_members, lost_columns, neglected_columns
+from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.swarm.membership import electors
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
-from spes_p2p.sync.core.rules import (
-    RunRules,
-    check_certificate,
-    check_child,
-    idle_members,
-    lost_columns,
-    neglected_columns,
-)
-from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.testing.sim_state import (
     Disk,
     State,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Intent, Manifest
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.own import OwnStart
@@ -21,7 +22,6 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Intent, Manifest
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organising.organiser import Organiser

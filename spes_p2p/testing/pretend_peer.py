@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from spes_p2p.checkpoint.save import save_checkpoint
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Intent, Manifest, Work, manifest_hash
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.memory_backend import MemoryPeer
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import Intent, Manifest, Work, manifest_hash
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
 from spes_p2p.sync.joining import Joining, Place
@@ -163,7 +163,7 @@ class PretendPeer:
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)
         self.residuals = Residuals(self.folder / "residuals", swarm.layout)
         first = int(1000 * (DAY_SECONDS + now - swarm.clock_behind_seconds))
-        core = Core(
+        core = Consensus(
             self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
             Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
             place.tip, first_sequence=first, on_chain=place.chain.has,

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.round import Core
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.testing.judge import voters
 from spes_p2p.testing.sim import Weather, World
 from spes_p2p.testing.sim_peer import SimPeer
@@ -47,7 +47,7 @@ class Kind:
     most_founders: int = 7
 
 
-def plan_run(seed: int, core_class: type[Core] = Core, only: str | None = None) -> tuple[World, Kind]:
+def plan_run(seed: int, core_class: type[Consensus] = Consensus, only: str | None = None) -> tuple[World, Kind]:
     """The world of a seed, with all faults in its queue; `only` names the kind of schedule, else it is drawn."""
     chance = random.Random(seed ^ 0x5EED)
     kinds = [kind for kind in KINDS if only in (None, kind.name)]

@@ -1,7 +1,7 @@
 """A swarm of simulated peers on a virtual clock: the network between them, and the faults that befall them.
 
 One heap of events, one seeded random generator: the same seed gives the same run. Who is up, who reaches whom and what
-is lost is decided here; what a peer does with its `Core` stands in `sim_peer`, what must never happen in `judge`.
+is lost is decided here; what a peer does with its `Consensus` stands in `sim_peer`, what must never happen in `judge`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from spes_p2p.consensus.forks import best
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.core.forks import best
-from spes_p2p.sync.core.messages import Commit, Envelope, Manifest, manifest_hash
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import genesis_manifest
 from spes_p2p.testing.judge import Judge, Violation, voters
 from spes_p2p.testing.sim_peer import SimPeer
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
@@ -70,7 +70,7 @@ class World:
         columns: int,
         replicas: int,
         weather: Weather,
-        core_class: type[Core] = Core,
+        core_class: type[Consensus] = Consensus,
         step_seconds: float = 1.0,
         servers: int = 0,
     ) -> None:

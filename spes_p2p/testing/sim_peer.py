@@ -1,4 +1,4 @@
-"""One simulated peer: carries out what its `Core` decides, as the real driver does, on symbols instead of tensors.
+"""One simulated peer: carries out what its `Consensus` decides, as the real driver does, on symbols instead of tensors.
 
 It trains, reduces, fetches, builds and stages with random speed; it crashes, sleeps, runs out of disk and leaves when
 told to. Its `Disk` survives. Leaves out the trainer's arithmetic and everything about sockets.
@@ -10,11 +10,10 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from spes_p2p.data.leases import count
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256, short
-from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.forks import Way
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.forks import Way
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import (
     Commit,
     Envelope,
     Intent,
@@ -26,9 +25,10 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.timing import Pace
-from spes_p2p.sync.core.votes import VoteRecord
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.data.leases import count
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256, short
 from spes_p2p.testing.judge import Guard, Violation, voters
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,
@@ -61,7 +61,7 @@ class SimPeer:
         self.world = world
         self.name = name
         self.disk = disk
-        self.core: Core | None = None
+        self.core: Consensus | None = None
         columns = 0 if serving else world.max_columns
         self.intent = Intent(joining=True, max_columns=columns, link_class=link_class, serving=serving)
         self.step_seconds = world.step_seconds * world.random.choice((0.2, 0.3, 0.3, 0.4, 0.8))
@@ -337,7 +337,7 @@ class SimPeer:
                 self.world.tell(f"{self.name}: {str(action)[:100]}")
 
     @property
-    def _the_core(self) -> Core:
+    def _the_core(self) -> Consensus:
         assert self.core is not None
         return self.core
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from spes_p2p.data.leases import Range, take
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.messages import (
     Acceptance,
     Commit,
     DegradedVote,
@@ -25,8 +23,10 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     signing_bytes,
 )
-from spes_p2p.sync.core.rules import RunRules
-from spes_p2p.sync.core.votes import VoteRecord
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.data.leases import Range, take
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 
 T = TypeVar("T")
 State = tuple[Hash, ...]

@@ -1,4 +1,4 @@
-"""One peer of the small world: what one event makes of it, by the real `Core`, and whether that is allowed.
+"""One peer of the small world: what one event makes of it, by the real `Consensus`, and whether that is allowed.
 
 It keeps to what the real driver does, with symbols for tensors; whatever takes it no time there takes none here. All
 that comes from the world around is passed in. Leaves out who else there is (`small_world`).
@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.forks import Way
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.forks import Way
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import (
     Commit,
     Envelope,
     Intent,
@@ -24,8 +24,8 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import RunRules
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.testing.judge import Guard, Judge, Violation, VoteHistory, voters
 from spes_p2p.testing.sim_state import (
     BATCH_SEQUENCES,
@@ -53,14 +53,14 @@ from spes_p2p.testing.snapshots import (
 
 @dataclass
 class Local:
-    """All of one peer: its process (None while it is down), its disk, and the work that its `Core` asked for.
+    """All of one peer: its process (None while it is down), its disk, and the work that its `Consensus` asked for.
 
     `heard_at` is the truth about who was heard, for the judge, `live` who of them can vote and stands here by its last
     word, `quorum_at` when a quorum of them lived.
     """
 
     name: PeerId
-    core: Core | None
+    core: Consensus | None
     disk: Disk
     todo: tuple[object, ...] = ()
     trained: Trained | None = None
@@ -98,7 +98,7 @@ class SmallPeers:
         rules: RunRules,
         genesis: Manifest,
         state: State,
-        core_class: type[Core],
+        core_class: type[Consensus],
         snapshots: Snapshots,
         servers: Collection[PeerId] = (),
     ) -> None:
@@ -241,7 +241,7 @@ class SmallPeers:
                 return self._catch_up(local, core, head, brought[0])
         raise ValueError(f"no peer can do {work}")
 
-    def _train(self, local: Local, core: Core, name: PeerId) -> list[do.Action]:
+    def _train(self, local: Local, core: Consensus, name: PeerId) -> list[do.Action]:
         if core.tip.round > 0:
             return []
         sequences = STEPS * BATCH_SEQUENCES
@@ -251,7 +251,7 @@ class SmallPeers:
         return core.trained(work, 0.0)
 
     def _reduce(
-        self, core: Core, disk: Disk, name: PeerId, work: do.Reduce, brought: list[Any]
+        self, core: Consensus, disk: Disk, name: PeerId, work: do.Reduce, brought: list[Any]
     ) -> tuple[list[do.Action], bool]:
         plan = work.plan.value
         piece = plan.slices[work.index]
@@ -267,7 +267,7 @@ class SmallPeers:
         report = Report(plan_hash(plan), work.index, name, tuple(t.peer for t in fit), tiles, lost)
         return core.reduced(report, 0.0), True
 
-    def _verify(self, core: Core, disk: Disk, proposal: Proposal) -> tuple[list[do.Action], bool]:
+    def _verify(self, core: Consensus, disk: Disk, proposal: Proposal) -> tuple[list[do.Action], bool]:
         manifest = proposal.manifest
         if core.round.verifying != manifest_hash(manifest) or core.head != manifest.parent:
             return [], False
@@ -279,7 +279,7 @@ class SmallPeers:
             return core.verify_failed(0.0), whole
         return core.verified(manifest_hash(manifest), 0.0), True
 
-    def _adopt(self, local: Local, core: Core, commit: Commit) -> tuple[list[do.Action], bool]:
+    def _adopt(self, local: Local, core: Consensus, commit: Commit) -> tuple[list[do.Action], bool]:
         disk = local.disk
         if commit.manifest.parent != core.head:
             return [], False
@@ -292,7 +292,7 @@ class SmallPeers:
         return self._published(core, disk, commit, state), True
 
     def _catch_up(
-        self, local: Local, core: Core, head: Hash, commits: Sequence[Commit]
+        self, local: Local, core: Consensus, head: Hash, commits: Sequence[Commit]
     ) -> tuple[list[do.Action], bool]:
         if not commits or commits[0].manifest.parent != core.head:
             return core.catch_up_failed(0.0), False
@@ -305,7 +305,7 @@ class SmallPeers:
         state = judge.known[manifest_hash(commits[0].manifest)].state
         return self._published(core, local.disk, commits[0], state), True
 
-    def _published(self, core: Core, disk: Disk, commit: Commit, state: State) -> list[do.Action]:
+    def _published(self, core: Consensus, disk: Disk, commit: Commit, state: State) -> list[do.Action]:
         judge = self.fresh_judge()
         judge.saw_commit(commit)
         disk.publish([commit], state)

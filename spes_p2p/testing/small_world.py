@@ -1,7 +1,7 @@
 """A few peers, one round, and every step that could come next: what the exhaustive search walks through.
 
 A state is small: the names of what each peer knows (`Local`), the messages under way, and how many faults are left. One
-peer's step hangs on what it knows and on what comes to it alone, so it is worked out once, by the real `Core`, and
+peer's step hangs on what it knows and on what comes to it alone, so it is worked out once, by the real `Consensus`, and
 looked up wherever the same comes together again. Each step is judged as it is made. See docs/protocol.md, "What is
 checked, and how", for what is left out of this world.
 """
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Commit, Envelope
+from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.core import actions as do
-from spes_p2p.sync.core.messages import Commit, Envelope
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import genesis_manifest
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
 from spes_p2p.testing.small_peer import Local, SmallPeers
 from spes_p2p.testing.snapshots import Snapshots
@@ -71,7 +71,9 @@ class SmallWorld:
     The last `servers` of them train nothing.
     """
 
-    def __init__(self, count: int = 3, core_class: type[Core] = Core, ordered: bool = True, servers: int = 0) -> None:
+    def __init__(
+        self, count: int = 3, core_class: type[Consensus] = Consensus, ordered: bool = True, servers: int = 0
+    ) -> None:
         self.names = [PeerId(f"p{index}") for index in range(count)]
         self.rules = run_rules(columns=0, shared_tiles=1)
         self.ordered = ordered

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from spes_p2p.sync.core.knowledge import RoundState
-from spes_p2p.sync.core.messages import Envelope, Proposal, Signed, Status
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.timing import Pace
-from spes_p2p.sync.core.votes import VoteRecord
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Envelope, Proposal, Signed, Status
+from spes_p2p.consensus.state import RoundState
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.votes import VoteRecord
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 1.0
@@ -91,7 +91,7 @@ class Frozen:
 
 
 class Snapshots:
-    """Copies, names and shifts states that are made of dictionaries, sets, dataclasses and `Core`s."""
+    """Copies, names and shifts states that are made of dictionaries, sets, dataclasses and `Consensus`s."""
 
     def __init__(self) -> None:
         self.frozen = Frozen()
@@ -119,7 +119,7 @@ class Snapshots:
         for name, item in vars(value).items():
             shared = type(item) in _ATOMS or name in _SHARED or name in _RULES
             twin.__dict__[name] = item if shared else self.clone(item)
-        if isinstance(value, Core):
+        if isinstance(value, Consensus):
             twin._rules = tuple((name, needs, getattr(twin, rule.__name__)) for name, needs, rule in value._rules)
             twin._rules_by_situation = {}
         return twin
@@ -192,7 +192,7 @@ class Snapshots:
                     self.age(contact)
             elif isinstance(item, Signed | VoteRecord):
                 setattr(value, name, self.aged(item))
-        if isinstance(value, Core):
+        if isinstance(value, Consensus):
             value._sequence = FIRST_SEQUENCE
             self.age(value.round)
             self.age(value.liveness)

@@ -15,11 +15,11 @@ from typing import cast
 import torch
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Manifest, manifest_hash
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, OwnStart
 from spes_p2p.state.layout import BlockSource
-from spes_p2p.sync.core.messages import Manifest, manifest_hash
 from spes_p2p.testing.learning import TrainerOf
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer, Turn

@@ -127,7 +127,7 @@ def test_every_field_is_explained() -> None:
 
 
 def test_no_time_out_has_to_be_guessed() -> None:
-    """Deadlines are learnt (`sync/core/timing.py`); nobody sets one."""
+    """Deadlines are learnt (`consensus/timing.py`); nobody sets one."""
     words = ("timeout", "deadline", "grace", "patience", "wait", "seconds")
     asked = [path for path, _ in fields_of_tree() if any(word in path for word in words)]
     assert asked == ["swarm.heartbeat_seconds"]

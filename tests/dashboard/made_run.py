@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Commit, Merge
 from spes_p2p.dashboard.source import Known, Look
 from spes_p2p.data.held import Coverage
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.membership import Member
 from spes_p2p.swarm.vitals import PeerWarning, Vitals
-from spes_p2p.sync.core.messages import Commit, Merge
 from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 from tests.sync.chains import MadeRun
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.messages import DEGRADED, manifest_hash
 from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, MOST_WARNINGS, Follower, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import NOTHING, Look, Source
@@ -14,7 +15,6 @@ from spes_p2p.dashboard.state import page_state
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.vitals import PeerWarning, Vitals
-from spes_p2p.sync.core.messages import DEGRADED, manifest_hash
 from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.dashboard.made_run import NOW, PEERS, MadeSource

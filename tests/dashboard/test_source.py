@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import WIRE_VERSION, manifest_hash
 from spes_p2p.dashboard.follow import Follower
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import DOUBT_SECONDS, NOTHING, Known, Look, SwarmSource
@@ -15,7 +16,6 @@ from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.records import RUNS_KEY, RunRecord, heads_key
 from spes_p2p.sync.announce import head_record
-from spes_p2p.sync.core.messages import WIRE_VERSION, manifest_hash
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.sync.chains import ORGANISER, A, with_tokens
 from tests.sync.test_report import NOW, Scene

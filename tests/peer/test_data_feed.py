@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.feed import Feed, PieceDataset
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.data.piece_cache import PieceCache
@@ -19,7 +20,6 @@ from spes_p2p.peer.data_feed import CATALOGUE_FILE, DataFeed, keep_catalogue, ke
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.piece_fetching import PieceFetcher
 from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
 from spes_p2p.sync.requests import Request

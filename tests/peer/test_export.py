@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.load import published_yaml
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import WIRE_VERSION
 from spes_p2p.data.tokenizers import ByteTokenizer
 from spes_p2p.errors import CheckpointError, ConfigError, NetworkError
 from spes_p2p.ids import PeerId
@@ -27,7 +28,6 @@ from spes_p2p.state.version import Version
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import head_record
-from spes_p2p.sync.core.messages import WIRE_VERSION
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.wire import pack
 from tests.interop.states import OLMOE, layout_of, model_of, random_state, run_config

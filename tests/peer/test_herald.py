@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spes_p2p.consensus.membership import Member
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.herald import commit_lines, coverage, expected_coverage, genesis_lines
-from spes_p2p.swarm.membership import Member
 from tests.sync.chains import A, MadeRun
 from tests.sync.swarm_cases import small_config
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import Plan, Proposal, Signed, Work, manifest_hash
+from spes_p2p.consensus.state import RoundState
 from spes_p2p.observe.live import EXCHANGING, READY, TRAINING, VOTING
 from spes_p2p.peer.live import Contributions
 from spes_p2p.peer.phases import phase_of, slices_done
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.knowledge import RoundState
-from spes_p2p.sync.core.messages import Plan, Proposal, Signed, Work, manifest_hash
 from tests.sync.chains import A, B, MadeRun
 
 RUN = MadeRun()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, Schedule, Watch
-from spes_p2p.sync.core.messages import Intent
 from spes_p2p.sync.gate import Gate
 
 NIGHT = Schedule.parse("22:00-08:00")

@@ -15,6 +15,8 @@ import torch
 from spes_p2p.checkpoint.load import load_latest
 from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.fragments import due_tiles
+from spes_p2p.consensus.messages import Commit, Manifest
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
 from spes_p2p.errors import CheckpointError, StorageFull
 from spes_p2p.ids import PeerId, sha256
@@ -23,8 +25,6 @@ from spes_p2p.peer import resume
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.training import Uncounted
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.fragments import due_tiles
-from spes_p2p.sync.core.messages import Commit, Manifest
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.train.trainer import Trainer
 from tests.sync.chains import A, MadeRun

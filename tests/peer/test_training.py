@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from spes_p2p.consensus.messages import Manifest, Work, manifest_hash
+from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import LeasedLoader, held_out_batches, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
@@ -24,8 +26,6 @@ from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, TrainingLoop, Uncounted
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
-from spes_p2p.sync.core.messages import Manifest, Work, manifest_hash
-from spes_p2p.sync.core.rules import Outcome, child_manifest
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs

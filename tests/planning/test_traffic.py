@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from spes_p2p.consensus.slices import plan_slices
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Link, Spread, round_traffic, stored_bytes, sync_costs
-from spes_p2p.sync.core.plan import plan_slices
 from tests.planning.runs import run_named
 
 TILES = 120

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Warning
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.nursery import children
 from spes_p2p.testing.processes import LocalSwarm, Process
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.observe.events import Peer, Round, Step
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.processes import LocalSwarm, Process
 from tests import oracle
 from tests.swarm.micro import (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.observe.events import Eval, Round
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.fragments import due_columns
 from tests.swarm.micro import recomputed_state, run_to_the_end
 
 pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]

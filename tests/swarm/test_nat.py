@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import MAJORITY
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import MAJORITY
 from spes_p2p.testing.namespaces import Lab, may_make_namespaces
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Columns
 from spes_p2p.ownership.expert_map import columns_of, orphans
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.processes import LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm, peer_id_of
 

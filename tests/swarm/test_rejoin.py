@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import MAJORITY, Commit
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import MAJORITY, Commit
 from spes_p2p.testing.processes import LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of, recomputed_state
 

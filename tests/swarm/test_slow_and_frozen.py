@@ -13,9 +13,9 @@ import pytest
 
 from spes_p2p import steps
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.faults import FREEZE, JUMP, SLOW, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, patience_seconds, peer_id_of, recomputed_state

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p import steps
+from spes_p2p.consensus.messages import MAJORITY, Commit
 from spes_p2p.observe.events import Peer
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import MAJORITY, Commit
 from spes_p2p.testing.faults import SLOW, Fault
 from spes_p2p.testing.namespaces import TwoHalves, may_limit_links
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Values
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import HandedIn
 from tests import lossy_oracle, oracle

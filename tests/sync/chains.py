@@ -6,14 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
-from spes_p2p.ids import PeerId, sha256
-from spes_p2p.interop.hf import state_layout
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.state.initial import InitialState
-from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.fake_keys import FakeKeys
-from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import (
     MAJORITY,
     Acceptance,
     Certificate,
@@ -24,8 +18,14 @@ from spes_p2p.sync.core.messages import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.sync.core.plan import plan_slices
-from spes_p2p.sync.core.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.consensus.slices import plan_slices
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.interop.hf import state_layout
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.state.initial import InitialState
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.sync.genesis import describe_run, sign_genesis
 from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.sealing import KeySealer

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from spes_p2p.consensus.messages import Commit, manifest_hash
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
@@ -21,7 +22,6 @@ from spes_p2p.swarm.records import (
     peers_key,
 )
 from spes_p2p.sync.announce import EVERY_SECONDS, LOOK_SECONDS, TTL_SECONDS, Announcer
-from spes_p2p.sync.core.messages import Commit, manifest_hash
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.sync.chains import A, B, MadeRun

@@ -10,12 +10,12 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import MAJORITY, Commit, manifest_hash
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import PeerSilent, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.core.messages import MAJORITY, Commit, manifest_hash
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.organising.archive import Archive, FewStreams
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork

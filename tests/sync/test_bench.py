@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.messages import Merge, Slice
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.bench import Bench, staged_state, whole_state, wire_tiles
-from spes_p2p.sync.core.messages import Merge, Slice
 from spes_p2p.sync.merge import nearest_experts
 from tests.state.small import file_size_limit, new_values, small_layout, small_store
 

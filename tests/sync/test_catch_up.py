@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.codecs.lossy import encode
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.staging import Staging
@@ -19,7 +20,6 @@ from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.choosing import Turns
 from spes_p2p.sync.coding import stage_tile
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.sync.requests import TILES, WIRES, Request, Serving
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import Commit, manifest_hash
+from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, sha256
 from spes_p2p.sync.chain import Chain, VoteBook, check_links
-from spes_p2p.sync.core.messages import Commit, manifest_hash
-from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 from tests.state.small import file_size_limit
 from tests.sync.chains import B, MadeRun, with_tokens

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.peer.organising import Parted, decide, histories_of
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY
 from spes_p2p.sync.histories import checked_prefix, choose_child
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch
 from spes_p2p.sync.report import RunReport, read_report

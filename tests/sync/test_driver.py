@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from spes_p2p import steps
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync import making
-from spes_p2p.sync.core.messages import Intent
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config

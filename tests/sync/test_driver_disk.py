@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, Manifest
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Manifest
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import (
     Recorder,

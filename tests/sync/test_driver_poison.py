@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.messages import Merge
+from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.streams import FetchRequest
-from spes_p2p.sync.core.messages import Merge
-from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE, WRONG_SIZE
 from spes_p2p.sync.requests import VALUES, Request
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork

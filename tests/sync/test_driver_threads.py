@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.votes import VoteRecord, promise
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.votes import VoteRecord, promise
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import commits, in_swarm, small_config
@@ -69,7 +69,7 @@ def watch_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return watching
 
     monkeypatch.setattr(Tasks, "in_thread", marked)
-    for cls in Core.__mro__[:-1]:
+    for cls in Consensus.__mro__[:-1]:
         for name, method in list(vars(cls).items()):
             if inspect.isfunction(method):
                 monkeypatch.setattr(cls, name, watched(name, method))

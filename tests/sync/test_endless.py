@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from spes_p2p import wire
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Status
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm import stream_server
@@ -17,8 +19,6 @@ from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamServer
 from spes_p2p.swarm.streams import BLOB, REFUSED, WAIT, BlobHead, ByteStream, FetchRequest, read_frame, write_frame
-from spes_p2p.sync.core.messages import Status
-from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
 from spes_p2p.sync.requests import CHAIN, TILES, VALUES, Request
 from spes_p2p.testing.memory_swarm import MemorySwarm
@@ -118,13 +118,13 @@ def test_who_claims_to_be_far_ahead_and_never_shows_it_holds_nobody_up(folder: P
 
 
 def claim_far_ahead(patch: pytest.MonkeyPatch) -> None:
-    honest = Core._own_status
+    honest = Consensus._own_status
 
-    def claim(core: Core) -> Status:
+    def claim(core: Consensus) -> Status:
         status = honest(core)
         return status if core.me != LIAR else replace(status, round=10**9, head=sha256(b"nowhere"))
 
-    patch.setattr(Core, "_own_status", claim)
+    patch.setattr(Consensus, "_own_status", claim)
 
 
 def test_a_slow_link_has_time_and_who_wastes_it_has_less() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from spes_p2p.consensus.messages import WIRE_VERSION
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.records import RUNS_KEY, RunGroup, RunRecord, group_runs
-from spes_p2p.sync.core.messages import WIRE_VERSION
 from spes_p2p.sync.finding import choose_run, find_run
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack

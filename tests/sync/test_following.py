@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from spes_p2p.consensus.forks import Standing, choose
+from spes_p2p.consensus.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.forks import Standing, choose
-from spes_p2p.sync.core.messages import Ballots, Commit, Intent, Status, Work
 from spes_p2p.sync.organising.following import LONGEST_PAUSES, MOST_REMEMBERED, TRIES, Following
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.virtual_time import run_virtual

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.fragments import due_tiles
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.core.fragments import due_tiles
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config

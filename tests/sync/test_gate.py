@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.consensus.messages import Work
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import Hash
-from spes_p2p.sync.core.messages import Work
 from spes_p2p.sync.gate import Gate
 
 HEAD, OTHER = Hash(b"h" * 32), Hash(b"o" * 32)

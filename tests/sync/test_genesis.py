@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import sha256
-from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.genesis import GENESIS, check_genesis, check_run, describe_run
 from tests.sync.chains import ORGANISER, B, MadeRun
 from tests.sync.swarm_cases import small_config

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.consensus.messages import Envelope, Signed
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.sync.core.messages import Envelope, Signed
 from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, Request
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.messages import WIRE_VERSION
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.initial import InitialState
@@ -15,7 +16,6 @@ from spes_p2p.state.layout import Tile, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.records import RunGroup, RunRecord
 from spes_p2p.sync import joining
-from spes_p2p.sync.core.messages import WIRE_VERSION
 from spes_p2p.sync.genesis import describe_run
 from spes_p2p.sync.joining import load_run, rules_of
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm

@@ -13,14 +13,14 @@ import pytest
 
 from spes_p2p import steps
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.fragments import due_columns
+from spes_p2p.consensus.messages import Intent
+from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of, sole_columns
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
-from spes_p2p.sync.core.fragments import due_columns
-from spes_p2p.sync.core.messages import Intent
-from spes_p2p.sync.core.reducing import LOST
 from spes_p2p.sync.requests import VALUES, Request
 from spes_p2p.testing.faults import Fault, MemoryFaults
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.membership import LINK_PRIVATE
+from spes_p2p.consensus.messages import Intent, Manifest, Slice
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.membership import LINK_PRIVATE
-from spes_p2p.sync.core.messages import Intent, Manifest, Slice
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.books import Books
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until

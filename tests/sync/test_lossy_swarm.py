@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
-from spes_p2p.sync.core.fragments import due_columns
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer
 from tests.sync.books import Books

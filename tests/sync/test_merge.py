@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.rules import merge_alpha_for
 from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.state.layout import Layout, StateTensor, Values
-from spes_p2p.sync.core.rules import merge_alpha_for
 from spes_p2p.sync.merge import (
     layer_spans,
     merge_alpha,

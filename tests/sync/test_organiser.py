@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import Ballots, Envelope, Intent, Status, Work
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.sync.core.messages import Ballots, Envelope, Intent, Status, Work
 from spes_p2p.sync.organising.organiser import WAITING_BEATS
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import Choice
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.records import words_key
-from spes_p2p.sync.core.messages import Choice
 from spes_p2p.sync.organiser_words import (
     LOOK_SECONDS,
     MAX_BYTES,

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.messages import Acceptance, Ballots, Envelope, Intent, Report, Status, Work
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import Acceptance, Ballots, Envelope, Intent, Report, Status, Work
 from spes_p2p.sync.outbox import WAITING, Outbox, in_parts
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.tasks import Tasks

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.sync.core.messages import Manifest
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
@@ -18,7 +19,6 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync import piece_fetching
-from spes_p2p.sync.core.actions import Notice
 from spes_p2p.sync.piece_fetching import AT_ONCE, PieceFetcher, fetch_catalogue
 from spes_p2p.sync.pieces import MAX_ASKED, MAX_GIVEN, DataTraffic, PieceServing, PiecesHead, pieces_request
 from spes_p2p.sync.requests import CATALOGUE, PIECES, Request, Serving

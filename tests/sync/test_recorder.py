@@ -11,15 +11,15 @@ from typing import get_type_hints
 
 import pytest
 
+from spes_p2p.consensus.actions import Action
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.membership import leader_order
+from spes_p2p.consensus.messages import manifest_hash
 from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.membership import leader_order
-from spes_p2p.sync.core.actions import Action
-from spes_p2p.sync.core.messages import manifest_hash
-from spes_p2p.sync.core.round import Core
 from spes_p2p.sync.recorder import BEFORE, EVENTS, NEWEST, FlightRecorder, load_recording, replay
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
-from tests.sync import planted
+from tests.consensus import planted
 from tests.sync.swarm_cases import in_swarm
 
 
@@ -50,8 +50,8 @@ def leader_of(life: PretendPeer) -> PeerId:
 
 
 def test_all_that_makes_a_core_decide_is_recorded() -> None:
-    public = {name for name in vars(Core) if not name.startswith("_")}
-    decides = {name for name in public if get_type_hints(vars(Core)[name]).get("return") == list[Action]}
+    public = {name for name in vars(Consensus) if not name.startswith("_")}
+    decides = {name for name in public if get_type_hints(vars(Consensus)[name]).get("return") == list[Action]}
     assert decides <= set(EVENTS) <= public
 
 

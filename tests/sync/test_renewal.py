@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Ballots, Intent, Manifest, Status, Work, manifest_hash
+from spes_p2p.consensus.rules import genesis_manifest
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.core.messages import Ballots, Intent, Manifest, Status, Work, manifest_hash
-from spes_p2p.sync.core.rules import genesis_manifest
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.organising.renewal import LONGER, MOST_HEARD, Vigil
 from tests.sync.chains import A, B, MadeRun
 

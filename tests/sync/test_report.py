@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import WIRE_VERSION, Commit
 from spes_p2p.data.held import Coverage, Held
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId, sha256
@@ -16,7 +17,6 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import WIRE_VERSION, Commit
 from spes_p2p.sync.histories import Side
 from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
 from spes_p2p.sync.requests import Request, Serving

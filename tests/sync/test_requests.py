@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, sha256
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync import requests
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, ChainPart, Request, Serving
 from spes_p2p.wire import pack, unpack

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.messages import Manifest, Slice, manifest_hash
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.state.layout import Values
 from spes_p2p.sync import residuals as module
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Manifest, Slice, manifest_hash
 from spes_p2p.sync.residuals import Kind, Residuals
 from tests.sync.chains import A, B, MadeRun
 from tests.sync.swarm_cases import small_config

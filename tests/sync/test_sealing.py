@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.messages import Acceptance, Ballots, Envelope, Intent, Signed, Status, Work, signing_bytes
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.fake_keys import FakeKeys
-from spes_p2p.sync.core.messages import Acceptance, Ballots, Envelope, Intent, Signed, Status, Work, signing_bytes
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.wire import pack
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.membership import LINK_PRIVATE, trainers
+from spes_p2p.consensus.messages import Intent, Manifest
 from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
-from spes_p2p.swarm.membership import LINK_PRIVATE, trainers
-from spes_p2p.sync.core.messages import Intent, Manifest
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.swarm_cases import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p import steps
+from spes_p2p.consensus.messages import MAJORITY
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.sync.core.messages import MAJORITY
 from spes_p2p.testing.faults import FREEZE, Fault, MemoryFaults
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendWork
 from tests.sync.swarm_cases import (

@@ -11,10 +11,10 @@ from typing import NoReturn
 
 import pytest
 
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, manifest_hash
 from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, manifest_hash
 from spes_p2p.sync.driver import Applied
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, counts, in_swarm, small_config

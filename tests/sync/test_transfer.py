@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.messages import Contribution, Slice
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -15,7 +16,6 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync import requests
 from spes_p2p.sync.choosing import Turns
-from spes_p2p.sync.core.messages import Contribution, Slice
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.sync.transfer import TILES_A_FETCH, Transfers, all_of, fetch_run
 from spes_p2p.testing.virtual_time import run_virtual

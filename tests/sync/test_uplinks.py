@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import metering
 from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.sync.core.messages import Intent
 from spes_p2p.sync.recorder import NEWEST, FlightRecorder, load_recording, replay
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config

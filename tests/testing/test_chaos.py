@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY
 from spes_p2p.testing.chaos_report import ChaosOptions, Findings, Sample, judge, report
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from spes_p2p.sync.core.round import Core
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.testing.exhaustive import Found, explore_all
 from spes_p2p.testing.small_world import CRASH, LATE, LOSE
-from tests.sync import planted
+from tests.consensus import planted
 
 
 @pytest.mark.timeout(3600)
@@ -52,7 +52,7 @@ def test_messages_that_overtake_each_other_break_nothing() -> None:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_planted_fault_is_found(core_class: type[Core], faults: int, kind: str) -> None:
+def test_a_planted_fault_is_found(core_class: type[Consensus], faults: int, kind: str) -> None:
     with pytest.raises(Found) as found:
         explore_all(faults, (LOSE, CRASH), core_class)
     assert found.value.kind == kind

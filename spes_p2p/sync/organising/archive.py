@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from spes_p2p.consensus.messages import Commit, Manifest
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
@@ -16,7 +17,6 @@ from spes_p2p.state.version import Version
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.catch_up import CatchUp, InThread
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.messages import Commit, Manifest
 from spes_p2p.sync.transfer import Transfers
 
 KEPT = 2

@@ -12,17 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
-from spes_p2p.files import storing, write_whole
-from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.membership import LINK_CLASSES, LINK_PRIVATE, Member
-from spes_p2p.swarm.ports import Clock, Transport
-from spes_p2p.sync.catch_up import CatchUp
-from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.forks import Line, Standing, Way, choose
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.forks import Line, Standing, Way, choose
+from spes_p2p.consensus.membership import LINK_CLASSES, LINK_PRIVATE, Member
+from spes_p2p.consensus.messages import (
     Ballots,
     Commit,
     Envelope,
@@ -34,8 +26,16 @@ from spes_p2p.sync.core.messages import (
     Work,
     manifest_hash,
 )
-from spes_p2p.sync.core.rules import RunRules, renewed_manifest
-from spes_p2p.sync.core.timing import Pace
+from spes_p2p.consensus.rules import RunRules, renewed_manifest
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
+from spes_p2p.files import storing, write_whole
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.ports import Clock, Transport
+from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.genesis import RunInfo, sign_renewal
 from spes_p2p.sync.organising.archive import Archive, FewStreams

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from spes_p2p.consensus.forks import Line, Way, parted_text, tokens_lost
+from spes_p2p.consensus.messages import Status, manifest_hash
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.swarm.ports import Clock
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.core.forks import Line, Way, parted_text, tokens_lost
-from spes_p2p.sync.core.messages import Status, manifest_hash
 from spes_p2p.sync.tasks import Tasks
 
 MOST_REMEMBERED = 256

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.consensus.liveness import Liveness
+from spes_p2p.consensus.membership import electors, is_majority
+from spes_p2p.consensus.messages import Manifest, Status, manifest_hash
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.swarm.membership import electors, is_majority
-from spes_p2p.sync.core.liveness import Liveness
-from spes_p2p.sync.core.messages import Manifest, Status, manifest_hash
-from spes_p2p.sync.core.timing import Pace
 
 MOST_HEARD = 256
 """Strangers that are kept in mind."""

@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Intent, Sealer
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.membership import Member
 from spes_p2p.swarm.ports import Blob, Clock, Signer, Transport, Verifier
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.messages import Intent, Sealer
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.timing import Pace
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
@@ -114,7 +114,7 @@ class Server:
 
     async def _begin(self) -> None:
         place = await self._joining.settle(self._store, self._chain, self._votes, self._sources)
-        core = Core(
+        core = Consensus(
             me=self._transport.peer_id,
             incarnation=place.votes.incarnation,
             rules=rules_of(self._config, self._info, self._layout),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spes_p2p.sync.core.messages import Work
+from spes_p2p.consensus.messages import Work
 
 MAX_COUNT = 2**53
 """Of tokens, steps or sequences that a status tells of."""

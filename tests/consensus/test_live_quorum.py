@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, Manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Commit, Manifest
 from spes_p2p.testing import sim_peer
 from spes_p2p.testing.sim import Weather, World
 from spes_p2p.testing.sim_peer import SimPeer

@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.fake_keys import FakeKeys
-from spes_p2p.swarm.membership import LEAST_NEW, Member, leader_order, with_votes
-from spes_p2p.sync.core.actions import Notice
-from spes_p2p.sync.core.hearing import MOST_BORROWED
-from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.inbound import MOST_BORROWED
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.membership import LEAST_NEW, Member, leader_order, with_votes
+from spes_p2p.consensus.messages import (
     Acceptance,
     Ballots,
     Commit,
@@ -37,9 +33,13 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import Outcome, child_manifest, genesis_manifest
-from spes_p2p.sync.core.timing import Pace
+from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.requests import ChainPart, Request
 from spes_p2p.sync.sealing import MAX_PARTS, EnvelopeChecker
@@ -50,14 +50,14 @@ from spes_p2p.wire import pack, unpack
 LIAR = PeerId("p2")
 
 
-def walk_until(wanted: Callable[[Core], object], seed: int = 0) -> Core:
+def walk_until(wanted: Callable[[Consensus], object], seed: int = 0) -> Consensus:
     """One of the first two peers of a small world, as soon as it is as `wanted`."""
     world, chance = SmallWorld(), random.Random(seed)
     state = world.start(2)
     while True:
         for local in world.locals_of(state)[:2]:
             if local.core is not None and wanted(local.core):
-                core: Core = world.snapshots.clone(local).core
+                core: Consensus = world.snapshots.clone(local).core
                 return core
         state = world.start(2) if world.is_known(state) else chance.choice(world.successors(state))[1]
 
@@ -75,7 +75,7 @@ def said() -> list[Envelope]:
 
 
 @pytest.fixture
-def core() -> Core:
+def core() -> Consensus:
     """Has a plan; nobody has voted yet."""
     return walk_until(lambda core: core.round.plan is not None)
 
@@ -84,7 +84,7 @@ def seal(value: Any) -> Signed[Any]:
     return FakeSealer(LIAR).seal(value)
 
 
-def size_of(core: Core, act: Callable[[], None]) -> int:
+def size_of(core: Consensus, act: Callable[[], None]) -> int:
     """Bytes that are still held after `act`."""
     tracemalloc.start()
     try:
@@ -94,7 +94,7 @@ def size_of(core: Core, act: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
-def test_votes_of_thousands_of_ballots(core: Core) -> None:
+def test_votes_of_thousands_of_ballots(core: Consensus) -> None:
     def flood() -> None:
         for ballot in range(2000):
             vote = Acceptance(core.rules.fingerprint, core.head, ballot, sha256(b"%d" % ballot))
@@ -107,7 +107,7 @@ def test_votes_of_thousands_of_ballots(core: Core) -> None:
     assert core.round.progress_at == progress  # votes for what nobody proposed are no progress
 
 
-def test_degraded_votes_for_thousands_of_contents(core: Core) -> None:
+def test_degraded_votes_for_thousands_of_contents(core: Consensus) -> None:
     for number in range(1000):
         vote = DegradedVote(core.rules.fingerprint, core.head, (LIAR,), -1, sha256(b"%d" % number))
         core.receive(Envelope(LIAR, degraded_votes=(seal(vote),)), 0.0)
@@ -149,7 +149,7 @@ def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int) -> None:
     assert (((), ballot) in core.round.proposals) == (new == LEAST_NEW)
 
 
-def test_ever_new_plans_do_not_hold_up_a_round(core: Core) -> None:
+def test_ever_new_plans_do_not_hold_up_a_round(core: Consensus) -> None:
     before = core.round.plans_of.get(LIAR, 0)
     promise(core, 500)
     for ballot in ballots_of(core, LIAR):
@@ -179,19 +179,19 @@ def test_who_leads_no_ballot_that_a_majority_promised_plans_and_proposes_nothing
     assert core.status().proposal == ballot
 
 
-def ballots_of(core: Core, leader: PeerId) -> list[int]:
+def ballots_of(core: Consensus, leader: PeerId) -> list[int]:
     order = leader_order(core.head, core.tip.members)
     return [ballot for ballot in range(1, 500) if order[ballot % len(order)] == leader]
 
 
-def say_plan(core: Core, ballot: int) -> None:
+def say_plan(core: Consensus, ballot: int) -> None:
     assert core.round.plan is not None
     mine = core.round.plan.value
     plan = Plan(core.rules.fingerprint, core.head, ballot, LIAR, mine.roster, mine.slices)
     core.receive(Envelope(LIAR, plan=seal(plan)), 0.0)
 
 
-def promise(core: Core, ballot: int) -> None:
+def promise(core: Consensus, ballot: int) -> None:
     """All others say that they have promised it."""
     template = core.contacts[LIAR].status
     for peer, incarnation in core._elector.items():
@@ -204,7 +204,7 @@ def promise(core: Core, ballot: int) -> None:
 def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_cannot_be_had() -> None:
     """Else nobody would give up the leader that is gone with them."""
 
-    def of_others(core: Core) -> list[tuple[int, Signed[Report]]]:
+    def of_others(core: Consensus) -> list[tuple[int, Signed[Report]]]:
         return [(at, said) for at, said in core.round.reports.items() if said.author != core.me]
 
     core = walk_until(of_others)
@@ -225,7 +225,7 @@ def test_a_state_of_slices_that_were_done_again_since_is_not_proposed() -> None:
     assert core.round.outcome is None
 
 
-def test_strangers_are_few_and_silent_ones_make_room(core: Core) -> None:
+def test_strangers_are_few_and_silent_ones_make_room(core: Consensus) -> None:
     template = core.contacts[LIAR].status
 
     def hear(name: str, now: float) -> None:
@@ -269,7 +269,7 @@ def test_strangers_are_few_and_silent_ones_make_room(core: Core) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_status_of_impossible_size_is_not_kept(core: Core, change: dict[str, Any]) -> None:
+def test_a_status_of_impossible_size_is_not_kept(core: Consensus, change: dict[str, Any]) -> None:
     before = core.contacts[LIAR].status
     core.receive(Envelope(LIAR, (seal(replace(before, sequence=before.sequence + 1, **change)),)), 0.0)
     assert core.contacts[LIAR].status == before
@@ -284,7 +284,9 @@ class Beginning:
         members = [Member(name, 1, True, 0) for name in names]
         tip = genesis_manifest(self.rules, root_of(state), members, {name: Wish(0) for name in names})
         me, self.honest, self.liar = leader_order(manifest_hash(tip), tip.members)
-        self.core = Core(me, 1, self.rules, FakeSealer(me), lambda *_: True, Pace(1.0), tip, 0.0, intent=Intent(True))
+        self.core = Consensus(
+            me, 1, self.rules, FakeSealer(me), lambda *_: True, Pace(1.0), tip, 0.0, intent=Intent(True)
+        )
         self.sequence = 0
 
     def says(self, peer: PeerId, now: float, **what: Any) -> list[Any]:
@@ -378,7 +380,7 @@ def test_nobody_takes_a_ballot_that_turns_do_not_lead_to() -> None:
     assert promised(10_000, 1.0, others=9_990) == 10_000  # a majority got there
 
 
-def test_a_plan_or_proposal_of_a_ballot_far_ahead_is_not_kept(core: Core) -> None:
+def test_a_plan_or_proposal_of_a_ballot_far_ahead_is_not_kept(core: Consensus) -> None:
     mine = core.round.plan
     assert mine is not None
     core.receive(Envelope(LIAR, plan=seal(replace(mine.value, ballot=2**61, leader=LIAR))), 0.0)
@@ -392,7 +394,7 @@ def test_a_plan_or_proposal_of_a_ballot_far_ahead_is_not_kept(core: Core) -> Non
     assert len(bound.round.proposals) == known
 
 
-def test_reports_that_cannot_be_are_not_kept(core: Core) -> None:
+def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
     plan = core.round.plan
     assert plan is not None
     core.round.reports.clear()
@@ -414,7 +416,7 @@ def test_reports_that_cannot_be_are_not_kept(core: Core) -> None:
     assert not core.round.voids
 
 
-def test_what_is_of_another_parent_or_run_is_dropped(core: Core) -> None:
+def test_what_is_of_another_parent_or_run_is_dropped(core: Consensus) -> None:
     other = sha256(b"another")
     name = sha256(b"manifest")
     for vote in (Acceptance(core.rules.fingerprint, other, 0, name), Acceptance(other, core.head, 0, name)):
@@ -428,7 +430,7 @@ def test_what_is_of_another_parent_or_run_is_dropped(core: Core) -> None:
     assert not core.round.degraded_votes
 
 
-def test_a_claim_beyond_the_lease_is_named(core: Core) -> None:
+def test_a_claim_beyond_the_lease_is_named(core: Consensus) -> None:
     """A plan that counts more than the lease can give is refused with the name of who claims it."""
     mine = core.round.plan
     assert mine is not None
@@ -507,7 +509,7 @@ def test_every_kind_of_message_is_read_or_refused(said: list[Envelope]) -> None:
                 continue
 
 
-def test_spoilt_words_neither_break_the_state_machine_nor_grow_it(said: list[Envelope], core: Core) -> None:
+def test_spoilt_words_neither_break_the_state_machine_nor_grow_it(said: list[Envelope], core: Consensus) -> None:
     """Any well-formed message, whatever it says, of any author: no exception, and no more than there is room for."""
     chance, taken = random.Random(2), 0
     told = [e for e in said if e.sender != core.me and (e.votes or e.proposals or e.plan or e.reports or e.commit)]

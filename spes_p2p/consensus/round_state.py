@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member, electors, is_majority, leader_order, next_members, rank, trainers
-from spes_p2p.sync.core.actions import Action, Notice, Persist
-from spes_p2p.sync.core.forks import Line, Standing, Way, choose, has_quorum
-from spes_p2p.sync.core.knowledge import HOPELESS, MOST_REMEMBERED, MOST_TURNS, Contact, Heard, Key, RoundState, Wanted
-from spes_p2p.sync.core.liveness import Liveness
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.actions import Action, Notice, Persist
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.forks import Line, Standing, Way, choose, has_quorum
+from spes_p2p.consensus.liveness import Liveness
+from spes_p2p.consensus.membership import Member, electors, is_majority, leader_order, next_members, rank, trainers
+from spes_p2p.consensus.messages import (
     MAX_MEMBERS,
     Ballots,
     Commit,
@@ -29,10 +27,13 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.core.plan import reducer_order
-from spes_p2p.sync.core.rules import CheckSignature, RunRules
-from spes_p2p.sync.core.timing import Pace
-from spes_p2p.sync.core.votes import VoteRecord
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.slices import reducer_order
+from spes_p2p.consensus.state import HOPELESS, MOST_REMEMBERED, MOST_TURNS, Contact, Heard, Key, RoundState, Wanted
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ownership.assign import Wish
 
 MAX_NOTICE = 300
 """Characters of what is told to a person."""

@@ -1,6 +1,6 @@
 """The round's state machine of one peer: decides everything, touches nothing.
 
-`Core` takes events (a message came, time passed, a slice is on disk) and returns actions (`actions.py`). It never
+`Consensus` takes events (a message came, time passed, a slice is on disk) and returns actions (`actions.py`). It never
 holds a tensor or a socket, and reads no clock: `now` is passed in. What it decides is written as a table of rules
 (`table.py`), tried in order after each event until none fires, so that a test can see which were exercised. The rules
 stand in `reducing.py` and `voting.py`, what it knows in `knowledge.py` and `round_state.py`, what it takes in and says
@@ -15,19 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.steps import reached
-from spes_p2p.sync.core.actions import (
+from spes_p2p.consensus.actions import (
     Action,
     Adopt,
     Build,
     CatchUp,
 )
-from spes_p2p.sync.core.bounds import told
-from spes_p2p.sync.core.forks import Way, has_quorum
-from spes_p2p.sync.core.hearing import Hearing
-from spes_p2p.sync.core.knowledge import EMPTY_WORDS, MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.bounds import told
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.forks import Way, has_quorum
+from spes_p2p.consensus.gossip import Speaking
+from spes_p2p.consensus.inbound import Hearing
+from spes_p2p.consensus.messages import (
     DEGRADED,
     Acceptance,
     Commit,
@@ -43,15 +42,10 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.core.reducing import Reducing
-from spes_p2p.sync.core.rules import (
-    CheckSignature,
-    Outcome,
-    RunRules,
-    counts,
-)
-from spes_p2p.sync.core.speaking import Speaking
-from spes_p2p.sync.core.table import (
+from spes_p2p.consensus.reducing import Reducing
+from spes_p2p.consensus.rules import Outcome, RunRules, counts
+from spes_p2p.consensus.state import EMPTY_WORDS, MAX_SEEDS, MOST_REMEMBERED, Contact, Heard, Key
+from spes_p2p.consensus.table import (
     ALONE,
     LEADING,
     OPEN,
@@ -64,14 +58,16 @@ from spes_p2p.sync.core.table import (
     VOTER,
     WRITABLE,
 )
-from spes_p2p.sync.core.timing import Pace
-from spes_p2p.sync.core.votes import VoteRecord
-from spes_p2p.sync.core.voting import Voting
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.voting import Voting
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.steps import reached
 
-__all__ = ["RULE_NAMES", "Core"]
+__all__ = ["RULE_NAMES", "Consensus"]
 
 
-class Core(Hearing, Reducing, Voting, Speaking):
+class Consensus(Hearing, Reducing, Voting, Speaking):
     """The protocol as one peer runs it, over all rounds. Every public method is an event and returns the actions."""
 
     def __init__(

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, tokens_lost
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.ids import Hash, PeerId, sha256
-from spes_p2p.swarm.membership import Member
-from spes_p2p.sync.core.forks import Line, Standing, Way, best, choose, tokens_lost
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, Certificate, Commit, Manifest, manifest_hash
 from tests.sync.chains import MadeRun
 
 NAMES = tuple(PeerId(name) for name in "abcd")

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.ids import PeerId, sha256
-from spes_p2p.swarm.membership import (
+from spes_p2p.consensus.membership import (
     LINK_PRIVATE,
     LINK_PUBLIC,
     Member,
@@ -17,6 +16,7 @@ from spes_p2p.swarm.membership import (
     next_members,
     with_votes,
 )
+from spes_p2p.ids import PeerId, sha256
 
 PARENT = sha256(b"parent")
 NAMES = [PeerId(name) for name in ("anna", "bea", "carl", "dora", "emil")]

@@ -6,11 +6,11 @@ costs at most one envelope a peer, and what is lost comes again.
 
 from __future__ import annotations
 
+from spes_p2p.consensus.actions import Send
+from spes_p2p.consensus.messages import Envelope, Plan, Proposal, Report, Signed, Status, manifest_hash, plan_hash
+from spes_p2p.consensus.round_state import CoreState
+from spes_p2p.consensus.state import Contact
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.core.actions import Send
-from spes_p2p.sync.core.knowledge import Contact
-from spes_p2p.sync.core.messages import Envelope, Plan, Proposal, Report, Signed, Status, manifest_hash, plan_hash
-from spes_p2p.sync.core.round_state import CoreState
 
 
 class Speaking(CoreState):

@@ -6,11 +6,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from spes_p2p.consensus import votes
+from spes_p2p.consensus.messages import Manifest, Proposal, Signed, manifest_hash
+from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import sha256
-from spes_p2p.sync.core import votes
-from spes_p2p.sync.core.messages import Manifest, Proposal, Signed, manifest_hash
-from spes_p2p.sync.core.votes import VoteRecord
 from spes_p2p.wire import pack, unpack
 from tests.sync.chains import A, MadeRun
 

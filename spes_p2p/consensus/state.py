@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.sync.core.actions import Build
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.actions import Build
+from spes_p2p.consensus.messages import (
     Acceptance,
     Commit,
     DegradedVote,
@@ -21,7 +20,8 @@ from spes_p2p.sync.core.messages import (
     Status,
     Work,
 )
-from spes_p2p.sync.core.rules import Outcome
+from spes_p2p.consensus.rules import Outcome
+from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 MAX_NEWCOMERS = 64
 MOST_VOTES = 8

@@ -10,30 +10,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from spes_p2p.data.leases import Leases, next_leases
-from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.ownership.assign import Wish, assign
-from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
-from spes_p2p.swarm.membership import LINK_CLASSES, Member, electors, is_majority, most_new, trainers, with_votes
-from spes_p2p.sync.core.fragments import due_tiles
-from spes_p2p.sync.core.messages import (
-    DEGRADED,
-    MAJORITY,
+from spes_p2p.consensus.fragments import due_tiles
+from spes_p2p.consensus.membership import LINK_CLASSES, Member, most_new, trainers, with_votes
+from spes_p2p.consensus.messages import (
     MAX_MEMBERS,
     WIRE_VERSION,
-    Acceptance,
-    Certificate,
     Contribution,
-    DegradedVote,
     Manifest,
     Merge,
     Plan,
     Slice,
     Work,
     manifest_hash,
-    signing_bytes,
 )
+from spes_p2p.data.leases import Leases, next_leases
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ownership.assign import Wish, assign
+from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
 
 NOBODY = PeerId("")
 IDLE_TURNS = 3
@@ -376,54 +370,3 @@ def tokens_gone(before: Sequence[Manifest], child: Manifest, columns: Collection
             if later.round > child.column_rounds[column] and entry.peer in owners & set(earlier.ownership[column])
         )
     return {column: tokens for column, tokens in gone.items() if tokens}
-
-
-def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
-    """The bytes that every seal of a certificate signs."""
-    if certificate.kind == DEGRADED:
-        made = certificate
-        return signing_bytes(DegradedVote(fingerprint, made.parent, made.heard, made.ballot, made.manifest))
-    return signing_bytes(Acceptance(fingerprint, certificate.parent, certificate.ballot, certificate.manifest))
-
-
-CheckSignature = Callable[[PeerId, bytes, bytes, bytes], bool]
-"""(peer, public key, data, signature) -> the signature is good."""
-
-
-def check_certificate(
-    parent: Manifest,
-    child: Manifest,
-    certificate: Certificate,
-    check: CheckSignature,
-    organiser: PeerId = NOBODY,
-) -> None:
-    """Raises RemoteProtocolError unless `certificate` commits `child` on `parent`.
-
-    A majority certificate needs good seals of a strict majority of the parent's electors; a degraded one those of all
-    its makers, or of the organiser alone, who counts nobody's work.
-    """
-    where = f"certificate of round {child.round}"
-    if certificate.kind not in (MAJORITY, DEGRADED):  # not quoted: it may be any text
-        raise RemoteProtocolError(f"{where} is of no known kind")
-    if certificate.parent != manifest_hash(parent) or certificate.manifest != manifest_hash(child):
-        raise RemoteProtocolError(f"{where} is of another manifest")
-    if child.parent != certificate.parent:
-        raise RemoteProtocolError(f"{where}: the manifest has another parent")
-    voters = {member.peer for member in electors(parent.members)}
-    if certificate.by_organiser:
-        if child.roster or child.slices:
-            raise RemoteProtocolError(f"{where}: the organiser may not count work")
-        voters = {organiser}
-    statement = certificate_statement(child.fingerprint, certificate)
-    good = {
-        seal.peer
-        for seal in certificate.seals
-        if seal.peer in voters and check(seal.peer, seal.public_key, statement, seal.signature)
-    }
-    if certificate.kind == MAJORITY and is_majority(len(good), len(voters)):
-        return
-    if certificate.kind == DEGRADED and good and good == set(certificate.heard or (organiser,)):
-        return
-    raise RemoteProtocolError(
-        f"{where} ({certificate.label}) has only {len(good)} good seals of {len(voters)} electors"
-    )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from spes_p2p.consensus.actions import Build, CloseTraining, Fetch, Reduce
+from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.membership import LINK_PUBLIC, trainers
+from spes_p2p.consensus.messages import Contribution, Manifest, Plan, Report, Slice, Status
+from spes_p2p.consensus.round_state import CoreState
+from spes_p2p.consensus.rules import capped_tokens, merge_alpha_for, next_step
+from spes_p2p.consensus.slices import plan_slices, reducer_order
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.ownership.assign import assign
-from spes_p2p.swarm.membership import LINK_PUBLIC, trainers
-from spes_p2p.sync.core.actions import Build, CloseTraining, Fetch, Reduce
-from spes_p2p.sync.core.fragments import due_columns, due_tiles
-from spes_p2p.sync.core.messages import Contribution, Manifest, Plan, Report, Slice, Status
-from spes_p2p.sync.core.plan import plan_slices, reducer_order
-from spes_p2p.sync.core.round_state import CoreState
-from spes_p2p.sync.core.rules import capped_tokens, merge_alpha_for, next_step
 
 SURE = 2
 """So many reducers must have found nobody's values fit; where fewer can be asked, all of them."""

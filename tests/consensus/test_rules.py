@@ -10,22 +10,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import PeerId, sha256
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.ownership.expert_map import columns_of
-from spes_p2p.swarm.membership import LEAST_NEW, Member, with_votes
-from spes_p2p.sync.core.fragments import due_columns, due_tiles
-from spes_p2p.sync.core.messages import DEGRADED, MAJORITY, MAX_MEMBERS, Commit, Contribution, Manifest, Merge, Slice
-from spes_p2p.sync.core.plan import plan_slices
-from spes_p2p.sync.core.rules import (
+from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.membership import LEAST_NEW, Member, with_votes
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY, MAX_MEMBERS, Commit, Contribution, Manifest, Merge, Slice
+from spes_p2p.consensus.rules import (
     IDLE_TURNS,
     MOST_ROUNDS,
     NOBODY,
     Outcome,
     RunRules,
     capped_tokens,
-    check_certificate,
     check_child,
     check_newcomers,
     child_manifest,
@@ -35,6 +30,11 @@ from spes_p2p.sync.core.rules import (
     renewed_manifest,
     tokens_gone,
 )
+from spes_p2p.consensus.slices import plan_slices
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.sync.genesis import sign_renewal
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from spes_p2p.consensus.messages import MAJORITY, Commit, Manifest, manifest_hash
 from spes_p2p.ids import NO_HASH, Hash, short
-from spes_p2p.sync.core.messages import MAJORITY, Commit, Manifest, manifest_hash
 
 Line = tuple[Commit, ...]
 """Commits on top of a common manifest, oldest first; an empty one stands for that manifest itself."""

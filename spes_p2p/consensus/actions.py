@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Plan, Proposal, Signed, Slice
+from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.sync.core.messages import Commit, Contribution, Envelope, Plan, Proposal, Signed, Slice
-from spes_p2p.sync.core.votes import VoteRecord
 
 
 @dataclass(frozen=True)
@@ -22,26 +22,26 @@ class Send:
 
 @dataclass(frozen=True)
 class Persist:
-    """fsync the voting record. When that fails: drop the rest of the actions and call `Core.disk_full`."""
+    """fsync the voting record. When that fails: drop the rest of the actions and call `Consensus.disk_full`."""
 
     record: VoteRecord
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Our voting record is older than what we said: begin an incarnation above `above`, then call `Core.reborn`."""
+    """Our voting record is older than what we said: begin an incarnation above `above`, then call `reborn`."""
 
     above: int
 
 
 @dataclass(frozen=True)
 class CloseTraining:
-    """The round closes: finish the running step, then call `Core.trained` with `ready`."""
+    """The round closes: finish the running step, then call `Consensus.trained` with `ready`."""
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """Average slice `index` of `plan` from its contributors, stage it, then call `Core.reduced` with the report."""
+    """Average slice `index` of `plan` from its contributors, stage it, then call `reduced` with the report."""
 
     plan: Signed[Plan]
     index: int
@@ -49,9 +49,9 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get the tiles of a slice by hash from one of `holders` (best first), stage them, then call `Core.staged`.
+    """Get the tiles of a slice by hash from one of `holders` (best first), stage them, then call `Consensus.staged`.
 
-    `hashes` concatenates the tile hashes. When nobody has them: `Core.fetch_failed`.
+    `hashes` concatenates the tile hashes. When nobody has them: `Consensus.fetch_failed`.
     """
 
     piece: Slice
@@ -61,7 +61,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Build:
-    """Compute the new state from the staged slices, then call `Core.built` with its roots and the merge.
+    """Compute the new state from the staged slices, then call `Consensus.built` with its roots and the merge.
 
     The merge, if `alpha` is not 0, is the builder's to choose: neighbours by cosine similarity.
     """
@@ -74,7 +74,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Verify:
-    """Compute the new state that `proposal` names, on disk, then call `Core.verified` with its manifest's hash.
+    """Compute the new state that `proposal` names, on disk, then call `Consensus.verified` with its manifest's hash.
 
     Where the own arithmetic gives another root the tiles that differ are fetched by hash.
     """
@@ -84,18 +84,18 @@ class Verify:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Make the verified state the committed one, then call `Core.applied`."""
+    """Make the verified state the committed one, then call `Consensus.applied`."""
 
     commit: Commit
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Fetch the headers from our tip to the newest that `holder` has, and its state; then call `Core.applied`.
+    """Fetch the headers from our tip to the newest that `holder` has, and its state; then call `Consensus.applied`.
 
     `head` is what the holder says it has; nothing of it is trusted before its certificates are checked. Where its
-    history is another one than ours, or begins with a degraded child of our tip: ask `Core.way_to`, and call
-    `Core.switched` with its state where we move there, else `Core.stays`.
+    history is another one than ours, or begins with a degraded child of our tip: ask `Consensus.way_to`, and call
+    `Consensus.switched` with its state where we move there, else `Consensus.stays`.
     """
 
     holder: PeerId

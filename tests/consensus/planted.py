@@ -1,17 +1,16 @@
-"""Faults planted in the rules by hand, each a small change of `Core`: the explorer must catch every one of them."""
+"""Faults planted in the rules by hand, each a small change of it: the explorer must catch every one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.ownership.assign import Wish
-from spes_p2p.swarm.membership import Member, is_majority
-from spes_p2p.sync.core.actions import Action, Send
-from spes_p2p.sync.core.forks import Line, Way
-from spes_p2p.sync.core.fragments import due_columns
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.actions import Action, Send
+from spes_p2p.consensus.forks import Line, Way
+from spes_p2p.consensus.fragments import due_columns
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.membership import Member, is_majority
+from spes_p2p.consensus.messages import (
     Ballots,
     Commit,
     Contribution,
@@ -21,20 +20,21 @@ from spes_p2p.sync.core.messages import (
     Status,
     manifest_hash,
 )
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.rules import Outcome, child_manifest
-from spes_p2p.sync.core.votes import VoteRecord
-from spes_p2p.sync.core.voting import Content
+from spes_p2p.consensus.rules import Outcome, child_manifest
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.voting import Content
+from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.ownership.assign import Wish
 
 
-class ForgetsVotes(Core):
+class ForgetsVotes(Consensus):
     """An elector that forgets its promise and its acceptance in a restart."""
 
     def _resume(self, record: VoteRecord, now: float) -> None:
         return
 
 
-class AcceptsBeforeStaging(Core):
+class AcceptsBeforeStaging(Consensus):
     """An acceptance before all tiles of the new state are on disk."""
 
     def _rule_accept(self, now: float) -> bool:
@@ -44,14 +44,14 @@ class AcceptsBeforeStaging(Core):
         return super()._rule_accept(now)
 
 
-class UsesBallotTwice(Core):
+class UsesBallotTwice(Consensus):
     """A leader that proposes again at the same ballot after a restart."""
 
     def _resume(self, record: VoteRecord, now: float) -> None:
         super()._resume(replace(record, proposed=()), now)
 
 
-class AttemptInManifest(Core):
+class AttemptInManifest(Consensus):
     """The ballot is part of the manifest: proposing the same again gives another hash."""
 
     def _content_to_propose(self, now: float) -> Content | None:
@@ -62,7 +62,7 @@ class AttemptInManifest(Core):
         return replace(content[0], members=(replace(first, link_class=self.round.view % 2), *others)), content[1]
 
 
-class LeaversDoNotCount(Core):
+class LeaversDoNotCount(Consensus):
     """Electors that leave are no longer counted in the majority."""
 
     def _is_majority(self, count: int) -> bool:
@@ -70,7 +70,7 @@ class LeaversDoNotCount(Core):
         return is_majority(count, len(self._elector) - len(leaving))
 
 
-class AddsUpBallots(Core):
+class AddsUpBallots(Consensus):
     """Acceptances of different ballots are added up."""
 
     def _rule_certify(self, now: float) -> bool:
@@ -81,7 +81,7 @@ class AddsUpBallots(Core):
         return super()._rule_certify(now)
 
 
-class PromisesWithoutReport(Core):
+class PromisesWithoutReport(Consensus):
     """A promise does not say what was accepted before."""
 
     def _ballots(self) -> Ballots:
@@ -90,7 +90,7 @@ class PromisesWithoutReport(Core):
         return replace(ballots, accepted=-1, accepted_manifest=NO_HASH) if hidden else ballots
 
 
-class AddsDegradedVotes(Core):
+class AddsDegradedVotes(Consensus):
     """A degraded vote counts as an acceptance."""
 
     def _rule_degraded_vote(self, now: float) -> bool:
@@ -100,7 +100,7 @@ class AddsDegradedVotes(Core):
         return fired
 
 
-class ProposesWithoutPromises(Core):
+class ProposesWithoutPromises(Consensus):
     """A leader of a later ballot does not wait for a majority of promises."""
 
     def _leading(self) -> bool:
@@ -108,7 +108,7 @@ class ProposesWithoutPromises(Core):
         return leads if not self.degraded_set else super()._leading()
 
 
-class BreaksPromises(Core):
+class BreaksPromises(Consensus):
     """An elector accepts below what it promised."""
 
     def _rule_accept(self, now: float) -> bool:
@@ -120,7 +120,7 @@ class BreaksPromises(Core):
         return fired
 
 
-class DoesNotWait(Core):
+class DoesNotWait(Consensus):
     """A minority goes on as soon as it suspects the others."""
 
     def _degraded_electors(self, now: float) -> tuple[PeerId, ...]:
@@ -130,7 +130,7 @@ class DoesNotWait(Core):
         return tuple(sorted(p for p in live if p == self.me or self.contacts[p].status.head == self.head))
 
 
-class TakesWhatAMinorityMade(Core):
+class TakesWhatAMinorityMade(Consensus):
     """A child that a minority made is taken as what a majority has decided is."""
 
     def _rule_take(self, now: float) -> bool:
@@ -143,14 +143,14 @@ class TakesWhatAMinorityMade(Core):
         return super().way_to(ours, theirs, now) if ours else Way.MOVE
 
 
-class ForgetsAcceptancesAlone(Core):
+class ForgetsAcceptancesAlone(Consensus):
     """Those who go on without a quorum do not look at what they accepted."""
 
     def _highest_acceptance(self) -> Ballots:
         return Ballots() if self.degraded_set else super()._highest_acceptance()
 
 
-class SleepsAsIfAwake(Core):
+class SleepsAsIfAwake(Consensus):
     """Time that the machine slept through counts as silence of the others."""
 
     def _notice_sleep(self, now: float) -> None:
@@ -159,7 +159,7 @@ class SleepsAsIfAwake(Core):
         self.liveness.quorum_at, self.liveness.asking_since = before, None
 
 
-class GivesUpWhoReturns(Core):
+class GivesUpWhoReturns(Consensus):
     """A quorum that is heard again was lost all the same: its silence counts from when we came to our tip."""
 
     def _listen(self, now: float) -> bool:
@@ -169,7 +169,7 @@ class GivesUpWhoReturns(Core):
         return changed
 
 
-class NamesWhoIsBehind(Core):
+class NamesWhoIsBehind(Consensus):
     """Newcomers are named before they have caught up."""
 
     def _next_members(
@@ -184,21 +184,21 @@ class NamesWhoIsBehind(Core):
             self.contacts = kept
 
 
-class SignsForTheAbsent(Core):
+class SignsForTheAbsent(Consensus):
     """Who makes a degraded child is not looked at again when one of them falls silent."""
 
     def _degraded_electors(self, now: float) -> tuple[PeerId, ...]:
         return self.degraded_set or super()._degraded_electors(now)
 
 
-class TrustsItsDisk(Core):
+class TrustsItsDisk(Consensus):
     """What others remember of us is not listened to."""
 
     def _hear_of_ourselves(self, status: Status) -> bool:
         return False
 
 
-class SpeaksBeforeWriting(Core):
+class SpeaksBeforeWriting(Consensus):
     """Votes leave before they are on disk."""
 
     def _advance(self, now: float, tick: int = 0) -> list[Action]:
@@ -207,21 +207,21 @@ class SpeaksBeforeWriting(Core):
         return said + [action for action in actions if not isinstance(action, Send)]
 
 
-class IgnoresAcceptances(Core):
+class IgnoresAcceptances(Consensus):
     """A new leader proposes what it likes, whatever the promises say."""
 
     def _bound(self) -> tuple[bool, Proposal | None]:
         return False, None
 
 
-class NeverBlamesTheLeader(Core):
+class NeverBlamesTheLeader(Consensus):
     """Nobody takes over from a leader that is lost."""
 
     def _leader_failed(self, now: float) -> bool:
         return False
 
 
-class WaitsForEver(Core):
+class WaitsForEver(Consensus):
     """The wait for a lost majority begins anew with each message of anybody."""
 
     def _hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
@@ -229,21 +229,21 @@ class WaitsForEver(Core):
         return super()._hear(signed, sender, now)
 
 
-class CountsWorkTwice(Core):
+class CountsWorkTwice(Consensus):
     """A leader counts a sequence more than a peer says that it used."""
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
         return tuple(replace(entry, sequences=entry.sequences + 1) for entry in super()._roster(now))
 
 
-class NeverGivesUpAState(Core):
+class NeverGivesUpAState(Consensus):
     """Who knows of a commit whose state is gone with all who had it asks for it for ever."""
 
     def _is_lost(self, commit: Commit, now: float) -> bool:
         return False
 
 
-class TakesServersForTrainers(Core):
+class TakesServersForTrainers(Consensus):
     """Newcomers that would only serve are named as members that train."""
 
     def _next_members(
@@ -254,7 +254,7 @@ class TakesServersForTrainers(Core):
         return tuple(m if (m.peer, m.incarnation) in known else replace(m, trains=True) for m in members), wishes
 
 
-class TakesWhatWasNotHandedOut(Core):
+class TakesWhatWasNotHandedOut(Consensus):
     """Moves columns as if every one of them were handed out in every round."""
 
     def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:

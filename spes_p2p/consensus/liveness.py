@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from spes_p2p.consensus.timing import Pace
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.core.timing import Pace
 
 FAILED_DEADLINES = 10
 """Who fails for so many deadlines to get the tiles of a proposal, or to catch up, says that

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.swarm.membership import LINK_CLASSES
-from spes_p2p.sync.core.actions import Forget
-from spes_p2p.sync.core.bounds import MAX_UPLINK, is_sane_work
-from spes_p2p.sync.core.forks import has_quorum
-from spes_p2p.sync.core.knowledge import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus.actions import Forget
+from spes_p2p.consensus.bounds import MAX_UPLINK, is_sane_work
+from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.forks import has_quorum
+from spes_p2p.consensus.membership import LINK_CLASSES
+from spes_p2p.consensus.messages import (
     MAX_MEMBERS,
     Acceptance,
     Commit,
@@ -29,10 +27,13 @@ from spes_p2p.sync.core.messages import (
     manifest_hash,
     plan_hash,
 )
-from spes_p2p.sync.core.plan import reducer_order
-from spes_p2p.sync.core.round_state import CoreState
-from spes_p2p.sync.core.rules import check_certificate, check_child, check_newcomers, check_plan
-from spes_p2p.sync.core.votes import VoteRecord
+from spes_p2p.consensus.round_state import CoreState
+from spes_p2p.consensus.rules import check_child, check_newcomers, check_plan
+from spes_p2p.consensus.slices import reducer_order
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Contact
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 MOST_BORROWED = 16
 """So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""

@@ -8,11 +8,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.messages import Slice
+from spes_p2p.consensus.slices import plan_slices, reducer_order
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
-from spes_p2p.sync.core.fragments import due_columns, due_tiles
-from spes_p2p.sync.core.messages import Slice
-from spes_p2p.sync.core.plan import plan_slices, reducer_order
 
 NAMES = [PeerId(f"peer-{index}") for index in range(6)]
 

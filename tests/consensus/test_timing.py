@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from spes_p2p.sync.core.timing import Pace
+from spes_p2p.consensus.timing import Pace
 
 
 def taught(gaps: list[float], heartbeat_seconds: float = 1.0) -> Pace:

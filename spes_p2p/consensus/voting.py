@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.sync.core import votes
-from spes_p2p.sync.core.actions import Verify
-from spes_p2p.sync.core.forks import Way, best
-from spes_p2p.sync.core.knowledge import Heard
-from spes_p2p.sync.core.messages import (
+from spes_p2p.consensus import votes
+from spes_p2p.consensus.actions import Verify
+from spes_p2p.consensus.forks import Way, best
+from spes_p2p.consensus.messages import (
     DEGRADED,
     MAJORITY,
     Acceptance,
@@ -23,8 +21,10 @@ from spes_p2p.sync.core.messages import (
     Signed,
     manifest_hash,
 )
-from spes_p2p.sync.core.round_state import CoreState
-from spes_p2p.sync.core.rules import Outcome, child_manifest
+from spes_p2p.consensus.round_state import CoreState
+from spes_p2p.consensus.rules import Outcome, child_manifest
+from spes_p2p.consensus.state import Heard
+from spes_p2p.ids import NO_HASH, PeerId
 
 Content = tuple[Manifest, tuple[bytes, ...]]
 """A manifest and the tile hashes of each of its slices, joined."""

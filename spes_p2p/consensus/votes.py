@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from spes_p2p.consensus.messages import DegradedVote, Proposal, Signed, manifest_hash
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.sync.core.messages import DegradedVote, Proposal, Signed, manifest_hash
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from spes_p2p.consensus.messages import Slice
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
-from spes_p2p.sync.core.messages import Slice
 
 
 def plan_slices(

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from spes_p2p.consensus.membership import Member
 from spes_p2p.data.leases import Leases
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
-from spes_p2p.swarm.membership import Member
 from spes_p2p.wire import pack
 
 WIRE_VERSION = 2

@@ -11,14 +11,14 @@ from functools import partial
 
 import pytest
 
-from spes_p2p.sync.core.round import Core
-from spes_p2p.sync.core.table import RULE_NAMES
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.table import RULE_NAMES
 from spes_p2p.testing import sim
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.schedules import KINDS
 from spes_p2p.testing.sim_state import run_rules
-from tests.sync import planted
+from tests.consensus import planted
 
 
 @pytest.mark.timeout(3600)
@@ -38,7 +38,7 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
     assert summary.totals["extinct"] < summary.runs // 50
 
 
-PLANTED: list[tuple[type[Core], str | None, set[str], int]] = [
+PLANTED: list[tuple[type[Consensus], str | None, set[str], int]] = [
     (planted.ForgetsVotes, "hidden", {"acceptance", "report", "promise", "conflict"}, 14),
     (planted.AcceptsBeforeStaging, None, {"staging"}, 0),
     (planted.UsesBallotTwice, "votes", {"proposal"}, 293),
@@ -68,7 +68,7 @@ PLANTED: list[tuple[type[Core], str | None, set[str], int]] = [
 """Each with the kind of schedule that finds it, what is then broken, and the seed that finds it first."""
 
 
-def found_by(core_class: type[Core], only: str | None, kinds: set[str], seeds: Iterable[int]) -> int:
+def found_by(core_class: type[Consensus], only: str | None, kinds: set[str], seeds: Iterable[int]) -> int:
     """The first seed that finds it."""
     summary = explore(seeds, core_class, only)
     assert summary.findings, (
@@ -80,7 +80,7 @@ def found_by(core_class: type[Core], only: str | None, kinds: set[str], seeds: I
 
 @pytest.mark.parametrize(("core_class", "only", "kinds", "seed"), PLANTED, ids=[fault[0].__name__ for fault in PLANTED])
 def test_a_planted_fault_is_found_by_its_seed(
-    core_class: type[Core], only: str | None, kinds: set[str], seed: int
+    core_class: type[Consensus], only: str | None, kinds: set[str], seed: int
 ) -> None:
     assert found_by(core_class, only, kinds, [seed]) == seed
 
@@ -88,7 +88,11 @@ def test_a_planted_fault_is_found_by_its_seed(
 @pytest.mark.thorough
 @pytest.mark.parametrize(("core_class", "only", "kinds", "seed"), PLANTED, ids=[fault[0].__name__ for fault in PLANTED])
 def test_a_planted_fault_is_found_without_its_seed(
-    core_class: type[Core], only: str | None, kinds: set[str], seed: int, record_property: Callable[[str, object], None]
+    core_class: type[Consensus],
+    only: str | None,
+    kinds: set[str],
+    seed: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
     found = found_by(core_class, only, kinds, range(600))
     record_property("told", f"by seed {found}" + (f", no longer by {seed}" if found > seed else ""))
