@@ -27,9 +27,8 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.piece_fetching import PieceFetcher
 from spes_p2p.sync.pieces import DataTraffic, PieceServing
-from spes_p2p.sync.requests import Request
+from spes_p2p.sync.requests import unpack_request
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.wire import unpack
 
 SHARD_TOKENS = (2**28 - 128) // 2  # as tokenize cuts them by default, in tokens of 2 bytes
 SHARDS = 400
@@ -101,7 +100,7 @@ class _Holder:
         return b""
 
     async def on_fetch(self, caller: str, request: bytes) -> Blob:
-        return await self._tasks.in_thread(lambda: self._serving.answer(unpack(Request, request)))
+        return await self._tasks.in_thread(lambda: self._serving.answer(unpack_request(request)))
 
 
 async def print_way(folder: Path, pieces: FolderPieces) -> None:

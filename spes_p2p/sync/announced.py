@@ -17,12 +17,12 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.records import HeadRecord, newest_heads
-from spes_p2p.sync import requests
 from spes_p2p.sync.genesis import GENESIS
 from spes_p2p.sync.histories import Fork, side_of
+from spes_p2p.sync.holders import first_good
 from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
-from spes_p2p.sync.requests import ChainPart, Request
-from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
+from spes_p2p.sync.requests import ChainPart, ChainRequest, pack_request
+from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
 
 ANSWER_SECONDS = 10.0
 FORKS_SECONDS = 20.0
@@ -45,24 +45,16 @@ async def newest_commit(
 
 async def fetch_commits(transport: Transport, holders: Sequence[PeerId], first: int, count: int) -> tuple[Commit, ...]:
     """At least one commit from round `first` on, unchecked, from the first of `holders` that gives any."""
-    error: NetworkError | RemoteProtocolError = NetworkError("nobody to ask")
-    for holder in holders:
-        try:
-            request = Request(requests.CHAIN, first=first, count=count)
-            _, data = await fetch_within(
-                transport,
-                holder,
-                pack(request),
-                ANSWER_SECONDS,
-                MAX_MESSAGE_BYTES,
-                lambda: LONGEST_STALLS * ANSWER_SECONDS,
-            )
-            commits = tuple(unpack(Commit, commit) for commit in unpack(ChainPart, data).commits[:count])
-            if commits:
-                return commits
-        except (NetworkError, RemoteProtocolError) as caught:
-            error = caught
-    raise error
+    request, limit = pack_request(ChainRequest(first, count)), LONGEST_STALLS * ANSWER_SECONDS
+
+    async def ask(holder: PeerId) -> tuple[Commit, ...]:
+        _, data = await fetch_within(transport, holder, request, ANSWER_SECONDS, MAX_MESSAGE_BYTES, lambda: limit)
+        commits = tuple(unpack(Commit, commit) for commit in unpack(ChainPart, data).commits[:count])
+        if not commits:
+            raise RemoteProtocolError("it has none")
+        return commits
+
+    return await first_good(holders, ask, f"nobody gave the commits from round {first} on")
 
 
 async def is_checked(

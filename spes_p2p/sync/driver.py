@@ -44,14 +44,13 @@ from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.patience import Patience
-from spes_p2p.sync.requests import VALUES, Request, Serving
+from spes_p2p.sync.requests import DataRequest, Serving, ValuesRequest, kind_of, unpack_request
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.retention import Retention
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
-from spes_p2p.wire import unpack
 
 
 @dataclass
@@ -140,7 +139,7 @@ class Disk:
     residuals: Residuals
     moments: MomentShelf | None = None
     """What is handed over to new owners of columns; none where nothing is trained."""
-    data: Callable[[Request], Blob] | None = None
+    data: Callable[[DataRequest], Blob] | None = None
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
 
 
@@ -269,12 +268,12 @@ class Driver:
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Values, tiles, headers: see `requests`."""
         self._require_life()
-        asked = unpack(Request, request)
-        if asked.kind == VALUES:
-            check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first, asked.count)
-            if not self.core.is_counted(asked.name, unpack(Contribution, asked.hashes)):
+        asked = unpack_request(request)
+        if isinstance(asked, ValuesRequest):
+            check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first_tile, asked.count)
+            if not self.core.is_counted(asked.parent, asked.entry):
                 raise RemoteProtocolError("the work that is asked for is not what is here")
-        reached(steps.SERVE + asked.kind, peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
+        reached(steps.SERVE + kind_of(asked), peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
         blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
         if self._is_behind(caller):
             self._retention.asked(caller, asked)

@@ -67,10 +67,10 @@ class MomentShelf:
         """Nothing was trained since: what is offered is as good on top of `head`."""
         self._offer = replace(self._offer, heads=self._offer.heads | {head})
 
-    def note_taken(self, head: Hash, tile: int) -> None:
-        """Somebody has taken over, or given up, the column of this tile."""
-        if head in self._offer.heads and 0 <= tile < self._layout.num_model_tiles:
-            self._offer.taken[self._layout.tiles[tile].block - 1] += 1
+    def note_taken(self, head: Hash, column: int) -> None:
+        """Somebody has taken over, or given up, this column."""
+        if head in self._offer.heads and 0 <= column < self._layout.num_columns:
+            self._offer.taken[column] += 1
 
     def taken(self, column: int) -> int:
         """How many have said so of a column on offer."""

@@ -21,10 +21,11 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
+from spes_p2p.sync.holders import first_good
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
-from spes_p2p.sync.pieces import MAX_ASKED, MAX_GIVEN, DataTraffic, PiecesHead, given_pieces, pieces_request
-from spes_p2p.sync.requests import CATALOGUE, Request
-from spes_p2p.wire import pack, unpack
+from spes_p2p.sync.pieces import MAX_GIVEN, DataTraffic, PiecesHead, given_pieces
+from spes_p2p.sync.requests import MAX_PIECES_AT_ONCE, CatalogueRequest, PiecesRequest, pack_request
+from spes_p2p.wire import unpack
 
 T = TypeVar("T")
 AT_ONCE = 32
@@ -82,25 +83,18 @@ async def fetch_catalogue(
 
     Raises NetworkError when nobody does; who sends another one is named to `tell`.
     """
-    reasons: list[str] = []
-    request = pack(Request(CATALOGUE, dataset))
-    for holder in holders:
-        try:
-            _, data = await fetch_within(
-                transport, holder, request, stall_seconds, MAX_CATALOGUE_BYTES, lambda: LONGEST_STALLS * stall_seconds
-            )
-        except (NetworkError, RemoteProtocolError) as error:
-            reasons.append(f"{short(holder)}: {error}")
-            continue
+    request, limit = pack_request(CatalogueRequest(dataset)), LONGEST_STALLS * stall_seconds
+
+    async def ask(holder: PeerId) -> Catalogue:
+        _, data = await fetch_within(transport, holder, request, stall_seconds, MAX_CATALOGUE_BYTES, lambda: limit)
         try:
             return Catalogue.checked(bytes(data), dataset)
         except RemoteProtocolError as error:
             tell(Notice("data", f"sent {error}; it is not asked for data again", holder))
-            reasons.append(f"{short(holder)}: {error}")
-    raise NetworkError(
-        f"nobody gave the list of the run's data ({'; '.join(reasons) or 'nobody to ask'})",
-        fix="keep the bootstrap node running, which hands out its --data, or give a copy of the token shards: --data",
-    )
+            raise
+
+    fix = "keep the bootstrap node running, which hands out its --data, or give a copy of the token shards: --data"
+    return await first_good(holders, ask, "nobody gave the list of the run's data", fix)
 
 
 class PieceFetcher:
@@ -216,7 +210,7 @@ class PieceFetcher:
 
     async def _work(self, peer: PeerId, share: float, job: _Job, take: Take) -> None:
         """Asks one holder for the next pieces until it can give none that are wanted, or fails."""
-        most = min(MAX_ASKED, max(AT_ONCE, int(AT_ONCE / share))) if peer != WEB else WEB_RUN
+        most = min(MAX_PIECES_AT_ONCE, max(AT_ONCE, int(AT_ONCE / share))) if peer != WEB else WEB_RUN
         job.enter(peer)
         try:
             while (numbers := await job.claim(peer, most, self._now)) is not None:
@@ -250,7 +244,7 @@ class PieceFetcher:
             header, data = await fetch_within(
                 self._transport,
                 peer,
-                pieces_request(self._dataset, numbers),
+                pack_request(PiecesRequest(self._dataset, tuple(numbers))),
                 self._stall_seconds(),
                 most,
                 lambda: self._patience.seconds(peer, most),

@@ -1,8 +1,8 @@
 """The data of a run between peers: what is asked and answered. Serving is here, asking in `piece_fetching`.
 
-CATALOGUE gives the list that the dataset's hash stands for, SOURCES where the data lies on the web (`web_sources`).
-PIECES names up to MAX_ASKED pieces by number; the answer says which of the first ones are here (at most MAX_GIVEN), and
-brings these with their proofs, one after the other. Nothing is announced piece by piece: how many pieces a peer holds
+A catalogue is the list that the dataset's hash stands for, sources are where the data lies on the web (`web_sources`).
+Pieces are asked for by number; the answer says which of the first ones are here (at most MAX_GIVEN), and brings these
+with their proofs, one after the other. Nothing is announced piece by piece: how many pieces a peer holds
 stands in its record, and what it holds it is asked.
 """
 
@@ -17,14 +17,12 @@ import numpy as np
 from spes_p2p.data.held import Held
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import Hash, short
+from spes_p2p.ids import short
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.requests import CATALOGUE, PIECES, SOURCES, Request
+from spes_p2p.sync.requests import CatalogueRequest, DataRequest, PiecesRequest, SourcesRequest
 from spes_p2p.wire import pack
 
-MAX_ASKED = 1024
 MAX_GIVEN = 64
-NUMBER_BYTES = 8
 
 
 class PieceShelf(Protocol):
@@ -89,7 +87,7 @@ class PiecesHead:
 
 
 class PieceServing:
-    """Answers CATALOGUE and PIECES from a shelf, and SOURCES with what `sources` gives (None: nothing is known)."""
+    """Answers from a shelf, and where the data lies on the web with what `sources` gives (None: nothing is known)."""
 
     def __init__(
         self, shelf: PieceShelf, traffic: DataTraffic, sources: Callable[[], bytes | None] = lambda: None
@@ -98,20 +96,24 @@ class PieceServing:
         self._traffic = traffic
         self._sources = sources
 
-    def answer(self, request: Request) -> Blob:
+    def answer(self, request: DataRequest) -> Blob:
         """Raises RemoteProtocolError for another dataset, and for what no such dataset has."""
         catalogue = self._shelf.grid.catalogue
-        if request.name != catalogue.dataset_hash:
-            raise RemoteProtocolError(f"this is dataset {short(catalogue.dataset_hash)}, not {short(request.name)}")
-        if request.kind == SOURCES:
-            if (packed := self._sources()) is None:
-                raise RemoteProtocolError("no web server is known here")
-            return Blob(packed)
-        if request.kind == CATALOGUE:
-            return Blob(pack(catalogue), on_sent=self._traffic.add_sent)
-        return self._pieces(asked_numbers(request.hashes, self._shelf.grid.total))
+        if request.dataset != catalogue.dataset_hash:
+            raise RemoteProtocolError(f"this is dataset {short(catalogue.dataset_hash)}, not {short(request.dataset)}")
+        match request:
+            case SourcesRequest():
+                if (packed := self._sources()) is None:
+                    raise RemoteProtocolError("no web server is known here")
+                return Blob(packed)
+            case CatalogueRequest():
+                return Blob(pack(catalogue), on_sent=self._traffic.add_sent)
+            case PiecesRequest():
+                return self._pieces(request.numbers)
 
     def _pieces(self, numbers: Sequence[int]) -> Blob:
+        if max(numbers) >= self._shelf.grid.total:
+            raise RemoteProtocolError(f"a request for piece {max(numbers)} of {self._shelf.grid.total}")
         given, found = np.zeros(len(numbers), bool), list[bytes]()
         for at, number in enumerate(numbers):
             joined = self._shelf.find(number)
@@ -126,22 +128,6 @@ class PieceServing:
 def held_by(shelf: PieceShelf | None) -> Held:
     """What a node that keeps no copies for others says: all or nothing."""
     return Held(whole=shelf is not None and shelf.held == shelf.grid.total)
-
-
-def pieces_request(dataset: Hash, numbers: Sequence[int]) -> bytes:
-    """The packed request for these pieces."""
-    joined = b"".join(number.to_bytes(NUMBER_BYTES, "big") for number in numbers)
-    return pack(Request(PIECES, dataset, hashes=joined))
-
-
-def asked_numbers(joined: bytes, total: int) -> list[int]:
-    """Raises RemoteProtocolError unless these are 1 to MAX_ASKED numbers below `total`."""
-    if not 0 < len(joined) <= MAX_ASKED * NUMBER_BYTES or len(joined) % NUMBER_BYTES:
-        raise RemoteProtocolError(f"a request for {len(joined)} bytes of piece numbers")
-    numbers: list[int] = np.frombuffer(joined, ">u8").tolist()
-    if max(numbers) >= total:
-        raise RemoteProtocolError(f"a request for piece {max(numbers)} of {total}")
-    return numbers
 
 
 def given_pieces(grid: PieceGrid, asked: Sequence[int], given: bytes, data: bytes) -> Iterator[tuple[int, bytes]]:

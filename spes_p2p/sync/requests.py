@@ -1,64 +1,180 @@
 """What can be fetched from a peer as a stream: contributions, tiles, hash lists, the chain, the run itself, its data.
 
-One small record names what is asked for; `Serving` answers it from what is on disk. Nothing is computed for others, and
-a request for what is not here is refused, so that the asker tries another holder.
+A record for each kind names what is asked for; `Serving` answers it from what is on disk. Nothing is computed for
+others, and a request for what is not here is refused, so that the asker tries another holder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
+from spes_p2p.consensus.messages import Contribution
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.ids import NO_HASH, Hash, short
-from spes_p2p.state.hashes import HASH_BYTES, split_hashes
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.bench import whole_state
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.moments import MomentShelf
-from spes_p2p.wire import pack
+from spes_p2p.wire import pack, unpack
 
-VALUES = "values"
-TILES = "tiles"
-HASHES = "hashes"
-WIRES = "wires"
-MOMENTS = "moments"
-CHAIN = "chain"
-RUN = "run"
-CATALOGUE = "catalogue"
-PIECES = "pieces"
-SOURCES = "sources"
 MAX_TILES_AT_ONCE = 64
 MAX_JOINED_BYTES = 4 * 2**20
 """Of several tiles in one answer: they are copied together, for each stream that is served."""
 MAX_COMMITS_AT_ONCE = 64
 MAX_CHAIN_BYTES = 2**20
 """Of commits in one answer, where they are more than one: who asks waits for so much and no longer."""
+MAX_PIECES_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
-class Request:
-    """`kind` and what it needs: VALUES and MOMENTS (name: the manifest that was trained on, first tile, count; for
-    VALUES in `hashes` the roster entry that counts them, packed), TILES (hashes, joined), HASHES (name: state root,
-    first: round), WIRES (first: round, count: the round of the state that the asker has), CHAIN (first round, count),
-    RUN; of the run's data CATALOGUE and SOURCES (name: the dataset), and PIECES (name: the dataset; hashes: numbers of
-    pieces, 8 bytes each).
+class RunRequest:
+    """The run's record."""
 
-    MOMENTS with a count of 0 says that the asker needs no more of the column in which the first tile is.
-    """
+
+@dataclass(frozen=True)
+class ChainRequest:
+    """Commits, from that of round `first` on."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ValuesRequest:
+    """What the asked peer trained on top of manifest `parent`, of consecutive tiles; `entry`: as a plan counts it."""
+
+    parent: Hash
+    first_tile: int
+    count: int
+    entry: Contribution
+
+
+@dataclass(frozen=True)
+class TilesRequest:
+    """Tiles by their hashes."""
+
+    hashes: tuple[Hash, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.hashes) <= MAX_TILES_AT_ONCE:
+            raise ValueError(f"a request for {len(self.hashes)} tiles")
+
+
+@dataclass(frozen=True)
+class HashesRequest:
+    """The hash of each tile of a state."""
+
+    root: Hash
+    round: int
+
+
+@dataclass(frozen=True)
+class WiresRequest:
+    """The hash of each tile as a round handed it out; the asker has the state of `base_round`."""
+
+    round: int
+    base_round: int
+
+
+@dataclass(frozen=True)
+class MomentsRequest:
+    """Optimizer moments of consecutive tiles of a column, as they are after training on top of manifest `head`."""
+
+    head: Hash
+    first_tile: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.count <= MAX_TILES_AT_ONCE:
+            raise ValueError(f"a request for the moments of {self.count} tiles")
+
+
+@dataclass(frozen=True)
+class MomentsTaken:
+    """The asker needs no more of the moments of a column, and nothing for an answer."""
+
+    head: Hash
+    column: int
+
+
+@dataclass(frozen=True)
+class CatalogueRequest:
+    """What the hash of a dataset stands for."""
+
+    dataset: Hash
+
+
+@dataclass(frozen=True)
+class SourcesRequest:
+    """Where a dataset lies on the web."""
+
+    dataset: Hash
+
+
+@dataclass(frozen=True)
+class PiecesRequest:
+    """Pieces of a dataset by their numbers."""
+
+    dataset: Hash
+    numbers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.numbers) <= MAX_PIECES_AT_ONCE or min(self.numbers) < 0:
+            raise ValueError(f"a request for {len(self.numbers)} pieces of data")
+
+
+DataRequest = CatalogueRequest | SourcesRequest | PiecesRequest
+Request = (
+    RunRequest
+    | ChainRequest
+    | ValuesRequest
+    | TilesRequest
+    | HashesRequest
+    | WiresRequest
+    | MomentsRequest
+    | MomentsTaken
+    | DataRequest
+)
+RUN, CHAIN, VALUES, TILES, HASHES = "run", "chain", "values", "tiles", "hashes"
+_NAMES = (RUN, CHAIN, VALUES, TILES, HASHES, "wires", "moments", "moments taken", "catalogue", "sources", "pieces")
+_TYPES = dict(zip(_NAMES, get_args(Request), strict=True))
+_NAME_OF = {kind: name for name, kind in _TYPES.items()}
+
+
+@dataclass(frozen=True)
+class PackedRequest:
+    """As it travels: `kind` says what the bytes of `body` are."""
 
     kind: str
-    name: Hash = NO_HASH
-    first: int = 0
-    count: int = 0
-    hashes: bytes = b""
+    body: bytes
+
+
+def pack_request(request: Request) -> bytes:
+    return pack(PackedRequest(kind_of(request), pack(request)))
+
+
+def unpack_request(data: bytes) -> Request:
+    """Raises RemoteProtocolError for what is no request that we know."""
+    packed = unpack(PackedRequest, data)
+    kind = _TYPES.get(packed.kind)
+    if kind is None:
+        raise RemoteProtocolError(f"nothing is known of {packed.kind[:20]!r}")
+    request: Request = unpack(kind, packed.body)
+    return request
+
+
+def kind_of(request: Request) -> str:
+    """What it is called on the wire."""
+    return _NAME_OF[type(request)]
 
 
 @dataclass(frozen=True)
 class ChainPart:
-    """The answer to CHAIN: commits, each packed."""
+    """The answer to ChainRequest: commits, each packed."""
 
     commits: tuple[bytes, ...]
 
@@ -73,7 +189,7 @@ class Serving:
         store: StateStore | None,
         inputs: Callable[[Hash, int, int], memoryview | bytes | None],
         moments: MomentShelf | None = None,
-        data: Callable[[Request], Blob] | None = None,
+        data: Callable[[DataRequest], Blob] | None = None,
     ) -> None:
         """`inputs(parent, first tile, count)` gives own contributed values as bytes, or None.
 
@@ -88,38 +204,40 @@ class Serving:
 
     def answer(self, request: Request) -> Blob:
         """The bytes asked for. Raises RemoteProtocolError where we do not have them."""
-        if request.kind == RUN:
-            return Blob(pack(self._info))
-        if request.kind == CHAIN:
-            return self._commits(request.first, request.count)
-        if request.kind == VALUES:
-            data = self._inputs(request.name, request.first, request.count)
-            if data is None:
-                raise RemoteProtocolError(f"no values of our own on top of {short(request.name)}")
-            return Blob(data)
-        if request.kind == MOMENTS:
-            return self._offered(request)
-        if request.kind == TILES:
-            return self._tiles(request.hashes)
-        if request.kind == HASHES:
-            return self._hashes(request.name, request.first)
-        if request.kind == WIRES:
-            return self._wires(request.first)
-        if request.kind in (CATALOGUE, PIECES, SOURCES):
-            if self._data is None:
-                raise RemoteProtocolError("no data of the run is here")
-            return self._data(request)
-        raise RemoteProtocolError(f"nothing is known of {request.kind[:20]!r}")
+        match request:
+            case RunRequest():
+                return Blob(pack(self._info))
+            case ChainRequest():
+                return self._commits(request.first, request.count)
+            case ValuesRequest():
+                return self._values(request)
+            case TilesRequest():
+                return self._tiles(request.hashes)
+            case HashesRequest():
+                return self._hashes(request.root, request.round)
+            case WiresRequest():
+                return self._wires(request.round)
+            case MomentsRequest():
+                return self._offered(request)
+            case MomentsTaken():
+                if self._moments is not None:
+                    self._moments.note_taken(request.head, request.column)
+                return Blob(b"")
+            case CatalogueRequest() | SourcesRequest() | PiecesRequest():
+                if self._data is None:
+                    raise RemoteProtocolError("no data of the run is here")
+                return self._data(request)
 
-    def _offered(self, request: Request) -> Blob:
-        if self._moments is None or request.count > MAX_TILES_AT_ONCE:
-            raise RemoteProtocolError(f"a request for the moments of {request.count} tiles")
-        if request.count == 0:
-            self._moments.note_taken(request.name, request.first)
-            return Blob(b"")
-        found = self._moments.serve(request.name, request.first, request.count)
+    def _values(self, request: ValuesRequest) -> Blob:
+        data = self._inputs(request.parent, request.first_tile, request.count)
+        if data is None:
+            raise RemoteProtocolError(f"no values of our own on top of {short(request.parent)}")
+        return Blob(data)
+
+    def _offered(self, request: MomentsRequest) -> Blob:
+        found = self._moments.serve(request.head, request.first_tile, request.count) if self._moments else None
         if found is None:
-            raise RemoteProtocolError(f"no moments on top of {short(request.name)} are offered here")
+            raise RemoteProtocolError(f"no moments on top of {short(request.head)} are offered here")
         return Blob(found[1], pack(found[0]))
 
     def _commits(self, first: int, count: int) -> Blob:
@@ -129,10 +247,9 @@ class Serving:
         except StateError as error:
             raise RemoteProtocolError(str(error)) from error
 
-    def _tiles(self, joined: bytes) -> Blob:
-        hashes = split_hashes(joined)
-        if not hashes or len(joined) % HASH_BYTES or len(hashes) > MAX_TILES_AT_ONCE or self._store is None:
-            raise RemoteProtocolError(f"a request for {len(joined)} bytes of tile hashes")
+    def _tiles(self, hashes: tuple[Hash, ...]) -> Blob:
+        if self._store is None:
+            raise RemoteProtocolError("no state is here")
         found: list[memoryview] = []
         for tile_hash in hashes:
             data = self._store.find(tile_hash)

@@ -12,11 +12,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spes_p2p.ids import PeerId
-from spes_p2p.state.hashes import split_hashes
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
-from spes_p2p.sync.requests import HASHES, TILES, WIRES, Request
+from spes_p2p.sync.requests import HashesRequest, Request, TilesRequest, WiresRequest
 
 IDLE_SECONDS = 600.0
 """A lease that is not renewed ends: tiles of one request may take minutes on a slow link."""
@@ -50,19 +49,19 @@ class Retention:
 
     def asked(self, caller: PeerId, request: Request) -> None:
         """`caller` was given what it asked for."""
-        if request.kind == HASHES and request.first in self._store.rounds():
-            self._take(caller, request.first, False)
-        elif request.kind == WIRES:
-            self._take(caller, min(request.count, request.first - 1), True)
-        elif request.kind == TILES:
-            self._asked_tiles(caller, request)
+        if isinstance(request, HashesRequest) and request.round in self._store.rounds():
+            self._take(caller, request.round, False)
+        elif isinstance(request, WiresRequest):
+            self._take(caller, min(request.base_round, request.round - 1), True)
+        elif isinstance(request, TilesRequest):
+            self._asked_tile(caller, request.hashes[0])
 
-    def _asked_tiles(self, caller: PeerId, request: Request) -> None:
+    def _asked_tile(self, caller: PeerId, first: Hash) -> None:
         """A tile may be in several states: it is of the one that the caller has begun with, if it is in there.
 
         Who wants what a round handed out has the state before it: rounds are gone through in their order.
         """
-        first, lease = split_hashes(request.hashes)[0], self._leases.get(caller)
+        lease = self._leases.get(caller)
         if lease is not None and not lease.has_state and self._store.holds(lease.round, first):
             lease.at = self._now()
         elif (round := self._store.round_of(first)) is not None:

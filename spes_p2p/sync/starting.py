@@ -22,6 +22,7 @@ from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.catch_up import InThread
 from spes_p2p.sync.genesis import RunInfo, check_genesis
+from spes_p2p.sync.holders import first_good
 from spes_p2p.sync.transfer import Transfers
 
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
@@ -44,7 +45,8 @@ async def fetch_start(
     say(f"fetching the state that the run starts from ({gigabytes:.1f} GB)")
     while True:
         holders = tuple(await sources())
-        if await _has_begun(transfers, holders):
+        with contextlib.suppress(NetworkError):
+            await _genesis(transfers, holders)
             await in_thread(lambda: store.create_initial(_zeros))
             return
         try:
@@ -60,22 +62,24 @@ async def fetch_genesis(
 ) -> Commit:
     """Genesis, checked, as soon as somebody has it; for who takes no part, and so brings none about."""
     while True:
-        for peer in await sources():
-            with contextlib.suppress(NetworkError, RemoteProtocolError):  # it waits as we do, or is gone
-                if part := await transfers.chain(peer, 0):
-                    check_genesis(part[0], info, check)
-                    return part[0]
+        with contextlib.suppress(NetworkError):  # they wait as we do, or are gone
+            return await _genesis(transfers, await sources(), lambda commit: check_genesis(commit, info, check))
         await asyncio.sleep(pause_seconds)
 
 
-async def _has_begun(transfers: Transfers, holders: Iterable[PeerId]) -> bool:
-    for peer in holders:
-        try:
-            if await transfers.chain(peer, 0):
-                return True
-        except (NetworkError, RemoteProtocolError):
-            continue  # it waits as we do, or is gone
-    return False
+async def _genesis(
+    transfers: Transfers, holders: Iterable[PeerId], check: Callable[[Commit], None] = lambda commit: None
+) -> Commit:
+    """From the first that has one which `check` does not refuse. Raises NetworkError."""
+
+    async def ask(holder: PeerId) -> Commit:
+        part = await transfers.chain(holder, 0)
+        if not part:
+            raise RemoteProtocolError("nothing has begun there")
+        check(part[0])
+        return part[0]
+
+    return await first_good(holders, ask, "nobody has genesis")
 
 
 async def _fetch(

@@ -24,10 +24,23 @@ from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.sync import requests
 from spes_p2p.sync.choosing import Place, Rates, Turns
+from spes_p2p.sync.holders import first_good
 from spes_p2p.sync.moments import MomentsHead
 from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
-from spes_p2p.sync.requests import ChainPart, Request
-from spes_p2p.wire import MAX_MESSAGE_BYTES, pack, unpack
+from spes_p2p.sync.requests import (
+    ChainPart,
+    ChainRequest,
+    HashesRequest,
+    MomentsRequest,
+    MomentsTaken,
+    Request,
+    RunRequest,
+    TilesRequest,
+    ValuesRequest,
+    WiresRequest,
+    pack_request,
+)
+from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
 
 TILES_A_FETCH = 4
 """Tiles asked for at once where they are small: large enough for the way, small enough for the memory of both sides."""
@@ -88,7 +101,7 @@ class Transfers:
         is raised where it is not any more.
         """
         size = sum(self._layout.wire_bytes(self._layout.tiles[tile_id]) for tile_id in piece.tile_ids)
-        request = Request(requests.VALUES, parent, piece.first_tile, piece.tiles, pack(entry))
+        request = ValuesRequest(parent, piece.first_tile, piece.tiles, entry)
         try:
             data = await self._ask(entry.peer, request, size, is_wanted)
         except BlobTooLarge as error:
@@ -120,15 +133,14 @@ class Transfers:
 
     async def moments_taken(self, peer: PeerId, head: Hash, column: int) -> None:
         """Tells `peer` that we need no more of a column's moments: it may be waiting for that. It need not answer."""
-        request = Request(requests.MOMENTS, name=head, first=self._layout.tile_ids_of(1 + column)[0])
         with contextlib.suppress(NetworkError, RemoteProtocolError):
-            await self._ask(peer, request, 0)
+            await self._ask(peer, MomentsTaken(head, column), 0)
 
     async def _some_moments(
         self, peer: PeerId, head: Hash, first_tile: int, count: int, size: int
     ) -> tuple[int, Values]:
         """(steps, means and squares [2, size]) of some tiles."""
-        request = Request(requests.MOMENTS, name=head, first=first_tile, count=count)
+        request = MomentsRequest(head, first_tile, count)
         async with self._turns.turn():
             header, data = await self._fetch_blob(peer, request, 2 * size * VALUE_BYTES)
         try:
@@ -186,17 +198,17 @@ class Transfers:
         have: Callable[[], Sequence[PeerId]],
         place: Callable[[], Place],
     ) -> list[memoryview]:
-        request = Request(requests.TILES, hashes=b"".join(hashes))
-        reasons: list[str] = []
+        async def ask(holder: PeerId) -> list[memoryview]:
+            try:
+                data = await self._fetch(holder, TilesRequest(tuple(hashes)), sum(sizes))
+                return await self._checked(holder, data, sizes, hashes)
+            except (NetworkError, RemoteProtocolError):
+                poor.add(holder)
+                raise
+
         async with self._turns.turn(place):  # whom to ask is decided when our turn comes
-            for holder in self._in_order(holders, have(), poor, sum(sizes)):
-                try:
-                    data = await self._fetch(holder, request, sum(sizes))
-                    return await self._checked(holder, data, sizes, hashes)
-                except (NetworkError, RemoteProtocolError) as error:
-                    poor.add(holder)
-                    reasons.append(f"{short(holder)}: {error}")
-        raise NetworkError(f"nobody gave {len(ids)} tiles from {ids[0]} on ({'; '.join(reasons) or 'no holder'})")
+            in_order = self._in_order(holders, have(), poor, sum(sizes))
+            return await first_good(in_order, ask, f"nobody gave {len(ids)} tiles from {ids[0]} on")
 
     def _in_order(
         self, holders: Sequence[PeerId], sure: Collection[PeerId], poor: Collection[PeerId], size: int
@@ -210,7 +222,7 @@ class Transfers:
 
         Anybody can claim to have some, and is not given the time that a state may take.
         """
-        request = Request(requests.CHAIN, first=first, count=requests.MAX_COMMITS_AT_ONCE)
+        request = ChainRequest(first, requests.MAX_COMMITS_AT_ONCE)
         async with self._turns.turn():
             _, data = await self._fetch_blob(holder, request, MAX_MESSAGE_BYTES, requests.MAX_CHAIN_BYTES)
         part = unpack(ChainPart, data).commits
@@ -226,18 +238,14 @@ class Transfers:
 
         Raises NetworkError when nobody does.
         """
-        size = len(self._layout.tiles) * HASH_BYTES
-        reasons: list[str] = []
-        for holder in holders:
-            try:
-                joined = await self._ask(holder, Request(requests.HASHES, name=root, first=round), size)
-                hashes = split_hashes(joined)
-                if len(joined) == size and self._layout.root_of(hashes) == root:
-                    return hashes
-                reasons.append(f"{short(holder)} sent a list that does not hash to it")
-            except (NetworkError, RemoteProtocolError) as error:
-                reasons.append(f"{short(holder)}: {error}")
-        raise NetworkError(f"nobody gave the hashes of state {short(root)} ({'; '.join(reasons) or 'no holder'})")
+
+        async def ask(holder: PeerId) -> tuple[Hash, ...]:
+            hashes = await self._list(holder, HashesRequest(root, round))
+            if self._layout.root_of(hashes) != root:
+                raise RemoteProtocolError("a list that does not hash to it")
+            return hashes
+
+        return await first_good(holders, ask, f"nobody gave the hashes of state {short(root)}")
 
     async def wire_list(self, holders: Sequence[PeerId], manifest: Manifest, base_round: int) -> dict[int, Hash]:
         """What a round handed out, by tile id, from the first holder whose list hashes to the manifest's root.
@@ -246,19 +254,23 @@ class Transfers:
 
         Raises NetworkError when nobody has it.
         """
-        size, reasons = len(self._layout.tiles) * HASH_BYTES, list[str]()
-        for holder in holders:
-            try:
-                request = Request(requests.WIRES, first=manifest.round, count=base_round)
-                hashes = split_hashes(await self._ask(holder, request, size))
-                ids = [tile_id for piece in manifest.slices for tile_id in piece.tile_ids]
-                if len(hashes) * HASH_BYTES == size and sha256(*(hashes[at] for at in ids)) == manifest.wire_root:
-                    return {tile_id: hashes[tile_id] for tile_id in ids}
-                reasons.append(f"{short(holder)} sent a list that does not hash to it")
-            except (NetworkError, RemoteProtocolError) as error:
-                reasons.append(f"{short(holder)}: {error}")
-        words = "; ".join(reasons) or "no holder"
-        raise NetworkError(f"nobody has what round {manifest.round} handed out ({words})")
+        ids = [tile_id for piece in manifest.slices for tile_id in piece.tile_ids]
+
+        async def ask(holder: PeerId) -> dict[int, Hash]:
+            hashes = await self._list(holder, WiresRequest(manifest.round, base_round))
+            if sha256(*(hashes[at] for at in ids)) != manifest.wire_root:
+                raise RemoteProtocolError("a list that does not hash to it")
+            return {tile_id: hashes[tile_id] for tile_id in ids}
+
+        return await first_good(holders, ask, f"nobody has what round {manifest.round} handed out")
+
+    async def _list(self, holder: PeerId, request: HashesRequest | WiresRequest) -> tuple[Hash, ...]:
+        """A hash for each tile, unchecked."""
+        size = len(self._layout.tiles) * HASH_BYTES
+        joined = await self._ask(holder, request, size)
+        if len(joined) != size:
+            raise RemoteProtocolError(f"a list of {len(joined)} bytes instead of {size}")
+        return split_hashes(joined)
 
     async def _ask(
         self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
@@ -283,7 +295,13 @@ class Transfers:
         try:
             with self._rates.asking(peer, max_bytes) as came:
                 header, data = await fetch_within(
-                    self._transport, peer, pack(request), self._stall_seconds(), max_bytes, limit_seconds, self._patient
+                    self._transport,
+                    peer,
+                    pack_request(request),
+                    self._stall_seconds(),
+                    max_bytes,
+                    limit_seconds,
+                    self._patient,
                 )
                 came(len(data))
         except PeerRefused:
@@ -316,7 +334,7 @@ class Transfers:
 
 async def fetch_run(transport: Transport, peer: PeerId, timeout_seconds: float) -> bytes:
     """The packed RunInfo that a peer serves; unchecked."""
-    request = pack(Request(requests.RUN))
+    request = pack_request(RunRequest())
     _, data = await fetch_within(
         transport, peer, request, timeout_seconds, 2**20, lambda: LONGEST_STALLS * timeout_seconds
     )

@@ -23,7 +23,7 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Signer, Transport
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
-from spes_p2p.sync.requests import SOURCES, Request
+from spes_p2p.sync.requests import SourcesRequest, pack_request
 from spes_p2p.wire import pack, unpack
 
 SOURCES_FILE = "sources"
@@ -107,7 +107,7 @@ class SourceKeeper:
 
     async def look(self, transport: Transport, holder: PeerId, stall_seconds: float) -> None:
         """Asks one node. Raises NetworkError, also where it knows no list, and RemoteProtocolError for a false one."""
-        request = pack(Request(SOURCES, self._info.dataset))
+        request = pack_request(SourcesRequest(self._info.dataset))
         limit = LONGEST_STALLS * stall_seconds
         _, data = await fetch_within(transport, holder, request, stall_seconds, MAX_SOURCES_BYTES, lambda: limit)
         self._take(check_sources(bytes(data), self._info, self._check))

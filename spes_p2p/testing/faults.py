@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from spes_p2p import steps
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.requests import Request
-from spes_p2p.wire import unpack
+from spes_p2p.sync.requests import kind_of, unpack_request
 
 if TYPE_CHECKING:
     from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
@@ -142,7 +141,7 @@ class Faults:
 
     def __call__(self, step: str, facts: Mapping[str, Any]) -> None:
         if step == steps.STREAM:
-            step = f"{step} {unpack(Request, facts['request']).kind}"
+            step = f"{step} {kind_of(unpack_request(facts['request']))}"
         peer = self._me or str(facts.get("peer", ""))
         for fault in self._due(step, peer, facts):
             self._act(fault, peer, facts)

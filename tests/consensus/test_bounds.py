@@ -41,7 +41,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.requests import ChainPart, Request
+from spes_p2p.sync.requests import ChainPart, PackedRequest, PiecesRequest, TilesRequest, kind_of
 from spes_p2p.sync.sealing import MAX_PARTS, EnvelopeChecker
 from spes_p2p.testing.sim_state import FakeSealer, initial_state, root_of, run_rules
 from spes_p2p.testing.small_world import SmallWorld
@@ -494,7 +494,9 @@ def examples(said: list[Envelope]) -> list[Any]:
             found.setdefault(Commit, envelope.commit)
             found.setdefault(Manifest, envelope.commit.manifest)
             found[ChainPart] = ChainPart((pack(envelope.commit),))
-    found[Request] = Request("tiles", hashes=bytes(64))
+    for request in (TilesRequest((NO_HASH, NO_HASH)), PiecesRequest(NO_HASH, (1, 2))):
+        found[type(request)] = request
+        found[PackedRequest] = PackedRequest(kind_of(request), pack(request))
     found[RunInfo] = RunInfo(1, "tiny", "model:\n", NO_HASH, NO_HASH, PeerId("organiser"))
     return list(found.values())
 

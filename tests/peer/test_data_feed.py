@@ -22,9 +22,9 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.piece_fetching import PieceFetcher
 from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
-from spes_p2p.sync.requests import Request
+from spes_p2p.sync.requests import DataRequest, unpack_request
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 from tests.data.conftest import tiny_config
 from tests.data.piece_makers import make_dataset, make_pieces
 
@@ -46,7 +46,9 @@ class Shelf:
         return b""
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        return self._serving.answer(unpack(Request, request))
+        asked = unpack_request(request)
+        assert isinstance(asked, DataRequest)
+        return self._serving.answer(asked)
 
 
 class OpenWeb:

@@ -20,11 +20,11 @@ from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.choosing import Turns
 from spes_p2p.sync.coding import stage_tile
-from spes_p2p.sync.requests import TILES, WIRES, Request, Serving
+from spes_p2p.sync.requests import Serving, TilesRequest, WiresRequest, unpack_request
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 from tests.state.small import file_size_limit
 from tests.sync.chains import MadeRun, with_tokens
 from tests.sync.swarm_cases import small_config
@@ -89,11 +89,11 @@ class Ahead:
         raise RemoteProtocolError("no calls here")
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        asked = unpack(Request, request)
-        if asked.kind == WIRES and self.hides_wires:
+        asked = unpack_request(request)
+        if isinstance(asked, WiresRequest) and self.hides_wires:
             raise RemoteProtocolError("dropped")
-        if asked.kind == TILES:
-            self.given += len(asked.hashes) // 32
+        if isinstance(asked, TilesRequest):
+            self.given += len(asked.hashes)
             if self.given > self.give:
                 raise RemoteProtocolError("no more")
         return self.serving.answer(asked)

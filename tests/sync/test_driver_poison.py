@@ -19,7 +19,7 @@ from spes_p2p.state.layout import Values
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.streams import FetchRequest
 from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE, WRONG_SIZE
-from spes_p2p.sync.requests import VALUES, Request
+from spes_p2p.sync.requests import Request, ValuesRequest
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
@@ -87,7 +87,7 @@ def answers_otherwise(liar: PretendPeer, alter: Callable[[Blob], Blob]) -> None:
     honest = liar.driver._serving.answer
 
     def answer(request: Request) -> Blob:
-        spoils = request.kind == VALUES and liar.driver.core.tip.round == SPOILT - 1
+        spoils = isinstance(request, ValuesRequest) and liar.driver.core.tip.round == SPOILT - 1
         return alter(honest(request)) if spoils else honest(request)
 
     liar.driver._serving.answer = answer  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamServer
 from spes_p2p.swarm.streams import BLOB, REFUSED, WAIT, BlobHead, ByteStream, FetchRequest, read_frame, write_frame
 from spes_p2p.sync.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
-from spes_p2p.sync.requests import CHAIN, TILES, VALUES, Request
+from spes_p2p.sync.requests import CHAIN, TILES, VALUES, kind_of, unpack_request
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, small_config, until
@@ -42,7 +42,7 @@ class Liar:
         except RemoteProtocolError as error:
             await write_frame(stream, REFUSED, str(error).encode())
             return
-        if not self.is_lying or wire.unpack(Request, request.body).kind != self.kind:
+        if not self.is_lying or kind_of(unpack_request(request.body)) != self.kind:
             await server._send(caller, stream, request, blob)
             await stream.read(1)
         elif self.trickles:

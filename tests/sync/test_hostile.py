@@ -12,16 +12,26 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import Envelope, Signed
+from spes_p2p.consensus.messages import Contribution, Envelope, Signed
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, Request
+from spes_p2p.sync.requests import (
+    ChainRequest,
+    HashesRequest,
+    PackedRequest,
+    Request,
+    RunRequest,
+    TilesRequest,
+    ValuesRequest,
+    pack_request,
+)
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from spes_p2p.wire import pack, unpack
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config, until
 
 Path_ = tuple[str | int, ...]
+NO_WORK = Contribution(PeerId("a"), 0, 0, 0)
 
 
 def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
@@ -68,10 +78,13 @@ def test_bytes_of_any_kind_are_answered_or_refused(folder: Path) -> None:
         refusals = [await refused(life.driver.on_call(who, spoilt(data))) for who, data in real for _ in range(5)]
         assert sum(refusals) > len(refusals) // 2
         head = life.driver.core.head
-        requests = [Request(RUN), Request(CHAIN, first=1, count=9), Request(VALUES, head, 0, 2), Request(HASHES, head)]
-        for request in [*requests, Request(TILES, hashes=b"x" * 64)]:
+        requests: list[Request] = [
+            RunRequest(), ChainRequest(1, 9), ValuesRequest(head, 0, 2, NO_WORK), HashesRequest(head, 0),
+            TilesRequest((head, head)),
+        ]  # fmt: skip
+        for request in requests:
             for _ in range(40):
-                await refused(life.driver.on_fetch(PeerId("b"), spoilt(pack(request))))
+                await refused(life.driver.on_fetch(PeerId("b"), spoilt(pack_request(request))))
         for _ in range(100):
             junk = rng.randbytes(rng.randrange(200))
             assert await refused(life.driver.on_call(PeerId("b"), junk))
@@ -88,11 +101,13 @@ def test_extreme_requests_are_refused(folder: Path) -> None:
         await swarm.until_round(1)
         driver, head = peer(swarm, "a").driver, peer(swarm, "a").driver.core.head
         for first, count in ((-1, 1), (0, 0), (0, -5), (2**62, 1), (0, 2**62), (-(2**62), 2**62), (9, 2)):
-            assert await refused(driver.on_fetch(PeerId("b"), pack(Request(VALUES, head, first, count))))
-            assert await refused(driver.on_fetch(PeerId("b"), pack(Request(HASHES, head, first))))
-            assert not await refused(driver.on_fetch(PeerId("b"), pack(Request(CHAIN, first=first, count=count))))
-        for hashes in (b"", b"x", b"x" * 33, bytes(32) * 65, bytes(32)):
-            assert await refused(driver.on_fetch(PeerId("b"), pack(Request(TILES, hashes=hashes))))
+            values, hashes = ValuesRequest(head, first, count, NO_WORK), HashesRequest(head, first)
+            assert await refused(driver.on_fetch(PeerId("b"), pack_request(values)))
+            assert await refused(driver.on_fetch(PeerId("b"), pack_request(hashes)))
+            assert not await refused(driver.on_fetch(PeerId("b"), pack_request(ChainRequest(first, count))))
+        for tiles in ((), (b"x",), (bytes(33),), (bytes(32),) * 65, (bytes(32),)):
+            packed = pack(PackedRequest("tiles", pack((tiles,))))
+            assert await refused(driver.on_fetch(PeerId("b"), packed))
 
     in_swarm(folder, play)
 

@@ -14,17 +14,16 @@ import pytest
 from spes_p2p import steps
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_columns
-from spes_p2p.consensus.messages import Intent
+from spes_p2p.consensus.messages import Contribution, Intent
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of, sole_columns
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
-from spes_p2p.sync.requests import VALUES, Request
+from spes_p2p.sync.requests import ValuesRequest, pack_request
 from spes_p2p.testing.faults import Fault, MemoryFaults
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
-from spes_p2p.wire import pack
 from tests.sync.books import Books
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 from tests.sync.test_driver_disk import raising
@@ -215,8 +214,8 @@ def test_nobody_may_ask_for_more_than_a_slice_nor_for_what_it_does_not_reduce(fo
         first, most = layout.tile_ids_of(own)[0], driver.core.rules.slice_tiles
 
         async def ask(caller: str, first: int, count: int) -> None:
-            request = Request(VALUES, name=driver.core.head, first=first, count=count)
-            await driver.on_fetch(PeerId(caller), pack(request))
+            request = ValuesRequest(driver.core.head, first, count, Contribution(PeerId("a"), 0, 0, 0))
+            await driver.on_fetch(PeerId(caller), pack_request(request))
 
         for caller, tile, count, words in (
             ("a", first, most + 1, "a request for the values"),

@@ -14,10 +14,10 @@ from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.moments import MomentsHead, MomentShelf
-from spes_p2p.sync.requests import MOMENTS, Request, Serving
+from spes_p2p.sync.requests import PackedRequest, Serving, unpack_request
 from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 from tests.state.small import file_size_limit
 from tests.sync.chains import A, B, MadeRun
 
@@ -51,7 +51,7 @@ class Giver:
         return b""
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        return self._serving.answer(unpack(Request, request))
+        return self._serving.answer(unpack_request(request))
 
 
 class Liar(Giver):
@@ -120,12 +120,12 @@ def test_a_full_disk_offers_from_memory(tmp_path: Path) -> None:
     assert same(ask(giver, P, 1), moments(1))
 
 
-@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, -1), (0, 10**6), (2**70, 1), (0, 65), (0, 1)])
+@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, -1), (0, 10**6), (2**62, 1), (0, 65), (0, 1)])
 def test_requests_that_make_no_sense_are_refused(tmp_path: Path, first: int, count: int) -> None:
     giver = Giver(tmp_path)
     giver.shelf.offer(P, [(1, moments(1))])
     with pytest.raises(RemoteProtocolError):
-        giver._serving.answer(Request(MOMENTS, P, first, count))
+        giver._serving.answer(unpack_request(pack(PackedRequest("moments", pack((P, first, count))))))
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,24 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.ids import PeerId, sha256
+from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync import piece_fetching
 from spes_p2p.sync.piece_fetching import AT_ONCE, PieceFetcher, fetch_catalogue
-from spes_p2p.sync.pieces import MAX_ASKED, MAX_GIVEN, DataTraffic, PieceServing, PiecesHead, pieces_request
-from spes_p2p.sync.requests import CATALOGUE, PIECES, Request, Serving
+from spes_p2p.sync.pieces import MAX_GIVEN, DataTraffic, PieceServing, PiecesHead
+from spes_p2p.sync.requests import (
+    MAX_PIECES_AT_ONCE,
+    CatalogueRequest,
+    DataRequest,
+    PackedRequest,
+    PiecesRequest,
+    Serving,
+    pack_request,
+    unpack_request,
+)
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack, unpack
 from tests.data.piece_makers import make_pieces
@@ -32,26 +41,30 @@ TOKENS = 8 * 300
 """300 pieces of 8 tokens."""
 
 
+Change = Callable[[DataRequest, Blob], Blob]
+
+
 class Holder:
     """Serves pieces as a peer does; `change` may spoil its answers."""
 
-    def __init__(self, serving: PieceServing, change: Callable[[Request, Blob], Blob] | None = None) -> None:
+    def __init__(self, serving: PieceServing, change: Change | None = None) -> None:
         self._serving = Serving(MadeRun().info, None, None, lambda *request: None, data=serving.answer)  # type: ignore[arg-type]
         self._change = change or (lambda request, blob: blob)
-        self.asked: list[Request] = []
+        self.asked: list[DataRequest] = []
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         return b""
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        self.asked.append(unpack(Request, request))
+        asked = unpack_request(request)
+        assert isinstance(asked, DataRequest)
+        self.asked.append(asked)
         return self._change(self.asked[-1], self._serving.answer(self.asked[-1]))
 
     @property
     def numbers(self) -> list[int]:
         """All that it was asked for."""
-        joined = b"".join(request.hashes for request in self.asked if request.kind == PIECES)
-        return [int.from_bytes(joined[at : at + 8], "big") for at in range(0, len(joined), 8)]
+        return [number for request in self.asked if isinstance(request, PiecesRequest) for number in request.numbers]
 
 
 class Site:
@@ -72,7 +85,10 @@ class Site:
         )  # fmt: skip
 
     async def holder(
-        self, name: PeerId, numbers: Sequence[int] | None = None, change: Callable[[Request, Blob], Blob] | None = None
+        self,
+        name: PeerId,
+        numbers: Sequence[int] | None = None,
+        change: Change | None = None,
     ) -> Holder:
         """One that has these pieces (None: all)."""
         shelf: FolderPieces | PieceCache = self.whole
@@ -186,37 +202,38 @@ def test_a_holder_that_dies_is_replaced(tmp_path: Path, silent: bool) -> None:
     play(tmp_path, story)
 
 
-def flipped(request: Request, blob: Blob) -> Blob:
+def flipped(request: DataRequest, blob: Blob) -> Blob:
     data = bytearray(blob.data)
     data[len(data) // 2] ^= 1
     return Blob(bytes(data), blob.header)
 
 
-def other_pieces(request: Request, blob: Blob) -> Blob:
+def other_pieces(request: DataRequest, blob: Blob) -> Blob:
     return Blob(blob.data[::-1], blob.header)
 
 
-def short_answer(request: Request, blob: Blob) -> Blob:
+def short_answer(request: DataRequest, blob: Blob) -> Blob:
     return Blob(blob.data[:-1], blob.header)
 
 
-def more(request: Request, blob: Blob) -> Blob:
+def more(request: DataRequest, blob: Blob) -> Blob:
     """The last piece comes, and its bit says that it does not."""
     given = bytearray(unpack(PiecesHead, blob.header).given)
     given[-1] &= given[-1] - 1
     return Blob(blob.data, pack(PiecesHead(bytes(given))))
 
 
-def junk_before(request: Request, blob: Blob) -> Blob:
+def junk_before(request: DataRequest, blob: Blob) -> Blob:
     return Blob(blob.data, b"junk")
 
 
-def wrong_bits(request: Request, blob: Blob) -> Blob:
+def wrong_bits(request: DataRequest, blob: Blob) -> Blob:
     return Blob(blob.data, pack(PiecesHead(b"\xff" * 200)))
 
 
-def claims_all(request: Request, blob: Blob) -> Blob:
-    return Blob(b"", pack(PiecesHead(b"\xff" * (len(request.hashes) // 64))))
+def claims_all(request: DataRequest, blob: Blob) -> Blob:
+    assert isinstance(request, PiecesRequest)
+    return Blob(b"", pack(PiecesHead(b"\xff" * (len(request.numbers) // 8))))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +241,7 @@ def claims_all(request: Request, blob: Blob) -> Blob:
     [flipped, other_pieces, short_answer, more, junk_before, wrong_bits, claims_all],
     ids=lambda lie: lie.__name__,
 )
-def test_who_lies_is_named_and_asked_no_more(tmp_path: Path, lie: Callable[[Request, Blob], Blob]) -> None:
+def test_who_lies_is_named_and_asked_no_more(tmp_path: Path, lie: Change) -> None:
     async def story(site: Site) -> None:
         liar = await site.holder(A, change=lie)
         await site.holder(B)
@@ -298,7 +315,7 @@ def test_what_the_running_round_needs_goes_first(tmp_path: Path) -> None:
         began = now()
         data = asyncio.ensure_future(site.fetch())
         urgent = site.network.peer(ME).transport.fetch(
-            BOOT, pack(Request(CATALOGUE, site.whole.dataset_hash)), 5.0, 10**6
+            BOOT, pack_request(CatalogueRequest(site.whole.dataset_hash)), 5.0, 10**6
         )
         await urgent
         assert now() - began < 0.5
@@ -316,7 +333,7 @@ def test_streams_and_holders_are_few_at_once(tmp_path: Path, monkeypatch: pytest
     async def story(site: Site) -> None:
         most, busy = 0, 0
 
-        def counted(request: Request, blob: Blob) -> Blob:
+        def counted(request: DataRequest, blob: Blob) -> Blob:
             nonlocal most, busy
             busy += 1
             most = max(most, busy)
@@ -363,22 +380,23 @@ def test_a_server_refuses_what_no_honest_peer_asks(tmp_path: Path) -> None:
     pieces = make_pieces(tmp_path, (TOKENS,))
     serving = PieceServing(pieces, DataTraffic())
     name = pieces.dataset_hash
-    eight = (0).to_bytes(8, "big")
-    for hashes in (b"", b"x", eight + b"x", eight * (MAX_ASKED + 1), (300).to_bytes(8, "big"), b"\xff" * 8):
-        with pytest.raises(RemoteProtocolError):
-            serving.answer(Request(PIECES, name, hashes=hashes))
+    for numbers in ([], [0] * (MAX_PIECES_AT_ONCE + 1), [-1, 0]):
+        with pytest.raises(RemoteProtocolError, match="pieces of data"):
+            unpack_request(pack(PackedRequest("pieces", pack((name, tuple(numbers))))))
+    with pytest.raises(RemoteProtocolError, match="piece 300 of"):
+        serving.answer(PiecesRequest(name, (0, 300)))
     with pytest.raises(RemoteProtocolError, match="this is dataset"):
-        serving.answer(Request(PIECES, sha256(b"other"), hashes=eight))
+        serving.answer(PiecesRequest(sha256(b"other"), (0,)))
 
 
 def test_one_answer_is_bounded_whatever_is_asked(tmp_path: Path) -> None:
     pieces = make_pieces(tmp_path, (TOKENS,))
     serving = PieceServing(pieces, DataTraffic())
-    blob = serving.answer(unpack(Request, pieces_request(pieces.dataset_hash, [0] * MAX_ASKED)))
+    blob = serving.answer(PiecesRequest(pieces.dataset_hash, (0,) * MAX_PIECES_AT_ONCE))
     assert len(blob.data) <= MAX_GIVEN * PieceGrid(pieces.catalogue).max_bytes
 
 
 def test_a_peer_without_data_says_so() -> None:
     serving = Serving(MadeRun().info, None, None, lambda *request: None)  # type: ignore[arg-type]
     with pytest.raises(RemoteProtocolError, match="no data of the run is here"):
-        serving.answer(Request(CATALOGUE))
+        serving.answer(CatalogueRequest(NO_HASH))

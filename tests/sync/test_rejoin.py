@@ -12,10 +12,10 @@ from spes_p2p.consensus.messages import MAJORITY
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.requests import CHAIN, TILES, Request
+from spes_p2p.sync.requests import ChainRequest, Request, TilesRequest, unpack_request
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, counts, in_swarm, small_config, until
 
 
@@ -32,16 +32,16 @@ class Fetched:
         ) -> tuple[bytes, memoryview]:
             header, data = await real(transport, peer, request, *others)
             if transport.peer_id == name:
-                self._note(unpack(Request, request), data)
+                self._note(unpack_request(request), data)
             return header, data
 
         patch.setattr(MemoryTransport, "fetch", fetch)
 
     def _note(self, asked: Request, data: memoryview) -> None:
-        if asked.kind == TILES:
-            self.tiles += len(asked.hashes) // 32
+        if isinstance(asked, TilesRequest):
+            self.tiles += len(asked.hashes)
             self.bytes += len(data)
-        elif asked.kind == CHAIN:
+        elif isinstance(asked, ChainRequest):
             self.commits.add(asked.first)
 
 

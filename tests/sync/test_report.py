@@ -19,9 +19,9 @@ from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.histories import Side
 from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
-from spes_p2p.sync.requests import Request, Serving
+from spes_p2p.sync.requests import Serving, unpack_request
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 from tests.sync.chains import ORGANISER, A, B, MadeRun, with_tokens
 
 NOW = 1_700_000_000.0
@@ -71,7 +71,7 @@ class Scene:
                 return b""
 
             async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-                return answer(unpack(Request, request))
+                return answer(unpack_request(request))
 
         await self.network.peer(by).transport.serve(Handler())
 

@@ -8,20 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.messages import Commit, Contribution
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, Hash, sha256
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync import requests
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.requests import CHAIN, HASHES, RUN, TILES, VALUES, ChainPart, Request, Serving
+from spes_p2p.sync.requests import (
+    ChainPart,
+    ChainRequest,
+    HashesRequest,
+    MomentsRequest,
+    MomentsTaken,
+    PackedRequest,
+    Request,
+    RunRequest,
+    Serving,
+    TilesRequest,
+    ValuesRequest,
+    WiresRequest,
+    pack_request,
+    unpack_request,
+)
 from spes_p2p.wire import pack, unpack
 from tests.sync.chains import MadeRun
 
 MADE = MadeRun()
 COMMITS = MADE.chain(4)
 PARENT = sha256(b"parent")
+WORK = Contribution(PeerId("a"), 1, 1, 1)
 
 
 class Served:
@@ -42,100 +58,120 @@ class Served:
 
 
 def test_the_run(tmp_path: Path) -> None:
-    assert unpack(RunInfo, Served(tmp_path).data(Request(RUN))) == MADE.info
+    assert unpack(RunInfo, Served(tmp_path).data(RunRequest())) == MADE.info
 
 
 def test_commits(tmp_path: Path) -> None:
     served = Served(tmp_path)
-    part = unpack(ChainPart, served.data(Request(CHAIN, first=1, count=2))).commits
+    part = unpack(ChainPart, served.data(ChainRequest(1, 2))).commits
     assert [unpack(Commit, data) for data in part] == COMMITS[1:3]
-    assert unpack(ChainPart, served.data(Request(CHAIN, first=9, count=2))).commits == ()
+    assert unpack(ChainPart, served.data(ChainRequest(9, 2))).commits == ()
 
 
 def test_a_damaged_commit_is_refused_and_not_sent(tmp_path: Path) -> None:
     served = Served(tmp_path)
     (tmp_path / "chain" / "00000001.commit").unlink()
     with pytest.raises(RemoteProtocolError, match="cannot be read"):
-        served.data(Request(CHAIN, first=0, count=4))
+        served.data(ChainRequest(0, 4))
 
 
 def test_values(tmp_path: Path) -> None:
     served = Served(tmp_path)
-    assert served.data(Request(VALUES, PARENT, 3, 2)) == b"values"
+    assert served.data(ValuesRequest(PARENT, 3, 2, WORK)) == b"values"
     with pytest.raises(RemoteProtocolError, match="no values of our own"):
-        served.data(Request(VALUES, NO_HASH, 3, 2))
+        served.data(ValuesRequest(NO_HASH, 3, 2, WORK))
 
 
 def test_tiles_by_hash(tmp_path: Path) -> None:
     served = Served(tmp_path)
     version = served.store.version(0)
     chosen = [3, 0, 7]
-    joined = b"".join(version.tile_hashes[at] for at in chosen)
-    assert served.data(Request(TILES, hashes=joined)) == b"".join(bytes(version.tile(at)) for at in chosen)
+    hashes = tuple(version.tile_hashes[at] for at in chosen)
+    assert served.data(TilesRequest(hashes)) == b"".join(bytes(version.tile(at)) for at in chosen)
 
 
 def test_tiles_of_one_answer_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(tmp_path)
     hashes = served.store.version(0).tile_hashes
     monkeypatch.setattr(requests, "MAX_JOINED_BYTES", 4 * MADE.layout.tiles[0].size)
-    assert served.data(Request(TILES, hashes=hashes[0]))
+    assert served.data(TilesRequest(hashes[:1]))
     with pytest.raises(RemoteProtocolError, match="at once"):
-        served.data(Request(TILES, hashes=hashes[0] + hashes[1]))
+        served.data(TilesRequest(hashes[:2]))
 
 
-@pytest.mark.parametrize("hashes", [b"", b"x" * 31, b"x" * 33, bytes(32 * 65)])
-def test_lists_of_tiles_that_are_none(tmp_path: Path, hashes: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="bytes of tile hashes"):
-        Served(tmp_path).data(Request(TILES, hashes=hashes))
+@pytest.mark.parametrize("count", [0, 65])
+def test_lists_of_tiles_are_bounded(count: int) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"a request for {count} tiles"):
+        unpack_request(pack(PackedRequest("tiles", pack(((bytes(32),) * count,)))))
 
 
 def test_a_tile_that_is_not_here(tmp_path: Path) -> None:
     served = Served(tmp_path)
     with pytest.raises(RemoteProtocolError, match="is not here"):
-        served.data(Request(TILES, hashes=served.store.version(0).tile_hashes[0] + sha256(b"?")))
+        served.data(TilesRequest((served.store.version(0).tile_hashes[0], sha256(b"?"))))
 
 
 def test_hash_lists_of_committed_and_of_staged_states(tmp_path: Path) -> None:
     """What was proposed is served before it is committed: others may have to repair their arithmetic by it."""
     served = Served(tmp_path)
     version = served.store.version(0)
-    assert served.data(Request(HASHES, version.root, 0)) == b"".join(version.tile_hashes)
+    assert served.data(HashesRequest(version.root, 0)) == b"".join(version.tile_hashes)
     staging = served.store.stage(1, 0)
     staging.write_tile(0, bytes(4 * MADE.layout.tiles[0].size))
     with pytest.raises(RemoteProtocolError, match="no state"):
-        served.data(Request(HASHES, version.root, 1))
+        served.data(HashesRequest(version.root, 1))
     hashes = staging.finish()
-    assert served.data(Request(HASHES, MADE.layout.root_of(hashes), 1)) == b"".join(hashes)
+    assert served.data(HashesRequest(MADE.layout.root_of(hashes), 1)) == b"".join(hashes)
     with pytest.raises(RemoteProtocolError, match="no state"):
-        served.data(Request(HASHES, MADE.layout.root_of(hashes), 0))
+        served.data(HashesRequest(MADE.layout.root_of(hashes), 0))
 
 
 def test_a_node_without_a_state_gives_the_chain_alone(tmp_path: Path) -> None:
     chain = Served(tmp_path).chain
     serving = Serving(MADE.info, chain, None, lambda parent, first, count: None)
-    assert unpack(ChainPart, bytes(serving.answer(Request(CHAIN, count=1)).data)).commits
-    for request in (Request(HASHES), Request(TILES, hashes=bytes(32)), Request(VALUES)):
+    assert unpack(ChainPart, bytes(serving.answer(ChainRequest(0, 1)).data)).commits
+    for request in (HashesRequest(NO_HASH, 0), TilesRequest((NO_HASH,)), ValuesRequest(NO_HASH, 0, 1, WORK)):
         with pytest.raises(RemoteProtocolError):
             serving.answer(request)
 
 
-@given(
-    kind=st.sampled_from([RUN, CHAIN, VALUES, TILES, HASHES, "other", ""]),
-    name=st.binary(max_size=40),
-    first=st.integers(-(2**63), 2**63 - 1),
-    count=st.integers(-(2**63), 2**63 - 1),
-    hashes=st.binary(max_size=100),
+def numbers() -> st.SearchStrategy[int]:
+    return st.integers(-(2**63), 2**63 - 1)
+
+
+def names() -> st.SearchStrategy[Hash]:
+    return st.builds(Hash, st.binary(max_size=40))
+
+
+REQUESTS: st.SearchStrategy[Request] = st.one_of(
+    st.just(RunRequest()),
+    st.builds(ChainRequest, numbers(), numbers()),
+    st.builds(ValuesRequest, names(), numbers(), numbers(), st.just(WORK)),
+    st.builds(TilesRequest, st.lists(names(), min_size=1, max_size=64).map(tuple)),
+    st.builds(HashesRequest, names(), numbers()),
+    st.builds(WiresRequest, numbers(), numbers()),
+    st.builds(MomentsRequest, names(), numbers(), st.integers(1, 64)),
+    st.builds(MomentsTaken, names(), numbers()),
 )
-def test_any_request_is_answered_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, name: bytes, first: int, count: int, hashes: bytes
-) -> None:
+
+
+@given(REQUESTS)
+def test_any_request_is_answered_or_refused(tmp_path_factory: pytest.TempPathFactory, request_: Request) -> None:
     served = _shared(tmp_path_factory)
-    request = unpack(Request, pack(Request(kind, Hash(name), first, count, hashes)))
+    again = unpack_request(pack_request(request_))
+    assert again == request_
     try:
-        served.data(request)
+        served.data(again)
     except RemoteProtocolError:
         return
-    assert kind in (RUN, CHAIN)
+    assert isinstance(again, RunRequest | ChainRequest | MomentsTaken)
+
+
+def test_what_is_no_request_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="nothing is known of 'other'"):
+        unpack_request(pack(PackedRequest("other", b"")))
+    with pytest.raises(RemoteProtocolError, match="ChainRequest"):
+        unpack_request(pack(PackedRequest("chain", pack(RunRequest()))))
 
 
 _SERVED: list[Served] = []

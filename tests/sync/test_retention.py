@@ -14,9 +14,9 @@ from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.sync import requests, retention
+from spes_p2p.sync import retention
 from spes_p2p.sync.catch_up import CatchUp
-from spes_p2p.sync.requests import Request
+from spes_p2p.sync.requests import HashesRequest, Request, TilesRequest, WiresRequest
 from spes_p2p.sync.retention import Retention
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
@@ -53,11 +53,11 @@ class Time:
 
 
 def tiles_of(store: StateStore, round: int, tile: int = 0) -> Request:
-    return Request(requests.TILES, hashes=store.version(round).tile_hashes[tile])
+    return TilesRequest((store.version(round).tile_hashes[tile],))
 
 
 def state_of(round: int) -> Request:
-    return Request(requests.HASHES, name=Hash(b""), first=round)
+    return HashesRequest(Hash(b""), round)
 
 
 def test_a_lease_holds_a_state_and_what_was_handed_out_since(swarm_store: StateStore) -> None:
@@ -68,9 +68,9 @@ def test_a_lease_holds_a_state_and_what_was_handed_out_since(swarm_store: StateS
     leases.asked(A, tiles_of(swarm_store, 3))
     leases.asked(A, tiles_of(swarm_store, 9, tile=5))  # the same in all of them
     assert leases.needed(9)[0] == {3}
-    leases.asked(A, Request(requests.WIRES, first=4))  # it has the state
+    leases.asked(A, WiresRequest(4, 0))  # it has the state
     assert leases.needed(9) == (frozenset(), frozenset(range(1, 9))), "nothing is said of its state"
-    leases.asked(A, Request(requests.WIRES, first=8, count=5))
+    leases.asked(A, WiresRequest(8, 5))
     assert leases.needed(9) == (frozenset(), frozenset({6, 7, 8}))
 
 
@@ -80,7 +80,7 @@ def test_who_asks_for_tiles_alone_has_a_lease_too(swarm_store: StateStore) -> No
     assert leases.needed(9)[0] == {4}
     leases.asked(A, tiles_of(swarm_store, 6))
     assert leases.needed(9)[0] == {6}
-    leases.asked(B, Request(requests.TILES, hashes=Hash(b"x" * 32)))
+    leases.asked(B, TilesRequest((Hash(b"x" * 32),)))
     assert leases.needed(9)[0] == {6}
 
 

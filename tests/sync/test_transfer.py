@@ -16,10 +16,10 @@ from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync import requests
 from spes_p2p.sync.choosing import Turns
-from spes_p2p.sync.requests import ChainPart, Request
+from spes_p2p.sync.requests import ChainPart, ChainRequest, Request, TilesRequest, unpack_request
 from spes_p2p.sync.transfer import TILES_A_FETCH, Transfers, all_of, fetch_run
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 from tests.sync.chains import A, B, MadeRun
 
 MADE = MadeRun()
@@ -36,11 +36,16 @@ class Holder:
         self._answer = answer
         self.asked: list[Request] = []
 
+    @property
+    def tiles_asked(self) -> list[int]:
+        """How many tiles each request was for."""
+        return [len(request.hashes) for request in self.asked if isinstance(request, TilesRequest)]
+
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         return b""
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        self.asked.append(unpack(Request, request))
+        self.asked.append(unpack_request(request))
         return Blob(self._answer(self.asked[-1]))
 
 
@@ -80,7 +85,8 @@ BY_HASH = {tile_hash: tile(tile_id) for tile_id, tile_hash in WANTED.items()}
 
 
 def right(request: Request) -> bytes:
-    return b"".join(BY_HASH[Hash(request.hashes[at : at + 32])] for at in range(0, len(request.hashes), 32))
+    assert isinstance(request, TilesRequest)
+    return b"".join(BY_HASH[tile_hash] for tile_hash in request.hashes)
 
 
 def nothing(request: Request) -> bytes:
@@ -106,7 +112,7 @@ def test_large_tiles_come_one_by_one(monkeypatch: pytest.MonkeyPatch, room: int,
     async def story(site: Site) -> None:
         holder = await site.holder(B, right)
         assert await fetched(site, B) == {tile_id: tile(tile_id) for tile_id in WANTED}
-        assert max(len(request.hashes) // 32 for request in holder.asked) == most
+        assert max(holder.tiles_asked) == most
 
     play(story)
 
@@ -115,7 +121,7 @@ def test_tiles_come_a_few_at_a_time() -> None:
     async def story(site: Site) -> None:
         holder = await site.holder(B, right)
         assert await fetched(site, B) == {tile_id: tile(tile_id) for tile_id in WANTED}
-        assert {len(request.hashes) // 32 for request in holder.asked} == {TILES_A_FETCH, 6 - TILES_A_FETCH}
+        assert set(holder.tiles_asked) == {TILES_A_FETCH, 6 - TILES_A_FETCH}
         assert site.moved == 2
 
     play(story)
@@ -190,7 +196,7 @@ def test_a_state_is_fetched_from_several_holders() -> None:
 
 def test_nobody_to_ask() -> None:
     async def story(site: Site) -> None:
-        with pytest.raises(NetworkError, match="no holder"):
+        with pytest.raises(NetworkError, match="nobody to ask"):
             await fetched(site)
 
     play(story)
@@ -251,10 +257,14 @@ def test_commits() -> None:
     packed = [pack(commit) for commit in COMMITS]
 
     async def story(site: Site) -> None:
-        holder = await site.holder(B, lambda request: pack(ChainPart(tuple(packed[request.first :]))))
+        def answer(request: Request) -> bytes:
+            assert isinstance(request, ChainRequest)
+            return pack(ChainPart(tuple(packed[request.first :])))
+
+        holder = await site.holder(B, answer)
         assert list(await site.transfers.chain(B, 1)) == COMMITS[1:]
         assert await site.transfers.chain(B, 3) == ()
-        assert holder.asked[0].first == 1
+        assert holder.asked[0] == ChainRequest(1, 64)
         for wrong in (packed[:1], [packed[1], packed[1]], packed[1:2] * 99, [b"junk"]):
             await site.holder(C, lambda request, wrong=wrong: pack(ChainPart(tuple(wrong))))  # type: ignore[misc]
             with pytest.raises(RemoteProtocolError):

@@ -16,11 +16,11 @@ from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing
-from spes_p2p.sync.requests import Request
+from spes_p2p.sync.requests import SourcesRequest, unpack_request
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.web_sources import SOURCES_FILE, SourceKeeper, check_sources, sign_sources
 from spes_p2p.testing.virtual_time import run_virtual
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 from tests.data.piece_makers import make_pieces
 from tests.sync.chains import ORGANISER
 from tests.sync.swarm_cases import small_config
@@ -55,7 +55,9 @@ class Node:
         return b""
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        return self._serving.answer(unpack(Request, request))
+        asked = unpack_request(request)
+        assert isinstance(asked, SourcesRequest)
+        return self._serving.answer(asked)
 
 
 def test_a_list_goes_from_the_organiser_over_a_peer_to_a_third(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from spes_p2p import steps
 from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.ids import NO_HASH
 from spes_p2p.steps import reached
-from spes_p2p.sync.requests import TILES, Request
+from spes_p2p.sync.requests import RunRequest, TilesRequest, pack_request
 from spes_p2p.testing.faults import (
     FREEZE,
     FULL,
@@ -28,7 +29,6 @@ from spes_p2p.testing.faults import (
     to_text,
 )
 from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.wire import pack
 from tests.sync.swarm_cases import in_swarm
 
 
@@ -61,9 +61,9 @@ def test_it_can_come_later_and_more_often() -> None:
 
 def test_streams_are_told_apart_by_what_they_carry() -> None:
     hit: list[str] = []
-    request = pack(Request(TILES))
+    request = pack_request(TilesRequest((NO_HASH,)))
     with Faults([Fault(steps.STREAM + " tiles")], lambda fault, peer, facts: hit.append(peer)):
-        reached(steps.STREAM, peer="a", request=pack(Request("values")))
+        reached(steps.STREAM, peer="a", request=pack_request(RunRequest()))
         reached(steps.STREAM, peer="b", request=request)
     assert hit == ["b"]
 
@@ -73,7 +73,7 @@ def test_who_serves_somebody_else_is_not_hit() -> None:
     planned = [Fault(steps.STREAM + " tiles", to="d"), Fault(steps.SERVE + "chain", to="d")]
     with Faults(planned, lambda fault, peer, facts: hit.append(f"{peer} at {fault.step}")):
         for peer, other in (("a", "b"), ("b", "d"), ("c", "d")):
-            reached(steps.STREAM, peer=peer, to=other, request=pack(Request(TILES)))
+            reached(steps.STREAM, peer=peer, to=other, request=pack_request(TilesRequest((NO_HASH,))))
         for peer, other in (("a", "c"), ("c", "d")):
             reached(steps.SERVE + "chain", peer=peer, caller=other)
     assert hit == ["b at stream tiles", "c at serve chain"]

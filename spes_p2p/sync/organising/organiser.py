@@ -25,10 +25,10 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.organising.caretaker import Caretaker, members_of, or_fatal, said_by, wishes_of
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.requests import HASHES, TILES, Request, Serving
+from spes_p2p.sync.requests import DataRequest, HashesRequest, Request, Serving, TilesRequest, unpack_request
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.wire import pack, unpack
+from spes_p2p.wire import pack
 
 WAITING_BEATS = 10
 """A peer that was not heard for so many heartbeats before genesis is no longer waiting."""
@@ -59,7 +59,7 @@ class Organiser:
         archive_store: StateStore | None = None,
         first_sequence: int = 0,
         server: Server | None = None,
-        data: Callable[[Request], Blob] | None = None,
+        data: Callable[[DataRequest], Blob] | None = None,
         fatal: Callable[[BaseException], None] | None = None,
     ) -> None:
         """`store` holds the initial state as round 0; `say` is told what a person should read.
@@ -139,11 +139,11 @@ class Organiser:
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Run, headers, and tiles of the initial state and of those in the archive."""
-        asked = unpack(Request, request)
+        asked = unpack_request(request)
         return await self._tasks.in_thread(lambda: self._answer(asked))
 
     def _answer(self, asked: Request) -> Blob:
-        if asked.kind in (HASHES, TILES):
+        if isinstance(asked, HashesRequest | TilesRequest):
             for serving in self._serving[:-1]:
                 with contextlib.suppress(RemoteProtocolError):  # not here: perhaps it is of the initial state
                     return serving.answer(asked)

@@ -30,7 +30,7 @@ from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, Sources, rules_of
-from spes_p2p.sync.requests import Request
+from spes_p2p.sync.requests import DataRequest
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker
 
@@ -62,7 +62,7 @@ class Server:
         max_upload: float | None = None,
         new_incarnation: Callable[[], int] = wall_clock_microseconds,
         first_sequence: int = 0,
-        data: Callable[[Request], Blob] | None = None,
+        data: Callable[[DataRequest], Blob] | None = None,
     ) -> None:
         """`folder` holds votes and residuals beside `chain` and `store`; `failed` hears of what ends this node.
 
