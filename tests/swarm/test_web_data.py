@@ -35,4 +35,4 @@ def test_a_run_whose_data_lies_on_the_web_outlives_its_bootstrap_node(tmp_path: 
             assert any(isinstance(event, Step) for event in seen)
             assert max(event.round for event in seen if isinstance(event, Round)) >= ROUNDS
             assert sum(event.data_bytes_received for event in seen if isinstance(event, Round)) > 0
-    assert 0 < server.sent < 2 * whole
+    assert 0 < server.sent < 2 * len(NAMES) * whole  # at the same time both may ask for a piece that neither has as yet
