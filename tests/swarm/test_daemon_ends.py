@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -22,16 +22,39 @@ from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 WAIT_SECONDS = 30.0
-IN_A_LONG_RUN = pytest.mark.thorough
-"""In a whole test run a daemon was still there after 30 s, twice of two; never where this file ran alone."""
+Daemons = Callable[[], list[psutil.Process]]
 
 
-def daemons() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.name() == "p2pd" and child.status() != psutil.STATUS_ZOMBIE]
+@pytest.fixture(scope="module", autouse=True)
+def another_network() -> Iterator[None]:
+    """Goes on in the same process meanwhile, as others' may (tests/cli/conftest.py), and starts its daemon again."""
+    with NetworkThread() as thread:
+        network = thread.run(HivemindNetwork.start(host_maddrs=LOOPBACK), WAIT_SECONDS)
+        thread.submit(network.keep_alive(lambda text: None))
+        yield
+        thread.run(network.close())
 
 
-def left_over() -> list[psutil.Process]:
+@pytest.fixture
+def daemons() -> Iterator[Daemons]:
+    """Those that run now and were started in this test; the others run on."""
+    others = all_daemons()
+    yield lambda: [daemon for daemon in all_daemons() if daemon not in others]
+    assert [daemon for daemon in others if not is_daemon(daemon)] == []
+
+
+def all_daemons() -> list[psutil.Process]:
+    return list(filter(is_daemon, psutil.Process().children(recursive=True)))
+
+
+def is_daemon(process: psutil.Process) -> bool:
+    try:
+        return process.name() == "p2pd" and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def left_over(daemons: Daemons) -> list[psutil.Process]:
     """Those that run on; a busy machine takes a moment to end what was killed."""
     until = time.monotonic() + WAIT_SECONDS
     while daemons() and time.monotonic() < until:
@@ -39,32 +62,27 @@ def left_over() -> list[psutil.Process]:
     return daemons()
 
 
-def kill_daemons() -> None:
-    for daemon in daemons():
-        daemon.send_signal(signal.SIGKILL)
-
-
-def kill_while_attaching(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def kill_while_attaching(monkeypatch: pytest.MonkeyPatch, daemons: Daemons, times: int) -> None:
     """The daemon ends before it has been told what this peer answers."""
     attach, left = HivemindTransport.attach, [times]
 
     async def attaching(self: HivemindTransport, *arguments: Any) -> None:
         if left[0]:
             left[0] -= 1
-            kill_daemons()
+            for daemon in daemons():
+                daemon.kill()
         await attach(self, *arguments)
 
     monkeypatch.setattr(HivemindTransport, "attach", attaching)
 
 
-@IN_A_LONG_RUN
 def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_too(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, daemons: Daemons
 ) -> None:
     async def scenario() -> list[str]:
         network, said = await HivemindNetwork.start(host_maddrs=LOOPBACK), list[str]()
         try:
-            kill_while_attaching(monkeypatch, times=2)
+            kill_while_attaching(monkeypatch, daemons, times=2)
             alive = asyncio.create_task(network.keep_alive(said.append))
             os.kill(network.daemon_pid, signal.SIGKILL)
             async with asyncio.timeout(WAIT_SECONDS):
@@ -78,22 +96,22 @@ def test_a_daemon_that_ends_while_it_is_put_in_the_place_of_another_is_replaced_
 
     with NetworkThread() as thread:
         assert len(thread.run(scenario())) == 1
-    assert left_over() == []
+    assert left_over(daemons) == []
 
 
-@IN_A_LONG_RUN
-def test_a_start_whose_daemon_ends_says_that_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    kill_while_attaching(monkeypatch, times=1)
+def test_a_start_whose_daemon_ends_says_that_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, daemons: Daemons
+) -> None:
+    kill_while_attaching(monkeypatch, daemons, times=1)
     with NetworkThread() as thread, pytest.raises(DaemonEnded, match="the libp2p daemon ended") as caught:
         thread.run(HivemindNetwork.start(host_maddrs=LOOPBACK), WAIT_SECONDS)
     assert caught.value.fix
-    assert left_over() == []
+    assert left_over(daemons) == []
 
 
-@IN_A_LONG_RUN
 @pytest.mark.parametrize("after_seconds", [0.0, 0.02, 0.1])
 def test_a_start_that_is_broken_off_leaves_no_daemon_and_no_word(
-    after_seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    after_seconds: float, daemons: Daemons, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with Ctrl-C in the middle of it."""
     unraisable: list[object] = []
@@ -106,7 +124,7 @@ def test_a_start_that_is_broken_off_leaves_no_daemon_and_no_word(
         time.sleep(after_seconds)
         starting.cancel()
     gc.collect()
-    assert left_over() == []
+    assert left_over(daemons) == []
     assert unraisable == []
     assert [record.getMessage() for record in caplog.records] == []
 
