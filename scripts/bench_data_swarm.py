@@ -22,12 +22,12 @@ from spes_p2p.data.merkle import EMPTY_ROOT
 from spes_p2p.data.order import Order
 from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue, PieceGrid, ShardRoot
 from spes_p2p.data.trees import TREES, FolderPieces
+from spes_p2p.exchange.piece_fetcher import PieceFetcher
+from spes_p2p.exchange.pieces import DataTraffic, PieceServing
+from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.sync.piece_fetching import PieceFetcher
-from spes_p2p.sync.pieces import DataTraffic, PieceServing
-from spes_p2p.sync.requests import unpack_request
 from spes_p2p.sync.tasks import Tasks
 
 SHARD_TOKENS = (2**28 - 128) // 2  # as tokenize cuts them by default, in tokens of 2 bytes

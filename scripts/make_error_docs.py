@@ -23,6 +23,7 @@ WARNINGS = {"Warning": 0, "Notice": 1}
 """Events that carry a message for people, and at which place."""
 AREAS = {
     "cli": "Commands", "api": "Commands", "config": "Config", "data": "Data", "consensus": "The run",
+    "exchange": "The run",
     "swarm": "Network", "sync": "The run",
     "state": "State on disk", "checkpoint": "Checkpoints", "interop": "Models", "peer": "A peer or a bootstrap node",
     "train": "Training", "model": "Training", "experts": "Training", "ownership": "The run", "planning": "Planning",

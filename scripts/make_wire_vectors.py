@@ -37,12 +37,12 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.data.leases import Leases
 from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue
+from spes_p2p.exchange.requests import ChainPart, PackedRequest, Request
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.records import HeadRecord, PeerRecord, RunRecord
 from spes_p2p.swarm.vitals import PeerWarning
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.organiser_words import Ending
-from spes_p2p.sync.requests import ChainPart, PackedRequest, Request
 from spes_p2p.wire import pack
 
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"

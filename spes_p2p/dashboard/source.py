@@ -14,6 +14,7 @@ from typing import Protocol
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.messages import Commit, manifest_hash
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
+from spes_p2p.exchange.requests import MAX_COMMITS_AT_ONCE
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
 from spes_p2p.sync.announced import ANSWER_SECONDS, fetch_commits
@@ -21,7 +22,6 @@ from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_genesis
 from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.report import RunReport, read_run
-from spes_p2p.sync.requests import MAX_COMMITS_AT_ONCE
 from spes_p2p.sync.sealing import EnvelopeChecker
 
 DOUBT_SECONDS = 60.0

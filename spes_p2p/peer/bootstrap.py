@@ -19,6 +19,7 @@ from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError
+from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceShelf, held_by
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
@@ -47,7 +48,6 @@ from spes_p2p.sync.joining import rules_of
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf, held_by
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.web_sources import SourceKeeper
 

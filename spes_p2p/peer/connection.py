@@ -31,6 +31,10 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_mirrors import WebMirrors
 from spes_p2p.errors import ConfigError, LastingError, NetworkError, RemoteProtocolError
+from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.exchange.piece_fetcher import PieceFetcher, fetch_catalogue
+from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceShelf, held_by
+from spes_p2p.exchange.transfers import Transfers, WrongSize
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.own import run_layout
@@ -58,15 +62,11 @@ from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
-from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words, read_words, together
-from spes_p2p.sync.piece_fetching import PieceFetcher, fetch_catalogue
-from spes_p2p.sync.pieces import DataTraffic, PieceServing, PieceShelf, held_by
 from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers, WrongSize
 from spes_p2p.sync.web_sources import SourceKeeper
 from spes_p2p.wire import pack
 

@@ -20,9 +20,9 @@ from spes_p2p.data.feed import Feed
 from spes_p2p.data.held import Held
 from spes_p2p.data.leases import Leases
 from spes_p2p.errors import NetworkError
+from spes_p2p.exchange.piece_fetcher import PieceFetcher
+from spes_p2p.exchange.pieces import MAX_GIVEN
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.piece_fetching import PieceFetcher
-from spes_p2p.sync.pieces import MAX_GIVEN
 
 T = TypeVar("T")
 REST = 3

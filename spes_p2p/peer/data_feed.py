@@ -13,10 +13,10 @@ from pathlib import Path
 from spes_p2p.data.feed import Feed
 from spes_p2p.data.pieces import Catalogue
 from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
+from spes_p2p.exchange.piece_fetcher import PieceFetcher
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.piece_fetching import PieceFetcher
 
 DATA = "data"
 """Folder of the cache, in the output folder."""

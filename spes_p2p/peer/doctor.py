@@ -19,6 +19,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_url import WebAccess, WebFolder, needs_consent
 from spes_p2p.errors import ClockSkewed, ConfigError, NetworkError, RemoteProtocolError, SpesError
+from spes_p2p.exchange.piece_fetcher import fetch_catalogue
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.peer.checks import (
     Check,
@@ -42,7 +43,6 @@ from spes_p2p.swarm.records import RunGroup, parse_all, parse_peer, peers_key
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.joining import load_run
-from spes_p2p.sync.piece_fetching import fetch_catalogue
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.web_sources import SourceKeeper
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.state.layout import VALUE_BYTES
@@ -34,7 +35,6 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
 from spes_p2p.sync.joining import load_run, rules_of
 from spes_p2p.sync.sealing import EnvelopeChecker
-from spes_p2p.sync.transfer import Transfers
 
 T = TypeVar("T")
 ANSWER_SECONDS = 15.0

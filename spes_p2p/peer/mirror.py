@@ -21,6 +21,9 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.exchange.piece_fetcher import PieceFetcher, fetch_catalogue
+from spes_p2p.exchange.pieces import DataTraffic
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.files import write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.own import run_layout
@@ -37,12 +40,9 @@ from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_run
 from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.organising.organiser import Organiser
-from spes_p2p.sync.piece_fetching import PieceFetcher, fetch_catalogue
-from spes_p2p.sync.pieces import DataTraffic
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.starting import fetch_genesis, fetch_start
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers
 from spes_p2p.wire import pack, unpack
 
 INFO_FILE = "info"

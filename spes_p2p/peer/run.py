@@ -18,6 +18,7 @@ from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
 from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
@@ -47,7 +48,6 @@ from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.outer import outer_optimizer
-from spes_p2p.sync.pieces import DataTraffic
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.own import own_trainer
 from spes_p2p.train.trainer import Trainer

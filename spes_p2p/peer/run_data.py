@@ -12,9 +12,9 @@ from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.data.web_url import WebAccess, WebFolder, checked_urls, needs_consent
 from spes_p2p.errors import ConfigError
+from spes_p2p.exchange.pieces import EmptyShelf, PieceShelf
 from spes_p2p.peer.start_state import check_tokenizer
 from spes_p2p.peer.web_data import absent_on_web, open_on_web
-from spes_p2p.sync.pieces import EmptyShelf, PieceShelf
 
 Say = Callable[[str], None]
 

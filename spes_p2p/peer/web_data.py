@@ -14,9 +14,9 @@ from spes_p2p.data.web_mirrors import WebMirrors
 from spes_p2p.data.web_shards import WebShards, read_catalogue, read_manifest
 from spes_p2p.data.web_url import WebAccess, WebFolder, checked_url, needs_consent
 from spes_p2p.errors import DataError, NetworkError, RemoteProtocolError
+from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.files import write_whole
 from spes_p2p.swarm.pacing import Pacer
-from spes_p2p.sync.pieces import DataTraffic
 from spes_p2p.sync.web_sources import SourceKeeper
 from spes_p2p.wire import pack, unpack
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spes_p2p.errors import LocalProtocolError, StateError, TileDamaged
-from spes_p2p.files import link_or_copy, storing, write_into
+from spes_p2p.errors import LocalProtocolError, StateError, StorageFull, TileDamaged
+from spes_p2p.files import link_or_copy, reserve, storing, write_at, write_into
 from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, HASH_THREADS, hash_tile, split_hashes
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
@@ -41,6 +41,25 @@ _REPAIR = "start the peer with --resume while others of the run are up, to fetch
 def block_file(block: int) -> str:
     """The file name of a block."""
     return f"block-{block:05d}.f32"
+
+
+def on_disk(path: Path, values: Values) -> Values:
+    """The same values, written to `path`, whose folder is made, and mapped; a copy in memory where the disk is full.
+
+    Read-only in either case.
+    """
+    kept = np.ascontiguousarray(values, DTYPE)
+    try:
+        with storing(path, kept.nbytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        reserve(path, kept.nbytes)
+        write_at(path, 0, bytes_of(kept))
+    except StorageFull:
+        path.unlink(missing_ok=True)
+        held = np.array(kept)
+        held.flags.writeable = False
+        return held
+    return map_block(path, kept.size)
 
 
 def map_block(path: Path, size: int) -> Values:

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
 from spes_p2p.consensus.messages import Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.exchange.holders import first_good
+from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within
+from spes_p2p.exchange.requests import ChainPart, ChainRequest, pack_request
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.records import HeadRecord, newest_heads
 from spes_p2p.sync.genesis import GENESIS
 from spes_p2p.sync.histories import Fork, side_of
-from spes_p2p.sync.holders import first_good
-from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
-from spes_p2p.sync.requests import ChainPart, ChainRequest, pack_request
 from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
 
 ANSWER_SECONDS = 10.0

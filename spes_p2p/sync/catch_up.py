@@ -18,6 +18,7 @@ from spes_p2p.consensus.forks import Line, has_quorum
 from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
@@ -29,7 +30,6 @@ from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
 from spes_p2p.sync.outer import outer_optimizer
-from spes_p2p.sync.transfer import Transfers
 from spes_p2p.wire import pack
 
 T = TypeVar("T")

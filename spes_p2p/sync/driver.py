@@ -24,6 +24,12 @@ from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Intent, 
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.consensus.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, StorageFull, TileDamaged
+from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.exchange.patience import Patience
+from spes_p2p.exchange.rates import Rates
+from spes_p2p.exchange.requests import DataRequest, ValuesRequest, kind_of, unpack_request
+from spes_p2p.exchange.retention import Retention
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.staging import Staging
@@ -33,24 +39,19 @@ from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.bench import Bench, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.choosing import Rates
+from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.keeping_up import KeepingUp
 from spes_p2p.sync.making import Making
-from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.outgoing import Outgoing, check_asker
-from spes_p2p.sync.patience import Patience
-from spes_p2p.sync.requests import DataRequest, Serving, ValuesRequest, kind_of, unpack_request
 from spes_p2p.sync.residuals import Residuals
-from spes_p2p.sync.retention import Retention
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers
 
 
 @dataclass

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from spes_p2p.errors import LocalProtocolError, StorageFull
-from spes_p2p.files import reserve, storing, write_at
+from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import NO_HASH, Hash
 from spes_p2p.state.layout import BlockSource, Layout, Values
-from spes_p2p.state.version import DTYPE, block_file, bytes_of, map_block
+from spes_p2p.state.version import block_file, on_disk
 
 _FROZEN = "frozen"
 
@@ -96,25 +95,6 @@ class _Frozen:
 
     def block(self, index: int) -> Values:
         return self.arrays[index] if index in self.arrays else self.source.block(index)
-
-
-def on_disk(path: Path, values: Values) -> Values:
-    """The same values, written to `path`, whose folder is made, and mapped; a copy in memory where the disk is full.
-
-    Read-only in either case.
-    """
-    kept = np.ascontiguousarray(values, DTYPE)
-    try:
-        with storing(path, kept.nbytes):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        reserve(path, kept.nbytes)
-        write_at(path, 0, bytes_of(kept))
-    except StorageFull:
-        path.unlink(missing_ok=True)
-        held = np.array(kept)
-        held.flags.writeable = False
-        return held
-    return map_block(path, kept.size)
 
 
 class Carried:

@@ -18,6 +18,7 @@ from spes_p2p.consensus.messages import Ballots, Commit, Envelope, Intent, Seale
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
+from spes_p2p.exchange.transfers import Transfers, fetch_run
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import VALUE_BYTES, Layout
@@ -33,7 +34,6 @@ from spes_p2p.sync.rebuild import rebuild
 from spes_p2p.sync.scrub import Mender
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.starting import fetch_start
-from spes_p2p.sync.transfer import Transfers, fetch_run
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Contribution, Manifest, Plan, Proposal, Report, Slice, manifest_hash, plan_hash
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
+from spes_p2p.exchange.transfers import Transfers, WrongSize
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.staging import TileData
@@ -32,7 +33,6 @@ from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, WRONG_SIZE, screen, weighted_mean
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers, WrongSize
 
 HELD_BYTES = 2**30
 """What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""

@@ -17,13 +17,13 @@ import numpy as np
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.exchange.holders import first_good
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.catch_up import InThread
 from spes_p2p.sync.genesis import RunInfo, check_genesis
-from spes_p2p.sync.holders import first_good
-from spes_p2p.sync.transfer import Transfers
 
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 

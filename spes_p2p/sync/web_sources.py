@@ -18,12 +18,12 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import signing_bytes
 from spes_p2p.data.web_url import checked_urls
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within
+from spes_p2p.exchange.requests import SourcesRequest, pack_request
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.ports import Signer, Transport
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.patience import LONGEST_STALLS, fetch_within
-from spes_p2p.sync.requests import SourcesRequest, pack_request
 from spes_p2p.wire import pack, unpack
 
 SOURCES_FILE = "sources"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from spes_p2p import steps
 from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.exchange.requests import kind_of, unpack_request
 from spes_p2p.ids import PeerId
-from spes_p2p.sync.requests import kind_of, unpack_request
 
 if TYPE_CHECKING:
     from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Intent, Manifest
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.own import OwnStart
@@ -28,7 +29,6 @@ from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.starting import fetch_genesis
-from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 
 __all__ = ["ORGANISER", "MemorySwarm", "PretendPeer", "PretendWork"]

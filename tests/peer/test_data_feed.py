@@ -15,14 +15,14 @@ from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import NetworkError
+from spes_p2p.exchange.piece_fetcher import PieceFetcher
+from spes_p2p.exchange.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
+from spes_p2p.exchange.requests import DataRequest, unpack_request
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.peer.data_feed import CATALOGUE_FILE, DataFeed, keep_catalogue, kept_catalogue
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.piece_fetching import PieceFetcher
-from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
-from spes_p2p.sync.requests import DataRequest, unpack_request
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.data.conftest import tiny_config

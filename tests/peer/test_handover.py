@@ -13,12 +13,12 @@ import pytest
 
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Manifest, manifest_hash
+from spes_p2p.exchange.moments import MomentShelf
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Columns, Event, Warning
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.peer.handover import HandOver, former_owners
 from spes_p2p.state.moments import NO_MOMENTS, Moments
-from spes_p2p.sync.moments import MomentShelf
 from tests.sync.chains import MadeRun
 from tests.train.small import batch_of, initial, small_config, small_layout, trainer_of
 

@@ -18,6 +18,7 @@ from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import LeasedLoader, held_out_batches, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
+from spes_p2p.exchange.moments import MomentShelf
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Eval, Event, ExpertLoad, Step, Warning
 from spes_p2p.ownership.assign import Wish
@@ -29,7 +30,6 @@ from spes_p2p.state.version import Version
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.moments import MomentShelf
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer

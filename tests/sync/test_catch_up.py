@@ -11,6 +11,9 @@ import pytest
 from spes_p2p.codecs.lossy import encode
 from spes_p2p.consensus.messages import Manifest
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
+from spes_p2p.exchange.rates import Turns
+from spes_p2p.exchange.requests import TilesRequest, WiresRequest, unpack_request
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.staging import Staging
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -18,11 +21,9 @@ from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync import catch_up
 from spes_p2p.sync.catch_up import CatchUp, Parted
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.choosing import Turns
 from spes_p2p.sync.coding import stage_tile
-from spes_p2p.sync.requests import Serving, TilesRequest, WiresRequest, unpack_request
+from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.state.small import file_size_limit

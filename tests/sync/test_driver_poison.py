@@ -13,13 +13,13 @@ import pytest
 from spes_p2p.consensus.messages import Merge
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.exchange.requests import Request, ValuesRequest
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.streams import FetchRequest
 from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE, WRONG_SIZE
-from spes_p2p.sync.requests import Request, ValuesRequest
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 

@@ -13,14 +13,14 @@ from spes_p2p import wire
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Status
 from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.exchange.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
+from spes_p2p.exchange.requests import CHAIN, TILES, VALUES, kind_of, unpack_request
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm import stream_server
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.stream_server import StreamServer
 from spes_p2p.swarm.streams import BLOB, REFUSED, WAIT, BlobHead, ByteStream, FetchRequest, read_frame, write_frame
-from spes_p2p.sync.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
-from spes_p2p.sync.requests import CHAIN, TILES, VALUES, kind_of, unpack_request
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.virtual_time import run_virtual
 from tests.sync.swarm_cases import check_agreement, check_leases, counts, in_swarm, small_config, until

@@ -14,8 +14,7 @@ import pytest
 
 from spes_p2p.consensus.messages import Contribution, Envelope, Signed
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import PeerId, sha256
-from spes_p2p.sync.requests import (
+from spes_p2p.exchange.requests import (
     ChainRequest,
     HashesRequest,
     PackedRequest,
@@ -25,6 +24,7 @@ from spes_p2p.sync.requests import (
     ValuesRequest,
     pack_request,
 )
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm, PretendPeer
 from spes_p2p.wire import pack, unpack

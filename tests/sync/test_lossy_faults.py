@@ -17,11 +17,11 @@ from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.messages import Contribution, Intent
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.exchange.requests import ValuesRequest, pack_request
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of, sole_columns
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
-from spes_p2p.sync.requests import ValuesRequest, pack_request
 from spes_p2p.testing.faults import Fault, MemoryFaults
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.books import Books

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from spes_p2p.consensus.messages import MAJORITY
+from spes_p2p.exchange.requests import ChainRequest, Request, TilesRequest, unpack_request
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.requests import ChainRequest, Request, TilesRequest, unpack_request
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.wire import pack

@@ -11,15 +11,16 @@ import pytest
 from spes_p2p.consensus.messages import WIRE_VERSION, Commit
 from spes_p2p.data.held import Coverage, Held
 from spes_p2p.errors import NetworkError
+from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.records import RUNS_KEY, PeerRecord, RunRecord, heads_key, peers_key
 from spes_p2p.sync.announce import head_record
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.histories import Side
 from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
-from spes_p2p.sync.requests import Serving, unpack_request
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.sync.chains import ORGANISER, A, B, MadeRun, with_tokens

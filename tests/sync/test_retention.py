@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from spes_p2p.errors import LinkTooSlow, StorageFull
+from spes_p2p.exchange import retention
+from spes_p2p.exchange.requests import HashesRequest, Request, TilesRequest, WiresRequest
+from spes_p2p.exchange.retention import Retention
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.sync import retention
 from spes_p2p.sync.catch_up import CatchUp
-from spes_p2p.sync.requests import HashesRequest, Request, TilesRequest, WiresRequest
-from spes_p2p.sync.retention import Retention
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 

@@ -13,12 +13,12 @@ from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.errors import NetworkError, StateError, TileDamaged
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.sync.scrub import ASK_EVERY, Mender, Scrubber
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.state.small import commit_round, small_store
 from tests.state.test_mending import flip

@@ -10,13 +10,13 @@ import pytest
 
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.exchange.pieces import DataTraffic, EmptyShelf, PieceServing
+from spes_p2p.exchange.requests import SourcesRequest, unpack_request
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.genesis import RunInfo, describe_run
-from spes_p2p.sync.pieces import DataTraffic, EmptyShelf, PieceServing
-from spes_p2p.sync.requests import SourcesRequest, unpack_request
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.web_sources import SOURCES_FILE, SourceKeeper, check_sources, sign_sources
 from spes_p2p.testing.virtual_time import run_virtual

@@ -12,9 +12,9 @@ import pytest
 
 from spes_p2p import steps
 from spes_p2p.errors import ConfigError, StorageFull
+from spes_p2p.exchange.requests import RunRequest, TilesRequest, pack_request
 from spes_p2p.ids import NO_HASH
 from spes_p2p.steps import reached
-from spes_p2p.sync.requests import RunRequest, TilesRequest, pack_request
 from spes_p2p.testing.faults import (
     FREEZE,
     FULL,

@@ -11,13 +11,13 @@ from functools import partial
 
 from spes_p2p.consensus.messages import Commit, Manifest
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.bench import FETCHED
 from spes_p2p.sync.catch_up import CatchUp, InThread
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.transfer import Transfers
 
 KEPT = 2
 """States on disk: the newest, and the one before it for those who are fetching it."""

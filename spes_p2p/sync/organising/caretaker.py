@@ -29,6 +29,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.rules import RunRules, renewed_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.files import storing, write_whole
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import Wish
@@ -44,7 +45,6 @@ from spes_p2p.sync.organising.renewal import Vigil
 from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
-from spes_p2p.sync.transfer import Transfers
 from spes_p2p.wire import pack, unpack
 
 MOST_ROUNDS_LOST = 10

@@ -17,15 +17,16 @@ from functools import partial
 from spes_p2p.consensus.messages import Commit, Envelope, Manifest, Sealer, Status
 from spes_p2p.consensus.rules import RunRules, genesis_manifest
 from spes_p2p.errors import RemoteProtocolError, StorageFull
+from spes_p2p.exchange.requests import DataRequest, HashesRequest, Request, TilesRequest, unpack_request
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import Wish
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.organising.caretaker import Caretaker, members_of, or_fatal, said_by, wishes_of
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.requests import DataRequest, HashesRequest, Request, Serving, TilesRequest, unpack_request
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack

@@ -20,6 +20,7 @@ from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Intent, Sealer
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import NetworkError, StateError, StorageFull
+from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
@@ -30,7 +31,6 @@ from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, Sources, rules_of
-from spes_p2p.sync.requests import DataRequest
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker
 

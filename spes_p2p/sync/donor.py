@@ -1,182 +1,40 @@
-"""What can be fetched from a peer as a stream: contributions, tiles, hash lists, the chain, the run itself, its data.
+"""Answers what others fetch from this peer, from what is on disk.
 
-A record for each kind names what is asked for; `Serving` answers it from what is on disk. Nothing is computed for
-others, and a request for what is not here is refused, so that the asker tries another holder.
+Nothing is computed for others, and a request for what is not here is refused, so that the asker tries another holder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import get_args
 
-from spes_p2p.consensus.messages import Contribution
 from spes_p2p.errors import RemoteProtocolError, StateError
+from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.exchange.requests import (
+    MAX_CHAIN_BYTES,
+    MAX_COMMITS_AT_ONCE,
+    MAX_JOINED_BYTES,
+    CatalogueRequest,
+    ChainPart,
+    ChainRequest,
+    DataRequest,
+    HashesRequest,
+    MomentsRequest,
+    MomentsTaken,
+    PiecesRequest,
+    Request,
+    RunRequest,
+    SourcesRequest,
+    TilesRequest,
+    ValuesRequest,
+    WiresRequest,
+)
 from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.bench import whole_state
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.moments import MomentShelf
-from spes_p2p.wire import pack, unpack
-
-MAX_TILES_AT_ONCE = 64
-MAX_JOINED_BYTES = 4 * 2**20
-"""Of several tiles in one answer: they are copied together, for each stream that is served."""
-MAX_COMMITS_AT_ONCE = 64
-MAX_CHAIN_BYTES = 2**20
-"""Of commits in one answer, where they are more than one: who asks waits for so much and no longer."""
-MAX_PIECES_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """The run's record."""
-
-
-@dataclass(frozen=True)
-class ChainRequest:
-    """Commits, from that of round `first` on."""
-
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
-class ValuesRequest:
-    """What the asked peer trained on top of manifest `parent`, of consecutive tiles; `entry`: as a plan counts it."""
-
-    parent: Hash
-    first_tile: int
-    count: int
-    entry: Contribution
-
-
-@dataclass(frozen=True)
-class TilesRequest:
-    """Tiles by their hashes."""
-
-    hashes: tuple[Hash, ...]
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.hashes) <= MAX_TILES_AT_ONCE:
-            raise ValueError(f"a request for {len(self.hashes)} tiles")
-
-
-@dataclass(frozen=True)
-class HashesRequest:
-    """The hash of each tile of a state."""
-
-    root: Hash
-    round: int
-
-
-@dataclass(frozen=True)
-class WiresRequest:
-    """The hash of each tile as a round handed it out; the asker has the state of `base_round`."""
-
-    round: int
-    base_round: int
-
-
-@dataclass(frozen=True)
-class MomentsRequest:
-    """Optimizer moments of consecutive tiles of a column, as they are after training on top of manifest `head`."""
-
-    head: Hash
-    first_tile: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.count <= MAX_TILES_AT_ONCE:
-            raise ValueError(f"a request for the moments of {self.count} tiles")
-
-
-@dataclass(frozen=True)
-class MomentsTaken:
-    """The asker needs no more of the moments of a column, and nothing for an answer."""
-
-    head: Hash
-    column: int
-
-
-@dataclass(frozen=True)
-class CatalogueRequest:
-    """What the hash of a dataset stands for."""
-
-    dataset: Hash
-
-
-@dataclass(frozen=True)
-class SourcesRequest:
-    """Where a dataset lies on the web."""
-
-    dataset: Hash
-
-
-@dataclass(frozen=True)
-class PiecesRequest:
-    """Pieces of a dataset by their numbers."""
-
-    dataset: Hash
-    numbers: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.numbers) <= MAX_PIECES_AT_ONCE or min(self.numbers) < 0:
-            raise ValueError(f"a request for {len(self.numbers)} pieces of data")
-
-
-DataRequest = CatalogueRequest | SourcesRequest | PiecesRequest
-Request = (
-    RunRequest
-    | ChainRequest
-    | ValuesRequest
-    | TilesRequest
-    | HashesRequest
-    | WiresRequest
-    | MomentsRequest
-    | MomentsTaken
-    | DataRequest
-)
-RUN, CHAIN, VALUES, TILES, HASHES = "run", "chain", "values", "tiles", "hashes"
-_NAMES = (RUN, CHAIN, VALUES, TILES, HASHES, "wires", "moments", "moments taken", "catalogue", "sources", "pieces")
-_TYPES = dict(zip(_NAMES, get_args(Request), strict=True))
-_NAME_OF = {kind: name for name, kind in _TYPES.items()}
-
-
-@dataclass(frozen=True)
-class PackedRequest:
-    """As it travels: `kind` says what the bytes of `body` are."""
-
-    kind: str
-    body: bytes
-
-
-def pack_request(request: Request) -> bytes:
-    return pack(PackedRequest(kind_of(request), pack(request)))
-
-
-def unpack_request(data: bytes) -> Request:
-    """Raises RemoteProtocolError for what is no request that we know."""
-    packed = unpack(PackedRequest, data)
-    kind = _TYPES.get(packed.kind)
-    if kind is None:
-        raise RemoteProtocolError(f"nothing is known of {packed.kind[:20]!r}")
-    request: Request = unpack(kind, packed.body)
-    return request
-
-
-def kind_of(request: Request) -> str:
-    """What it is called on the wire."""
-    return _NAME_OF[type(request)]
-
-
-@dataclass(frozen=True)
-class ChainPart:
-    """The answer to ChainRequest: commits, each packed."""
-
-    commits: tuple[bytes, ...]
+from spes_p2p.wire import pack
 
 
 class Serving:

@@ -1,4 +1,4 @@
-"""The data of a run between peers: what is asked and answered. Serving is here, asking in `piece_fetching`.
+"""The data of a run between peers: what is asked and answered. Serving is here, asking in `piece_fetcher`.
 
 A catalogue is the list that the dataset's hash stands for, sources are where the data lies on the web (`web_sources`).
 Pieces are asked for by number; the answer says which of the first ones are here (at most MAX_GIVEN), and brings these
@@ -17,9 +17,9 @@ import numpy as np
 from spes_p2p.data.held import Held
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.exchange.requests import CatalogueRequest, DataRequest, PiecesRequest, SourcesRequest
 from spes_p2p.ids import short
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.requests import CatalogueRequest, DataRequest, PiecesRequest, SourcesRequest
 from spes_p2p.wire import pack
 
 MAX_GIVEN = 64

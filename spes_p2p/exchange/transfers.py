@@ -16,18 +16,12 @@ import numpy as np
 
 from spes_p2p.consensus.messages import Commit, Contribution, Manifest, Slice
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
-from spes_p2p.ids import Hash, PeerId, sha256, short
-from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
-from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
-from spes_p2p.state.moments import Moments
-from spes_p2p.swarm.ports import Transport
-from spes_p2p.swarm.streams import BlobTooLarge
-from spes_p2p.sync import requests
-from spes_p2p.sync.choosing import Place, Rates, Turns
-from spes_p2p.sync.holders import first_good
-from spes_p2p.sync.moments import MomentsHead
-from spes_p2p.sync.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
-from spes_p2p.sync.requests import (
+from spes_p2p.exchange import requests
+from spes_p2p.exchange.holders import first_good
+from spes_p2p.exchange.moments import MomentsHead
+from spes_p2p.exchange.patience import LONGEST_STALLS, NeverEnding, Patience, fetch_within
+from spes_p2p.exchange.rates import Place, Rates, Turns
+from spes_p2p.exchange.requests import (
     ChainPart,
     ChainRequest,
     HashesRequest,
@@ -40,6 +34,12 @@ from spes_p2p.sync.requests import (
     WiresRequest,
     pack_request,
 )
+from spes_p2p.ids import Hash, PeerId, sha256, short
+from spes_p2p.state.hashes import HASH_BYTES, hash_tile, split_hashes
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Values
+from spes_p2p.state.moments import Moments
+from spes_p2p.swarm.ports import Transport
+from spes_p2p.swarm.streams import BlobTooLarge
 from spes_p2p.wire import MAX_MESSAGE_BYTES, unpack
 
 TILES_A_FETCH = 4

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.exchange.moments import MomentsHead, MomentShelf
+from spes_p2p.exchange.requests import PackedRequest, unpack_request
+from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.moments import MomentsHead, MomentShelf
-from spes_p2p.sync.requests import PackedRequest, Serving, unpack_request
-from spes_p2p.sync.transfer import Transfers
+from spes_p2p.sync.donor import Serving
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.state.small import file_size_limit

@@ -15,8 +15,7 @@ from pathlib import Path
 from spes_p2p.ids import Hash
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.moments import Moments
-from spes_p2p.state.version import bytes_of
-from spes_p2p.sync.inputs import on_disk
+from spes_p2p.state.version import bytes_of, on_disk
 
 
 @dataclass(frozen=True)

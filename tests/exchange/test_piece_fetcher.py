@@ -13,24 +13,24 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.ids import NO_HASH, PeerId, sha256
-from spes_p2p.swarm.memory_backend import MemoryNetwork
-from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.swarm.ports import Blob
-from spes_p2p.swarm.stream_server import StreamLimits
-from spes_p2p.sync import piece_fetching
-from spes_p2p.sync.piece_fetching import AT_ONCE, PieceFetcher, fetch_catalogue
-from spes_p2p.sync.pieces import MAX_GIVEN, DataTraffic, PieceServing, PiecesHead
-from spes_p2p.sync.requests import (
+from spes_p2p.exchange import piece_fetcher
+from spes_p2p.exchange.piece_fetcher import AT_ONCE, PieceFetcher, fetch_catalogue
+from spes_p2p.exchange.pieces import MAX_GIVEN, DataTraffic, PieceServing, PiecesHead
+from spes_p2p.exchange.requests import (
     MAX_PIECES_AT_ONCE,
     CatalogueRequest,
     DataRequest,
     PackedRequest,
     PiecesRequest,
-    Serving,
     pack_request,
     unpack_request,
 )
+from spes_p2p.ids import NO_HASH, PeerId, sha256
+from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.swarm.memory_links import LinkShape
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.swarm.stream_server import StreamLimits
+from spes_p2p.sync.donor import Serving
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack, unpack
 from tests.data.piece_makers import make_pieces
@@ -289,9 +289,9 @@ def test_who_says_more_than_it_holds_costs_a_question(tmp_path: Path) -> None:
         site.held[A] = 300
         await site.holder(BOOT)
         await site.fetch()
-        assert len(empty.asked) <= piece_fetching.STREAMS_EACH
+        assert len(empty.asked) <= piece_fetcher.STREAMS_EACH
         await site.fetch()
-        assert len(empty.asked) <= piece_fetching.STREAMS_EACH  # it rests
+        assert len(empty.asked) <= piece_fetcher.STREAMS_EACH  # it rests
         assert not site.fetcher.liars
 
     play(tmp_path, story)
@@ -328,7 +328,7 @@ def test_what_the_running_round_needs_goes_first(tmp_path: Path) -> None:
 
 
 def test_streams_and_holders_are_few_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_fetching, "AT_ONCE", 4)
+    monkeypatch.setattr(piece_fetcher, "AT_ONCE", 4)
 
     async def story(site: Site) -> None:
         most, busy = 0, 0
@@ -348,7 +348,7 @@ def test_streams_and_holders_are_few_at_once(tmp_path: Path, monkeypatch: pytest
             await site.holder(PeerId(f"peer-{index}"), change=counted)
         site.network.set_link(None, ME, LinkShape((0.02, 0.02)))
         await site.fetch()
-        assert most <= piece_fetching.MOST_HOLDERS * piece_fetching.STREAMS_EACH
+        assert most <= piece_fetcher.MOST_HOLDERS * piece_fetcher.STREAMS_EACH
 
     play(tmp_path, story)
 

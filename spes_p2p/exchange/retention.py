@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.exchange.requests import HashesRequest, Request, TilesRequest, WiresRequest
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
-from spes_p2p.sync.requests import HashesRequest, Request, TilesRequest, WiresRequest
 
 IDLE_SECONDS = 600.0
 """A lease that is not renewed ends: tiles of one request may take minutes on a slow link."""

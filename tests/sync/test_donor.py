@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus.messages import Commit, Contribution
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.state.store import StateStore
-from spes_p2p.sync import requests
-from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.requests import (
+from spes_p2p.exchange.requests import (
     ChainPart,
     ChainRequest,
     HashesRequest,
@@ -24,13 +19,18 @@ from spes_p2p.sync.requests import (
     PackedRequest,
     Request,
     RunRequest,
-    Serving,
     TilesRequest,
     ValuesRequest,
     WiresRequest,
     pack_request,
     unpack_request,
 )
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync import donor
+from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.donor import Serving
+from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack, unpack
 from tests.sync.chains import MadeRun
 
@@ -93,7 +93,7 @@ def test_tiles_by_hash(tmp_path: Path) -> None:
 def test_tiles_of_one_answer_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(tmp_path)
     hashes = served.store.version(0).tile_hashes
-    monkeypatch.setattr(requests, "MAX_JOINED_BYTES", 4 * MADE.layout.tiles[0].size)
+    monkeypatch.setattr(donor, "MAX_JOINED_BYTES", 4 * MADE.layout.tiles[0].size)
     assert served.data(TilesRequest(hashes[:1]))
     with pytest.raises(RemoteProtocolError, match="at once"):
         served.data(TilesRequest(hashes[:2]))
