@@ -339,7 +339,7 @@ async def _make_initial(store: StateStore, layout: Layout, config: Config, optio
         say("computing the initial state")
         initial = InitialState(layout, config.run.seed, config.model.init_std)
         work = partial(store.create_initial, initial)
-    await asyncio.get_running_loop().run_in_executor(None, work)
+    await asyncio.to_thread(work)
 
 
 async def _herald(chain: Chain, say: Say) -> None:

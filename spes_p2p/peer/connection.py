@@ -290,7 +290,7 @@ class Connection:
         whole, bound = bytes_text(grid.tokens * grid.item_bytes), bytes_text(self._options.max_disk)
         self._say(f"data comes from other peers: {whole} in all, at most {bound} are kept here")
         open_cache = partial(PieceCache, folder, grid, self._options.max_disk)
-        return Feed(await asyncio.get_running_loop().run_in_executor(None, open_cache), say)
+        return Feed(await asyncio.to_thread(open_cache), say)
 
     def _start_feeding(self) -> None:
         """Pieces are fetched from now on, also while the run has not begun: what is held out is needed in any case."""

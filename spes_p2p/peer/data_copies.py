@@ -8,10 +8,10 @@ given up. Runs on the network's loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from spes_p2p.errors import NetworkError
 from spes_p2p.exchange.piece_fetcher import PieceFetcher
 from spes_p2p.exchange.pieces import MAX_GIVEN
 from spes_p2p.ids import PeerId
+from spes_p2p.sync.catch_up import InThread
 
 T = TypeVar("T")
 REST = 3
@@ -34,12 +35,6 @@ PAUSE_SECONDS = 1.0
 GLANCE_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 120.0
 """So long nothing is fetched at most: there may be a round on the way at all times (`sync.overlap`)."""
-
-
-class InThread(Protocol):
-    """Does work beside the loop."""
-
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class _Fetching:
         stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
         self._transfers = Transfers(transport, store.layout, lambda: stall_seconds, patient=True)
         rules, self._check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
-        self._headers = CatchUp(info, rules, self._check, chain, store, self._transfers, _in_thread)
+        self._headers = CatchUp(info, rules, self._check, chain, store, self._transfers, asyncio.to_thread)
 
     async def run(self) -> tuple[Commit, Version]:
         tried: Commit | None = None
@@ -186,27 +186,23 @@ class _Fetching:
         manifest, store = commit.manifest, self._store
         theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
         wanted = dict(enumerate(theirs))
-        known = await _in_thread(lambda: list(store.recall(wanted)))  # of a try before, for an earlier round
+        known = await asyncio.to_thread(lambda: list(store.recall(wanted)))  # of a try before, for an earlier round
         staging = store.stage(manifest.round, None)
         total = store.layout.num_values * VALUE_BYTES
         done = 0
 
         async def take(tiles: Sequence[tuple[int, bytes | memoryview, Hash]]) -> None:
             nonlocal done
-            await _in_thread(lambda: [staging.write_state(*tile) for tile in tiles])
+            await asyncio.to_thread(lambda: [staging.write_state(*tile) for tile in tiles])
             done += sum(len(data) for _, data, _ in tiles)
             self._report(done, total)
 
         await take(known)
         missing = {tile_id: wanted[tile_id] for tile_id in wanted.keys() - {tile_id for tile_id, _, _ in known}}
         await self._transfers.tiles(dict(sorted(missing.items())), holders, take, spread=True)
-        return await _in_thread(partial(_published, staging))
+        return await asyncio.to_thread(partial(_published, staging))
 
 
 def _published(staging: Staging) -> Version:
     staging.finish()
     return staging.publish()
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, work)

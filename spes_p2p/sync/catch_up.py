@@ -42,9 +42,9 @@ LONGEST_LINE_BYTES = 2**28
 
 
 class InThread(Protocol):
-    """Runs work in a thread and gives its result."""
+    """Runs work in a thread and gives its result: `asyncio.to_thread`, `Tasks.in_thread`."""
 
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class Joining:
         for problem in store.problems:
             self._say(str(problem))
         if self._checkpoints is not None:
-            await _in_thread(partial(rebuild, store, chain, self._checkpoints, self._say))
+            await asyncio.to_thread(partial(rebuild, store, chain, self._checkpoints, self._say))
         _drop_uncommitted(store, chain)
         is_new = store.latest() is None
         if is_new:
@@ -189,11 +189,11 @@ class Joining:
         run, model = self._config.run, self._config.model
         if run.initial_state:
             root, beat = Hash(bytes.fromhex(run.initial_state)), self._config.swarm.heartbeat_seconds
-            await fetch_start(store, root, self._transfers, sources, _in_thread, self._say_once, beat)
+            await fetch_start(store, root, self._transfers, sources, asyncio.to_thread, self._say_once, beat)
             return
         self._say("computing the initial state")
         initial = InitialState(self._layout, run.seed, model.init_std)
-        await _in_thread(lambda: store.create_initial(initial))
+        await asyncio.to_thread(lambda: store.create_initial(initial))
 
     async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
         """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about.
@@ -305,7 +305,9 @@ class Joining:
         self, store: StateStore, chain: Chain, tip: Commit, sources: Sources, reasons: list[str]
     ) -> Commit | None:
         """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`."""
-        catch_up = CatchUp(self._info, self._rules, self._checker.check, chain, store, self._transfers, _in_thread)
+        catch_up = CatchUp(
+            self._info, self._rules, self._checker.check, chain, store, self._transfers, asyncio.to_thread
+        )
         for peer in await sources():
             known = chain.length - 1  # perhaps from somebody who has no state
             for commit in dict.fromkeys((await self._newest(catch_up, peer, tip, known), tip)):
@@ -331,11 +333,11 @@ class Joining:
         size_bytes = self._layout.num_values * VALUE_BYTES
         if size_bytes > LONG_CHECK_BYTES:
             self._say(f"checking the state of round {version.round} ({size_bytes / 1e9:.0f} GB)")
-        damaged = await _in_thread(lambda: list(version.damaged_tiles()))
+        damaged = await asyncio.to_thread(lambda: list(version.damaged_tiles()))
         if not damaged:
             return tip
         holders = tuple(await sources())
-        left = await Mender(store, self._transfers, _in_thread).mend(version, damaged, holders)
+        left = await Mender(store, self._transfers, asyncio.to_thread).mend(version, damaged, holders)
         mended = len(damaged) - len(left)
         if mended:
             self._say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were mended")
@@ -352,10 +354,6 @@ async def _end(tasks: Iterable[asyncio.Task[Commit | None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, work)
 
 
 def _drop_uncommitted(store: StateStore, chain: Chain) -> None:
