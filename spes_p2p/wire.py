@@ -165,6 +165,10 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
         one, usual = _reader(arguments[0]), {_type_of(arguments[0])}
         if usual <= {bool, str, bytes} and one is not _peer_id:
             return lambda plain: tuple(plain if set(map(type, _list(plain))) <= usual else map(one, plain))
+        if usual == {int}:  # msgpack has none below -2**63
+            return lambda plain: tuple(
+                plain if set(map(type, _list(plain))) <= usual and max(plain, default=0) < _INT64 else map(one, plain)
+            )
         return lambda plain: tuple([one(item) for item in _list(plain)])
     readers = [_reader(argument) for argument in arguments]
 

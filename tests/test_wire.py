@@ -164,3 +164,24 @@ def test_a_small_message_takes_no_large_memory(bomb: bytes) -> None:
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         assert pack(unpack(Outer, data))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    many: tuple[int, ...]
+
+
+@pytest.mark.parametrize(
+    ("plain", "complaint"),
+    [
+        ([1, 2**63], "9223372036854775808 does not fit in 64 bits"),
+        ([1, True], "expected int, got True"),
+        ([1, 0.5], "expected int, got 0.5"),
+        (7, "expected a list, got 7"),
+    ],
+)
+def test_lists_of_numbers_are_looked_at_one_by_one(plain: object, complaint: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=rf"Numbers\.many: {complaint}"):
+        unpack(Numbers, msgpack.packb([plain]))
+    for good in (Numbers(()), Numbers((-(2**63), 2**63 - 1))):
+        assert unpack(Numbers, pack(good)) == good
