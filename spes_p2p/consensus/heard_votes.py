@@ -1,0 +1,171 @@
+"""The newest that each elector was heard to say of the child of one parent, and what a quorum of it amounts to.
+
+One prevote, one precommit and one proposal of each elector are kept, whatever anybody sends. That is enough: who has
+gone on to a later ballot counts as one that has passed the earlier ones (`passed`), a polka or certificate that was
+seen is kept by who saw it, and one that nobody saw is made again in a later ballot.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+
+from spes_p2p.consensus.messages import Signed
+from spes_p2p.consensus.vote_messages import (
+    MAX_BALLOT,
+    NIL,
+    AnyVote,
+    Electorate,
+    Equivocation,
+    Polka,
+    Precommit,
+    Prevote,
+    Proposal,
+    Votes,
+    is_polka,
+    make_polka,
+)
+from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
+from spes_p2p.ids import Hash, PeerId
+
+
+class HeardVotes:
+    """Fills itself from messages whose signatures were checked; counts. Decides nothing."""
+
+    def __init__(self, electorate: Electorate, fingerprint: Hash, parent: Hash) -> None:
+        self.electorate, self.fingerprint, self.parent = electorate, fingerprint, parent
+        self.prevotes: dict[PeerId, Signed[Prevote]] = {}
+        self.precommits: dict[PeerId, Signed[Precommit]] = {}
+        self.proposals: dict[PeerId, Signed[Proposal]] = {}
+        self.polka: Polka | None = None
+        """The newest."""
+        self.evidence: dict[PeerId, Equivocation] = {}
+
+    def copy(self) -> HeardVotes:
+        """One that goes its own way."""
+        other = copy.copy(self)
+        other.prevotes, other.precommits = dict(self.prevotes), dict(self.precommits)
+        other.proposals, other.evidence = dict(self.proposals), dict(self.evidence)
+        return other
+
+    def take(self, votes: Votes) -> None:
+        """Takes in what is in order and new; a polka's prevotes are votes like others."""
+        if votes.proposal is not None:
+            self._take_proposal(votes.proposal)
+        if votes.polka is not None:
+            self._take_polka(votes.polka)
+        if votes.prevote is not None:
+            self._take_vote(votes.prevote, self.prevotes)
+        if votes.precommit is not None:
+            self._take_vote(votes.precommit, self.precommits)
+        for prevotes in self._quorums(self.prevotes):
+            self._keep(make_polka(prevotes, self.electorate))
+
+    def _take_vote(self, signed: Signed[AnyVote], kept: dict[PeerId, Signed[AnyVote]]) -> None:
+        """The newest of its author; of two in one ballot the first, and both are evidence."""
+        if not self._is_in_order(signed):
+            return
+        known = kept.get(signed.author)
+        if known is not None and known.value.ballot == signed.value.ballot and known.value != signed.value:
+            self.evidence.setdefault(signed.author, Equivocation(known, signed))
+        if ballot_of(known) < signed.value.ballot:
+            kept[signed.author] = signed
+
+    def has_more_of(self, elector: PeerId, record: VoteRecord) -> bool:
+        """Whether words of this elector were heard that its record does not know."""
+        heard = (self.prevotes.get(elector), self.precommits.get(elector), self.proposals.get(elector))
+        return heard != (record.prevote, record.precommit, record.proposal) or elector in self.evidence
+
+    def forget(self, elector: PeerId, prevote: Signed[Prevote] | None) -> None:
+        """What this elector said is as if it had not; nor may a polka show a prevote of it after this one."""
+        for kept in (self.prevotes, self.precommits, self.proposals):
+            kept.pop(elector, None)
+        later = self.polka if self.polka is not None and self.polka.ballot > ballot_of(prevote) else None
+        if later is not None and any(signed.author == elector for signed in later.prevotes):
+            self.polka = None
+
+    def _take_proposal(self, signed: Signed[Proposal]) -> None:
+        proposal = signed.value
+        if not self._is_in_order(signed) or signed.author != self.electorate.leader(proposal.ballot):
+            return
+        if proposal.polka is not None and not self._is_older_polka(proposal):
+            return
+        known = self.proposals.get(signed.author)
+        if known is not None and known.value.ballot == proposal.ballot and _says(known) != _says(signed):
+            self.evidence.setdefault(signed.author, Equivocation(known, signed))
+        if proposal.polka is not None:
+            self._take_polka(proposal.polka)
+        if ballot_of(known) < proposal.ballot:
+            self.proposals[signed.author] = signed
+
+    def _is_older_polka(self, proposal: Proposal) -> bool:
+        """Whether the polka of a proposal is one, for its value, of an earlier ballot."""
+        polka = proposal.polka
+        assert polka is not None
+        return polka.value == proposal.value and polka.ballot < proposal.ballot and self.is_good(polka)
+
+    def is_good(self, polka: Polka) -> bool:
+        return is_polka(polka, self.electorate, self.fingerprint, self.parent)
+
+    def _take_polka(self, polka: Polka) -> None:
+        if not self.is_good(polka):
+            return
+        for signed in polka.prevotes:
+            self._take_vote(signed, self.prevotes)
+        self._keep(polka)
+
+    def _keep(self, polka: Polka) -> None:
+        if self.polka is None or polka.ballot > self.polka.ballot:
+            self.polka = polka
+
+    def _is_in_order(self, signed: Signed[Proposal] | Signed[Prevote] | Signed[Precommit]) -> bool:
+        message = signed.value
+        here = message.fingerprint == self.fingerprint and message.parent == self.parent
+        return here and signed.author in self.electorate.order and 0 <= message.ballot < MAX_BALLOT
+
+    # ---------------------------------------------------------------- counting
+
+    def proposal_at(self, ballot: int) -> Signed[Proposal] | None:
+        signed = self.proposals.get(self.electorate.leader(ballot))
+        return signed if ballot_of(signed) == ballot else None
+
+    def certificate(self) -> tuple[Signed[Precommit], ...]:
+        """Precommits of a quorum for one value, as many as needed; empty without."""
+        for votes in self._quorums(self.precommits):
+            return tuple(sorted(votes, key=lambda signed: signed.author)[: self.electorate.quorum])
+        return ()
+
+    def nil_quorum(self, kept: dict[PeerId, Signed[AnyVote]], ballot: int) -> bool:
+        """Whether a quorum voted nil in this ballot; `kept` are all prevotes or all precommits."""
+        nil = [vote for vote in kept.values() if (vote.value.ballot, vote.value.value) == (ballot, NIL)]
+        return len(nil) >= self.electorate.quorum
+
+    def passed(self, ballot: int, step: int) -> bool:
+        """Whether a quorum has prevoted (1) or precommitted (2) in this ballot, or gone on to a later one."""
+        mark = (ballot, step)
+        return sum(self._newest(peer) >= mark for peer in self.electorate.order) >= self.electorate.quorum
+
+    def reached(self) -> int:
+        """The newest ballot in which an elector that does not lie is surely; -1 without."""
+        ballots = sorted((self._newest(peer)[0] for peer in self.electorate.order), reverse=True)
+        return ballots[self.electorate.believed - 1]
+
+    def _newest(self, peer: PeerId) -> tuple[int, int]:
+        """(newest ballot, 2 where it precommitted there, 1 where it prevoted, 0 where it only proposed)."""
+        prevote, precommit = self.prevotes.get(peer), self.precommits.get(peer)
+        said = (ballot_of(self.proposals.get(peer)), 0), (ballot_of(prevote), 1), (ballot_of(precommit), 2)
+        return max(said)
+
+    def _quorums(self, kept: dict[PeerId, Signed[AnyVote]]) -> Iterator[list[Signed[AnyVote]]]:
+        """Votes of a quorum for one value in one ballot; nil is no value."""
+        tally: dict[tuple[int, Hash], list[Signed[AnyVote]]] = defaultdict(list)
+        for vote in kept.values():
+            tally[vote.value.ballot, vote.value.value].append(vote)
+        for (_, value), votes in tally.items():
+            if value != NIL and len(votes) >= self.electorate.quorum:
+                yield votes
+
+
+def _says(signed: Signed[Proposal]) -> tuple[Hash, int]:
+    return signed.value.value, signed.value.polka_ballot
