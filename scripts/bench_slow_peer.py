@@ -68,7 +68,7 @@ def measure(config: Config, steps_seconds: dict[str, float], rounds: int, warm_u
             sum(entry.tokens for roster in rosters for entry in roster) / took,
             sum(entry.tokens for entry in slow) / took,
             took / len(rosters),
-            life.driver.core.pace.deadline_seconds(0),
+            life.driver.core.state.pace.deadline_seconds(0),
             sum(entry.steps for entry in slow) / len(rosters),
         )
         await swarm.stop()

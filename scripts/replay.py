@@ -28,8 +28,7 @@ def play(path: Path, events: bool) -> bool:
     recording = load_recording(path)
     config = config_from_text(recording.info.config)
     layout = state_layout(config)
-    me = recording.state["me"]
-    print(f"{path}: peer {short(me)} of run {recording.info.run_id}, {len(recording.frames)} events")
+    print(f"{path}: peer {short(recording.me)} of run {recording.info.run_id}, {len(recording.frames)} events")
     steps: list[Played] = []
     different = 0
     for step in replay(recording, rules_of(config, recording.info, layout)):
@@ -38,10 +37,14 @@ def play(path: Path, events: bool) -> bool:
             steps = []
         steps.append(step)
         if events:
-            print(f"  {step.frame.event}: rules {step.rules}, {[type(a).__name__ for a in step.actions]}")
+            print(
+                f"  {type(step.frame.event).__name__}: rules {step.rules}, {[type(a).__name__ for a in step.actions]}"
+            )
         if not step.same:
             different += 1
-            print(f"  DIFFERENT in {step.frame.event}: rules {step.rules} now, {len(step.actions)} actions")
+            print(
+                f"  DIFFERENT in {type(step.frame.event).__name__}: rules {step.rules} now, {len(step.actions)} actions"
+            )
     if steps:
         print_round(steps)
     print(f"{different} of {len(recording.frames)} decisions differ" if different else "all was decided as it was then")

@@ -1,4 +1,4 @@
-"""What the round's state machine asks of its driver.
+"""What `Consensus.handle` asks of who drives it; how it went comes back as an event (`events.py`).
 
 Actions are carried out in order: a `Persist` is on disk before what follows it.
 """
@@ -22,26 +22,26 @@ class Send:
 
 @dataclass(frozen=True)
 class Persist:
-    """fsync the voting record. When that fails: drop the rest of the actions and call `Consensus.disk_full`."""
+    """fsync the voting record. When that fails: drop the rest of the actions, and `DiskFull`."""
 
     record: VoteRecord
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Our voting record is older than what we said: begin an incarnation above `above`, then call `reborn`."""
+    """Our voting record is older than what we said: begin an incarnation above `above`, then `IncarnationBegun`."""
 
     above: int
 
 
 @dataclass(frozen=True)
 class CloseTraining:
-    """The round closes: finish the running step, then call `Consensus.trained` with `ready`."""
+    """The round closes: finish the running step, then `TrainingProgressed` with `ready`."""
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """Average slice `index` of `plan` from its contributors, stage it, then call `reduced` with the report."""
+    """Average slice `index` of `plan` from its contributors, stage it, then `SliceReduced` with the report."""
 
     plan: Signed[Plan]
     index: int
@@ -49,9 +49,9 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get the tiles of a slice by hash from one of `holders` (best first), stage them, then call `Consensus.staged`.
+    """Get the tiles of a slice by hash from one of `holders` (best first), stage them, then `SliceStaged`.
 
-    `hashes` concatenates the tile hashes. When nobody has them: `Consensus.fetch_failed`.
+    `hashes` concatenates the tile hashes. When nobody has them: `FetchFailed`.
     """
 
     piece: Slice
@@ -61,7 +61,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Build:
-    """Compute the new state from the staged slices, then call `Consensus.built` with its roots and the merge.
+    """Compute the new state from the staged slices, then `StateBuilt` with its roots and the merge.
 
     The merge, if `alpha` is not 0, is the builder's to choose: neighbours by cosine similarity.
     """
@@ -74,7 +74,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Verify:
-    """Compute the new state that `proposal` names, on disk, then call `Consensus.verified` with its manifest's hash.
+    """Compute the new state that `proposal` names, on disk, then `StateVerified` with its manifest's hash.
 
     Where the own arithmetic gives another root the tiles that differ are fetched by hash.
     """
@@ -84,18 +84,18 @@ class Verify:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Make the verified state the committed one, then call `Consensus.applied`."""
+    """Make the verified state the committed one, then `CommitApplied`."""
 
     commit: Commit
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Fetch the headers from our tip to the newest that `holder` has, and its state; then call `Consensus.applied`.
+    """Fetch the headers from our tip to the newest that `holder` has, and its state; then `CommitApplied`.
 
     `head` is what the holder says it has; nothing of it is trusted before its certificates are checked. Where its
-    history is another one than ours, or begins with a degraded child of our tip: ask `Consensus.way_to`, and call
-    `Consensus.switched` with its state where we move there, else `Consensus.stays`.
+    history is another one than ours, or begins with a degraded child of our tip: ask `Consensus.way_to`, and answer
+    with `HistorySwitched` where we move there, else with `ForkRejected`.
     """
 
     holder: PeerId

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.timing import Moment, Pace
 from spes_p2p.ids import PeerId
 
 FAILED_DEADLINES = 10
@@ -27,10 +27,10 @@ class Liveness:
     since when what must be staged could not be.
     """
 
-    quorum_at: float
-    asking_since: float | None = None
-    asked_at: float = NEVER
-    failing_since: float | None = None
+    quorum_at: Moment
+    asking_since: Moment | None = None
+    asked_at: Moment = NEVER
+    failing_since: Moment | None = None
     answered: set[PeerId] = field(default_factory=set)
     hears_quorum: bool = False
     """Whether a live quorum was heard as of the last event."""

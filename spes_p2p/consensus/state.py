@@ -1,4 +1,8 @@
-"""What one peer keeps in mind: whom it heard, and everything about the round on top of its tip. No behaviour."""
+"""What one peer keeps in mind: of itself, of others, and of the round on top of its tip. No behaviour.
+
+All of it is here, in plain dataclasses: it can be copied, written down and compared. A field that holds a time is
+annotated `Moment`, one that holds a duration `Seconds`; nothing else is a float.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,28 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from spes_p2p.consensus.actions import Build
+from spes_p2p.consensus.actions import Action, Build, Notice
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.messages import (
     Acceptance,
     Commit,
     DegradedVote,
+    Intent,
     Manifest,
     Plan,
     Proposal,
     Report,
+    Sealer,
     Signed,
     Slice,
     Status,
     Work,
+    manifest_hash,
 )
-from spes_p2p.consensus.rules import Outcome
+from spes_p2p.consensus.rules import Outcome, RunRules
+from spes_p2p.consensus.timing import Moment, Pace, Seconds
+from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 MAX_NEWCOMERS = 64
@@ -33,14 +44,26 @@ MOST_TURNS = 64
 MAX_SEEDS = 16
 HOPELESS = 8
 """A proposal that could not be staged in so many tries gives way to another."""
-EMPTY_WORDS = 2
+MAX_FAILED_FETCHES = 2
 """So often the tiles of a report may be asked for in vain; once is enough of a peer that this has happened with."""
 MOST_REMEMBERED = 256
-"""Heads of others of which we remember whether they belong to our history."""
+"""Tips of others of which we remember whether they belong to our history."""
+MAX_NOTICE = 300
+"""Characters of what is told to a person."""
 Key = tuple[int, int]
 """(first tile, tiles) of a slice."""
 Heard = tuple[PeerId, ...]
 """The electors of a degraded proposal; empty for an ordinary one."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this peer is, in which run, and how it signs and checks signatures."""
+
+    me: PeerId
+    rules: RunRules
+    sealer: Sealer
+    check_signature: CheckSignature
 
 
 @dataclass
@@ -52,14 +75,66 @@ class Contact:
     """
 
     signed: Signed[Status]
-    at: float
-    direct_at: float
+    at: Moment
+    direct_at: Moment
     furthest: Signed[Status] | None = None
     is_old: bool = False
 
     @property
     def status(self) -> Status:
         return self.signed.value
+
+
+@dataclass
+class Own:
+    """This peer: which life of it, what it wants, what it has voted, and what it said last.
+
+    `record` is what it has bound itself to for the child of the tip, `commit` the certificate and manifest of the tip
+    where known. `uplink_bytes_per_second` is measured, 0 while unknown. `has_news`: it is the author of something that
+    all should hear at once. `last_broadcast` is what a change of makes it speak to all.
+    """
+
+    incarnation: int
+    intent: Intent
+    record: VoteRecord
+    commit: Commit | None = None
+    life: int = 0
+    sequence: int = 0
+    uplink_bytes_per_second: int = 0
+    status: Signed[Status] | None = None
+    last_broadcast: object = None
+    has_news: bool = False
+
+
+@dataclass
+class Others:
+    """What is known of other peers, over all rounds.
+
+    `told_round` is the newest round by the word of the bootstrap node, which need not have its state. `chosen` are
+    children of which the organiser signed that the run goes on with them. `reply_due`: who hears from us at once.
+    `refused_dial`: whose host said that the process is gone. `kept_waiting`: whose running step a round waited for in
+    vain, until they are READY; `moving_in_vain`: whose moving bytes it waited for, until a slice of theirs comes.
+    `withholding_peers`: whose tiles were asked for in vain; of them one try is enough, until one of theirs comes.
+    `asked`, `asked_last`, `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing.
+    `ahead_since` is when somebody was first seen on a later manifest. `placed`: whether a tip of others is on another
+    history than ours; `looked_at`: until when such histories, by their tips, are not looked at again.
+    """
+
+    contacts: dict[PeerId, Contact] = field(default_factory=dict)
+    seeds: tuple[PeerId, ...] = ()
+    told_round: int = 0
+    chosen: frozenset[Hash] = frozenset()
+    reply_due: set[PeerId] = field(default_factory=set)
+    refused_dial: set[PeerId] = field(default_factory=set)
+    kept_waiting: set[PeerId] = field(default_factory=set)
+    moving_in_vain: set[PeerId] = field(default_factory=set)
+    withholding_peers: set[PeerId] = field(default_factory=set)
+    asked: dict[PeerId, Moment] = field(default_factory=dict)
+    asked_last: PeerId | None = None
+    asked_in_vain: Counter[PeerId] = field(default_factory=Counter)
+    ahead_since: Moment | None = None
+    placed: dict[Hash, bool] = field(default_factory=dict)
+    looked_at: dict[Hash, Moment] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,41 +151,40 @@ class RoundState:
     """Everything about the child of one manifest; forgotten when it is committed.
 
     `mine` are slices of the plan that we may have to reduce, `index_of` the places of all in it.
-    `reports` are those that brought values; `voids` the words of reducers that had none. `seen` is when a reducer of
-    the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
-    `empty_words` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided` could
-    be had last. `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
+    `reports` are those that brought values; `empty_reports` those of reducers that had none. `seen` is when a reducer
+    of the plan last showed progress. `moved` counts signs of bytes moving here, `in_vain` tries to stage a proposal,
+    `failed_fetches` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided`
+    could be had last. `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
     `offered`: degraded children that others made, and that may not be taken as yet.
-    `borrowed`: seconds that were waited for bytes that move at others, by their word, since anything came of it here.
+    `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
     """
 
     tip: Manifest
-    head: Hash
+    tip_hash: Hash
     order: tuple[PeerId, ...]
-    started_at: float
-    progress_at: float
+    started_at: Moment
+    progress_at: Moment
     work: Work = field(default_factory=Work)
-    ready_at: float | None = None
+    ready_at: Moment | None = None
     close_asked: bool = False
     closing: int = -1
-    closed_at: float | None = None
+    closed_at: Moment | None = None
     view: int = 0
     prepare: int = -1
     asked: bool = False
     moved: int = 0
-    borrowed: float = 0.0
+    extended_wait_seconds: Seconds = 0.0
     plan: Signed[Plan] | None = None
-    plan_at: float = 0.0
+    plan_at: Moment = 0.0
     mine: tuple[int, ...] = ()
     index_of: dict[Key, int] = field(default_factory=dict)
     reports: dict[int, Signed[Report]] = field(default_factory=dict)
-    voids: dict[int, dict[PeerId, Signed[Report]]] = field(default_factory=dict)
-    seen: dict[PeerId, float] = field(default_factory=dict)
+    empty_reports: dict[int, dict[PeerId, Signed[Report]]] = field(default_factory=dict)
+    seen: dict[PeerId, Moment] = field(default_factory=dict)
     reducing: set[int] = field(default_factory=set)
     fetching: dict[Key, bytes] = field(default_factory=dict)
     failed: set[Key] = field(default_factory=set)
     staged: dict[Key, bytes] = field(default_factory=dict)
-    missing: dict[Key, Wanted] | None = None
     building: Build | None = None
     outcome: tuple[Build, Outcome] | None = None
     proposals: dict[tuple[Heard, int], Signed[Proposal]] = field(default_factory=dict)
@@ -118,23 +192,86 @@ class RoundState:
     verified: set[Hash] = field(default_factory=set)
     unfit: dict[Hash, int] = field(default_factory=dict)
     in_vain: Counter[Hash] = field(default_factory=Counter)
-    empty_words: Counter[tuple[int, PeerId]] = field(default_factory=Counter)
-    verify_after: float = 0.0
+    failed_fetches: Counter[tuple[int, PeerId]] = field(default_factory=Counter)
+    verify_after: Moment = 0.0
     own_vote: Signed[Acceptance] | None = None
     own_degraded: Signed[DegradedVote] | None = None
     votes: dict[tuple[int, Hash], dict[PeerId, Signed[Acceptance]]] = field(default_factory=dict)
     degraded_votes: dict[tuple[Heard, Hash], dict[PeerId, Signed[DegradedVote]]] = field(default_factory=dict)
     decided: Commit | None = None
     offered: dict[Hash, Commit] = field(default_factory=dict)
-    reachable_at: float = 0.0
+    reachable_at: Moment = 0.0
     adopting: bool = False
     following: bool = False
     sent: dict[PeerId, set[object]] = field(default_factory=dict)
     plans_of: dict[PeerId, int] = field(default_factory=dict)
 
-    def words(self) -> Iterator[tuple[int, Signed[Report]]]:
+    def verified_roots(self) -> frozenset[Hash]:
+        """The roots of the states that are verified, and that a proposal names."""
+        manifests = (signed.value.manifest for signed in self.proposals.values())
+        return frozenset(m.state_root for m in manifests if manifest_hash(m) in self.verified)
+
+    def all_reports(self) -> Iterator[tuple[int, Signed[Report]]]:
         """All reports of the plan's slices, those that brought no values too."""
         yield from self.reports.items()
-        for index, voids in self.voids.items():
-            for report in voids.values():
+        for index, empty in self.empty_reports.items():
+            for report in empty.values():
                 yield index, report
+
+
+@dataclass
+class State:
+    """All that one peer knows. `electors` vote on the child of the tip, each in one incarnation.
+
+    `degraded_set` are those who make a degraded child with us, empty while a live quorum may be there. `out` are the
+    actions that the event at hand has led to so far.
+    """
+
+    identity: Identity
+    pace: Pace
+    own: Own
+    others: Others
+    round: RoundState
+    liveness: Liveness
+    next_heartbeat: Moment
+    last_event: Moment
+    electors: dict[PeerId, int] = field(default_factory=dict)
+    degraded_set: Heard = ()
+    out: list[Action] = field(default_factory=list)
+
+    @property
+    def me(self) -> PeerId:
+        return self.identity.me
+
+    @property
+    def rules(self) -> RunRules:
+        return self.identity.rules
+
+    @property
+    def tip(self) -> Manifest:
+        """The newest manifest whose state is committed here."""
+        return self.round.tip
+
+    @property
+    def tip_hash(self) -> Hash:
+        return self.round.tip_hash
+
+    def is_member(self) -> bool:
+        """Whether the tip names this incarnation."""
+        own = self.own.incarnation
+        return any(m.peer == self.me and m.incarnation == own for m in self.tip.members)
+
+    def is_elector(self) -> bool:
+        return self.electors.get(self.me) == self.own.incarnation
+
+    def note_progress(self, now: float) -> None:
+        """Something came of the round here."""
+        if self.round.plan is not None:
+            self.pace.observe_quiet(now - self.round.progress_at)
+        self.round.progress_at = now
+        self.round.extended_wait_seconds = 0.0
+
+    def notify(self, kind: str, text: str, peer: PeerId | None = None) -> None:
+        """Cleaned and cut: words of others may be part of it, and it goes to a terminal."""
+        plain = "".join(sign if sign.isprintable() else "?" for sign in text[:MAX_NOTICE])
+        self.out.append(Notice(kind, plain, peer))

@@ -1,18 +1,20 @@
 """The table of rules of a round: what is tried after each event, in which order, and in which situation.
 
 After each event the rules are gone through from the top; one that fires changes the state, and they are gone through
-again, until none fires. A rule is looked at only in a situation that has all that it needs. The rules themselves stand
-in `reducing.py`, `voting.py` and `round.py`, as methods `_rule_<name>`.
+again, until none fires. A rule is looked at only in a situation that has all that it needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+from spes_p2p.consensus.parts import Parts
 
 OPEN = 1
 """Our round is not decided, as far as we know."""
 VOTER = 2
-"""We are an elector that can vote (see `CoreState._can_vote`)."""
+"""We are an elector that can vote (see `Leadership.can_vote`)."""
 LEADING = 4
 """We may act as leader: of ballot 0, of one that a majority promised, or of a degraded set."""
 PLANNED = 8
@@ -27,32 +29,37 @@ TICK = 256
 """Time passed: not tried when a message came."""
 
 
+Try = Callable[[float], bool]
+"""Tries a rule at a time; whether it fired."""
+
+
 class Rule(NamedTuple):
-    """`needs` is the sum of what the situation must have."""
+    """`needs` is the sum of what the situation must have; `of` is the method of a part that tries the rule."""
 
     name: str
     needs: int
+    of: Callable[[Parts], Try]
 
 
 RULES = (
-    Rule("adopt", WRITABLE),
-    Rule("take", OPEN + WRITABLE),
-    Rule("follow", WRITABLE),
-    Rule("degraded_certify", OPEN + VOTER + LEADING + ALONE),
-    Rule("certify", OPEN),
-    Rule("promise", OPEN + VOTER),
-    Rule("next_ballot", OPEN + VOTER + TOGETHER),
-    Rule("accept", OPEN + VOTER + TOGETHER),
-    Rule("degraded_vote", OPEN + VOTER + ALONE),
-    Rule("verify", WRITABLE),
-    Rule("propose", OPEN + VOTER + LEADING),
-    Rule("build", OPEN + VOTER + LEADING + PLANNED),
-    Rule("reduce", OPEN + PLANNED + WRITABLE),
-    Rule("fetch", WRITABLE),
-    Rule("refetch", TICK),
-    Rule("plan", OPEN + VOTER + LEADING + UNPLANNED),
-    Rule("stop_training", 0),
-    Rule("close", OPEN + VOTER + LEADING + UNPLANNED),
+    Rule("adopt", WRITABLE, lambda parts: parts.following.adopt),
+    Rule("take", OPEN + WRITABLE, lambda parts: parts.degraded.take),
+    Rule("follow", WRITABLE, lambda parts: parts.following.follow),
+    Rule("degraded_certify", OPEN + VOTER + LEADING + ALONE, lambda parts: parts.degraded.certify),
+    Rule("certify", OPEN, lambda parts: parts.voting.certify),
+    Rule("promise", OPEN + VOTER, lambda parts: parts.voting.promise),
+    Rule("next_ballot", OPEN + VOTER + TOGETHER, lambda parts: parts.voting.next_ballot),
+    Rule("accept", OPEN + VOTER + TOGETHER, lambda parts: parts.voting.accept),
+    Rule("degraded_vote", OPEN + VOTER + ALONE, lambda parts: parts.degraded.vote),
+    Rule("verify", WRITABLE, lambda parts: parts.staging.verify),
+    Rule("propose", OPEN + VOTER + LEADING, lambda parts: parts.voting.propose),
+    Rule("build", OPEN + VOTER + LEADING + PLANNED, lambda parts: parts.reducing.build),
+    Rule("reduce", OPEN + PLANNED + WRITABLE, lambda parts: parts.reducing.reduce),
+    Rule("fetch", WRITABLE, lambda parts: parts.staging.fetch),
+    Rule("refetch", TICK, lambda parts: parts.staging.refetch),
+    Rule("plan", OPEN + VOTER + LEADING + UNPLANNED, lambda parts: parts.round_plan.plan),
+    Rule("stop_training", 0, lambda parts: parts.round_plan.stop_training),
+    Rule("close", OPEN + VOTER + LEADING + UNPLANNED, lambda parts: parts.round_plan.close),
 )
 RULE_NAMES = tuple(rule.name for rule in RULES)
 """The order in which rules are tried after each event."""

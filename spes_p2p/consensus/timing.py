@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 
+Moment = float
+"""Seconds of the clock that comes in with every event. Fields that hold one are annotated so: a search shifts them."""
+Seconds = float
+"""A duration."""
+
 
 class Window:
     """The last durations of one kind."""

@@ -18,9 +18,10 @@ from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.consensus.messages import Commit, Intent, Status
+from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.data.copies import Copies
 from spes_p2p.data.feed import Feed, PieceDataset
@@ -222,12 +223,12 @@ class Connection:
         return self._network.signer.peer_id
 
     def is_member(self) -> bool:
-        return self.driver.core.is_member()
+        return self.driver.core.state.is_member()
 
     def others(self) -> list[Status]:
         """Newest statuses of all others of the run that are alive."""
         core, now = self.driver.core, self.clock.now()
-        contacts = list(core.contacts.items())
+        contacts = list(core.state.others.contacts.items())
         return [contact.status for peer, contact in contacts if core.alive(peer, now)]
 
     def known(self) -> dict[PeerId, PeerRecord]:
@@ -238,7 +239,7 @@ class Connection:
         """The newest round by the word of the bootstrap node, where nobody who is heard has its state."""
         core = self.driver.core
         known = max([core.tip.round, *(status.round for status in self.others())])
-        return core.told_round if core.told_round > known else None
+        return core.state.others.told_round if core.state.others.told_round > known else None
 
     def are_others_behind(self, round: int) -> bool:
         """Whether others stay, an archive among them, and none of them has the state of `round` yet."""
@@ -261,7 +262,7 @@ class Connection:
     async def _fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
         assert self._network is not None
         core = self.driver.core
-        contact, members = core.contacts.get(holder), {member.peer for member in core.tip.members}
+        contact, members = core.state.others.contacts.get(holder), {member.peer for member in core.tip.members}
         if holder not in members and (contact is None or not contact.status.intent.leaving):  # it was lost
             return NO_MOMENTS
         transfers = Transfers(self._network.transport, self.layout, lambda: MOMENTS_STALL_SECONDS)
@@ -332,7 +333,7 @@ class Connection:
         """Or fetching the state of a run that has begun."""
         if self._driver is None:
             return self._round_met > 0
-        return phase_of(self._driver.core.round) != TRAINING
+        return phase_of(self._driver.core.state.round) != TRAINING
 
     def _held(self) -> Held:
         held = self._copies.held if self._copies is not None else held_by(self._shelf)
@@ -441,22 +442,12 @@ class Connection:
         if self._shelf is not None:
             data = PieceServing(self._shelf, self._data_traffic, lambda: self._sources.packed).answer
         self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments, data)
-        core = Consensus(
-            me=network.signer.peer_id,
-            incarnation=place.votes.incarnation,
-            rules=rules_of(config, info, self.layout),
-            sealer=sealer,
-            check_signature=checker.check,
-            pace=Pace(config.swarm.heartbeat_seconds),
-            tip=place.tip.manifest,
-            now=self.clock.now(),
-            record=place.votes.record,
-            intent=intent,
-            tip_commit=place.tip,
-            first_sequence=time.time_ns() // 1_000_000,
-            on_chain=place.chain.has,
-        )
-        core.seeds = tuple(await self._announcer.sources())
+        identity = Identity(network.signer.peer_id, rules_of(config, info, self.layout), sealer, checker.check)
+        start = Start(
+            place.votes.incarnation, place.tip.manifest, place.tip, place.votes.record, intent,
+            time.time_ns() // 1_000_000, seeds=tuple(await self._announcer.sources()),
+        )  # fmt: skip
+        core = Consensus.begin(identity, start, Pace(config.swarm.heartbeat_seconds), self.clock.now())
         FlightRecorder(
             self._options.output / "flight", info, say=lambda text: self.gate.notice(Notice("recorder", text))
         ).attach(core)
@@ -499,16 +490,16 @@ class Connection:
     def _greet(self, known: Iterable[PeerId]) -> None:
         """Who is in the DHT and no member of ours hears from us: it may stand on another history of the run."""
         if self._driver is not None:
-            self._driver.core.greet(known)
+            self._driver.greet(known)
         if self._announcer is not None and self._known_nodes is not None:
             self._known_nodes.learnt(self._announcer.known.values())
 
     def _contacts(self) -> tuple[PeerId, ...]:
-        return tuple(self._driver.core.contacts) if self._driver is not None else ()
+        return tuple(self._driver.core.state.others.contacts) if self._driver is not None else ()
 
     def _newest(self) -> tuple[Commit, float] | None:
         """The newest commit here, and when it came."""
-        commit = self._driver.core.last_commit if self._driver is not None else None
+        commit = self._driver.core.state.own.commit if self._driver is not None else None
         if commit is None:
             return None
         if self._tip is None or self._tip[0] is not commit:  # its file goes before it does, where another history won
@@ -527,7 +518,7 @@ class Connection:
             step=self.progress.step,
             tokens=self.progress.tokens,
             tokens_per_second=min(self.progress.tokens_per_second, MAX_SPEED),
-            owned=columns_of(core.tip.ownership, self.peer_id) if core and core.is_member() else (),
+            owned=columns_of(core.tip.ownership, self.peer_id) if core and core.state.is_member() else (),
             role="peer",
             client_mode=self._network.client_mode,
             joined_at_seconds=self._joined_at,
@@ -539,7 +530,7 @@ class Connection:
     def _phase(self, core: Consensus | None) -> str:
         if self._pause_asked:
             return "paused"
-        return phase_of(core.round) if core is not None and core.is_member() else "waiting"
+        return phase_of(core.state.round) if core is not None and core.state.is_member() else "waiting"
 
     # ---- the end ----
 

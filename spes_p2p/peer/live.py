@@ -58,7 +58,7 @@ class LiveFacts:
 
     def __call__(self) -> Facts:
         connection = self._connection
-        current, me = connection.driver.core.round, connection.peer_id
+        current, me = connection.driver.core.state.round, connection.peer_id
         tip = current.tip
         self._contributions.follow(tip.round)
         counted, rank, contributors = self._contributions.rank(me)

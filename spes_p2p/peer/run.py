@@ -188,7 +188,7 @@ def _train(
     saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer, quota, good)
     dump = None
     if options.dump_rounds is not None:
-        outer = outer_optimizer(connection.driver.core.rules)
+        outer = outer_optimizer(connection.driver.core.state.rules)
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
     tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
     loop = TrainingLoop(

@@ -7,7 +7,7 @@ the long methods run in a thread, one at a time. Votes, messages and the network
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from spes_p2p.consensus.messages import Merge, Proposal, Slice
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
@@ -78,6 +78,10 @@ class Bench:
         """The staged state with this root, whole and on disk."""
         staging = self._finished(root)
         return staging.finished if staging else None
+
+    def lost(self, roots: Collection[Hash]) -> tuple[Hash, ...]:
+        """Those of `roots` whose state is not whole on disk any more."""
+        return tuple(sorted(root for root in roots if self.finished(root) is None))
 
     def publish(self, root: Hash) -> Version:
         """Makes the staged state the committed one."""

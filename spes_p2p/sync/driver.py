@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from spes_p2p import steps
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus import events as on
+from spes_p2p.consensus.events import placed
 from spes_p2p.consensus.forks import Way, parted_text, tokens_lost
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Intent, Manifest, Work, manifest_hash
@@ -188,26 +190,26 @@ class Driver:
         self._serving = Serving(info, disk.chain, disk.store, outgoing.serve, disk.moments, disk.data)
         self._retention = Retention(disk.store, clock.now)
         self._keeping_up = KeepingUp(self._layout)
-        self._patience = Patience(lambda: 2 * core.pace.deadline_seconds(0), self._trained_seconds)
+        self._patience = Patience(lambda: 2 * core.state.pace.deadline_seconds(0), self._trained_seconds)
         rates = Rates(clock.now)
         self._transfers = Transfers(
             transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, False, rates
         )
         self._outbox = Outbox(
-            transport, checker, self._tasks, lambda: core.pace.suspect_seconds, self._heard, hooks.notice
+            transport, checker, self._tasks, lambda: core.state.pace.suspect_seconds, self._heard, hooks.notice
         )
-        outer = outer_optimizer(core.rules)
+        outer = outer_optimizer(core.state.rules)
         self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound, outer)
         self._bench.enter(core.tip.round)
         self._making = Making(
-            core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._run,
+            core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._tell,
             hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round), held_bytes=held_bytes,
         )  # fmt: skip
         later = Transfers(  # the running round of others goes first
             transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, True, rates
         )
         self._catching_up = CatchUp(
-            info, core.rules, checker.check, disk.chain, disk.store, later, self._tasks.in_thread
+            info, core.state.rules, checker.check, disk.chain, disk.store, later, self._tasks.in_thread
         )
         self._fetching: asyncio.Task[None] | None = None
         self._actions: deque[do.Action] = deque()
@@ -239,22 +241,26 @@ class Driver:
 
     def training(self, work: Work) -> None:
         """The trainer's progress in the middle of a round."""
-        self._run(self.core.trained(work, self._clock.now()))
+        self._tell(on.TrainingProgressed(work))
 
     def ready(self, work: Work) -> None:
         """The trainer has stopped, and its snapshot is in `Inputs`."""
         reached(steps.READY, peer=self.core.me, round=self.core.tip.round + 1)
         self._times.closed = self._clock.now()
-        self._run(self.core.trained(work, self._clock.now()))
+        self._tell(on.TrainingProgressed(work))
 
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""
-        self._run(self.core.wish(intent, self._clock.now()))
+        self._tell(on.IntentChanged(intent))
+
+    def greet(self, known: Iterable[PeerId]) -> None:
+        """Peers of the run that were found somewhere: who is no member hears from us too."""
+        self._tell(on.PeersFound(tuple(known)))
 
     def choose(self, children: Mapping[Hash, Hash]) -> None:
         """The organiser's word, by parent: the child that the run goes on with."""
         self._choices.told(children)
-        self._run(self.core.choose(self._choices.children, self._clock.now()))
+        self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
 
     # ---------------------------------------------------------------- serving (ports.Handler)
 
@@ -263,15 +269,19 @@ class Driver:
         self._require_life()
         envelope = self._checker.open(caller, request)
         check_same_run(envelope, self._info)
-        self._run(self.core.receive(envelope, self._clock.now()))
-        return self._outbox.answer(caller, self.core.reply_to(caller, self._clock.now()))
+        self._tell(on.MessageReceived(envelope))
+        [reply] = self.core.handle(on.ReplyRequested(caller), self._clock.now())
+        assert isinstance(reply, do.Send)
+        return self._outbox.answer(caller, reply.envelope)
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
         """Values, tiles, headers: see `requests`."""
         self._require_life()
         asked = unpack_request(request)
         if isinstance(asked, ValuesRequest):
-            check_asker(self._layout, self.core.rules.slice_tiles, self.core.tip, caller, asked.first_tile, asked.count)
+            check_asker(
+                self._layout, self.core.state.rules.slice_tiles, self.core.tip, caller, asked.first_tile, asked.count
+            )
             if not self.core.is_counted(asked.parent, asked.entry):
                 raise RemoteProtocolError("the work that is asked for is not what is here")
         reached(steps.SERVE + kind_of(asked), peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
@@ -286,7 +296,7 @@ class Driver:
 
     def _is_behind(self, caller: PeerId) -> bool:
         """Whether it may need a state for longer than we would keep it anyway; a stranger may."""
-        contact = self.core.contacts.get(caller)
+        contact = self.core.state.others.contacts.get(caller)
         return contact is None or contact.status.round < self.core.tip.round - 1
 
     def _require_life(self) -> None:
@@ -294,6 +304,11 @@ class Driver:
             raise RemoteProtocolError("this peer is ending")
 
     # ---------------------------------------------------------------- actions
+
+    def _tell(self, event: on.Event) -> None:
+        """Something happened: the state machine decides, and what it decides is begun."""
+        event = placed(event, self.core.tips_to_place(event), self._disk.chain.has)
+        self._run(self.core.handle(event, self._clock.now()))
 
     def _run(self, actions: Sequence[do.Action]) -> None:
         """Begins actions in order, after all earlier ones, also where beginning one of them was the next event."""
@@ -339,7 +354,7 @@ class Driver:
             self._disk.votes.forget(action.above)
         except StorageFull as error:
             self._disk_is_full(error)
-        self._run(self.core.reborn(self._disk.votes.incarnation, self._clock.now()))
+        self._tell(on.IncarnationBegun(self._disk.votes.incarnation))
 
     def _begin_work(self, action: do.Action) -> None:
         """What needs room on the disk."""
@@ -366,15 +381,15 @@ class Driver:
             self._hooks.failed(error)
 
     async def _tick_for_ever(self) -> None:
-        pause = self.core.pace.heartbeat_seconds / 2
+        pause = self.core.state.pace.heartbeat_seconds / 2
         while True:
-            self._run(self.core.tick(self._clock.now()))
+            self._tell(on.ClockTicked())
             self._note_phase()
             self._try_disk_again()
             await asyncio.sleep(pause)
 
     def _heard(self, answer: Envelope) -> None:
-        self._run(self.core.receive(answer, self._clock.now()))
+        self._tell(on.MessageReceived(answer))
 
     # ---------------------------------------------------------------- committing
 
@@ -384,13 +399,13 @@ class Driver:
         if self._fetching is not None:  # from somebody who claims to be further: what is here is certain
             self._fetching.cancel()
             await asyncio.wait((self._fetching,))
-            self._run(self.core.catch_up_failed(self._clock.now()))
+            self._tell(on.CatchUpFailed())
         async with self._making.lock:
-            if commit.manifest.parent != self.core.head:
+            if commit.manifest.parent != self.core.tip_hash:
                 return
             if self._bench.finished(root) is None:
-                self.core.undone(lambda root: self._bench.finished(root) is not None)
-                self._run(self.core.not_adopted(self._clock.now()))
+                self._tell(on.StateLost(self._bench.lost(self.core.state.round.verified_roots())))
+                self._tell(on.AdoptFailed())
                 return
             await self._tasks.in_thread(lambda: self._commit(commit))
             await self._applied(commit, commit.manifest)
@@ -408,12 +423,12 @@ class Driver:
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
-        tip, head = self.core.tip.round, self.core.head
+        tip, head = self.core.tip.round, self.core.tip_hash
         self._fetching = asyncio.current_task()
         try:
             newest, meeting, way = await self._headers(tip, action)
             if newest is None:
-                self._run(self.core.stays(action.head, way, self._clock.now()))
+                self._tell(on.ForkRejected(action.head, way is Way.WAIT))
                 return
             reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
             self._check_link()
@@ -423,19 +438,19 @@ class Driver:
             raise
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
             self._hooks.notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
-            self._run(self.core.catch_up_failed(self._clock.now()))
+            self._tell(on.CatchUpFailed())
             return
         finally:
             if self._fetching is asyncio.current_task():
                 self._fetching = None
         async with self._making.lock:
-            if self.core.head != head:  # our own child was committed meanwhile
+            if self.core.tip_hash != head:  # our own child was committed meanwhile
                 return
             if meeting is None and not self.core.still_takes(self._disk.chain.commit(tip + 1)):
-                self._run(self.core.stays(action.head, Way.WAIT, self._clock.now()))
+                self._tell(on.ForkRejected(action.head, look_again=True))
                 return
             if meeting is not None:
-                self._disk.votes.leave(self.core.record)
+                self._disk.votes.leave(self.core.state.own.record)
                 await self._tasks.in_thread(partial(self._disk.chain.switch, meeting.theirs))
                 await self._tasks.in_thread(partial(self._disk.residuals.clear, newest.manifest))
                 await self._tasks.in_thread(staging.publish)
@@ -448,7 +463,7 @@ class Driver:
         now, received = self._clock.now(), self._transport.bytes_received
         others = [  # who stands on an older state has not what is wanted, and may be slow to say so
             peer
-            for peer, contact in self.core.contacts.items()
+            for peer, contact in self.core.state.others.contacts.items()
             if peer != holder and self.core.alive(peer, now) and contact.status.round >= newest.manifest.round - 1
         ]
         try:
@@ -461,8 +476,8 @@ class Driver:
     def _check_link(self) -> None:
         """A newcomer whose link is too slow to ever take part is told so, and ends."""
         chain = self._disk.chain
-        if not self.core.is_member() and chain.length > 1:
-            rounds = range(max(1, chain.length - self.core.rules.expert_rounds), chain.length)
+        if not self.core.state.is_member() and chain.length > 1:
+            rounds = range(max(1, chain.length - self.core.state.rules.expert_rounds), chain.length)
             newest = [chain.commit(round).manifest for round in rounds]
             self._keeping_up.headers(self._clock.now(), chain.length - 1, newest)
 
@@ -474,7 +489,7 @@ class Driver:
                 return await self._catching_up.headers(tip, action.holder, action.round), None, Way.MOVE
         meeting = await self._catching_up.meet(tip, action.holder, action.round)
         if self._choices.meet(meeting):
-            self._run(self.core.choose(self._choices.children, self._clock.now()))
+            self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
         way = self.core.way_to(meeting.ours, meeting.theirs, self._clock.now())
         if way is Way.PARTED and manifest_hash(meeting.common) not in self._parted:
             self._parted.add(manifest_hash(meeting.common))
@@ -503,8 +518,8 @@ class Driver:
         await self._applied(newest, first)
 
     def _committed(self, head: Hash) -> Version | None:
-        current = self.core.round  # one look: the loop goes on beside this thread
-        if current.head != head:
+        current = self.core.state.round  # one look: the loop goes on beside this thread
+        if current.tip_hash != head:
             return None
         version = self._disk.store.version(current.tip.round)
         return version if version.root == current.tip.state_root else None  # else another history is taking our place
@@ -524,16 +539,16 @@ class Driver:
         event = replace(self._event(commit, None), caught_up=True, lost_tokens=lost, switched=True)
         votes = self._disk.votes
         votes.leave(
-            self.core.record
+            self.core.state.own.record
         )  # again: it may have voted meanwhile; from here to `switched` nothing comes between
         votes.arrive(manifest_hash(commit.manifest))
-        await self._enter(event, lambda now: self.core.switched(commit, votes.incarnation, now))
+        await self._enter(event, on.HistorySwitched(commit, votes.incarnation))
 
     async def _applied(self, commit: Commit, first: Manifest) -> None:
         """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
-        if self.core.rules.expert_rounds > 1 and (lost := lost_columns(self.core.tip, first)):
+        if self.core.state.rules.expert_rounds > 1 and (lost := lost_columns(self.core.tip, first)):
             await self._tell_what_is_gone(first, lost)
-        await self._enter(self._event(commit, first), lambda now: self.core.applied(commit, now))
+        await self._enter(self._event(commit, first), on.CommitApplied(commit))
 
     async def _tell_what_is_gone(self, child: Manifest, columns: Sequence[int]) -> None:
         """Columns are handed out now and then: what an owner had trained since goes with it."""
@@ -558,21 +573,21 @@ class Driver:
             times.seconds(),
             self._transport.bytes_sent - times.sent_before,
             self._transport.bytes_received - times.received_before,
-            self.core.pace.deadline_seconds(0),
+            self.core.state.pace.deadline_seconds(0),
             self._leavers(),
-            stale_columns=stale_columns(self.core.rules.expert_rounds, commit.manifest),
+            stale_columns=stale_columns(self.core.state.rules.expert_rounds, commit.manifest),
             refused=self._refused(),
         )
 
-    async def _enter(self, event: Applied, tell_core: Callable[[float], Sequence[do.Action]]) -> None:
+    async def _enter(self, event: Applied, change: on.CommitApplied | on.HistorySwitched) -> None:
         """The state machine and the trainer go on from a new committed state."""
         round = event.commit.manifest.round
         self._bench.enter(round)
-        self.core.uplink_measured(int(self._transport.measured_uplink()))
+        self._tell(on.UplinkMeasured(int(self._transport.measured_uplink())))
         keep = self._hooks.rounds_in_use()  # before the trainer goes on
         self._times = self._fresh_times()
         self._room_again()
-        self._run(tell_core(self._clock.now()))
+        self._tell(change)
         self._hooks.applied(event)
         reached(steps.APPLIED, peer=self.core.me, round=round)
         keep |= self._hooks.rounds_in_use()  # it may have taken what was pending just before this commit
@@ -590,8 +605,8 @@ class Driver:
 
     def _refused(self) -> tuple[PeerId, ...]:
         """Whose values were unfit, unless another reducer of the same slice took them."""
-        round = self.core.round
-        words = ((signed.value.left_out, round.reports.get(index)) for index, signed in round.words())
+        round = self.core.state.round
+        words = ((signed.value.left_out, round.reports.get(index)) for index, signed in round.all_reports())
         named = {
             peer
             for left_out, report in words
@@ -601,8 +616,8 @@ class Driver:
         return tuple(sorted(named))
 
     def _leavers(self) -> frozenset[PeerId]:
-        others = {peer for peer, contact in self.core.contacts.items() if contact.status.intent.leaving}
-        return frozenset(others | {self.core.me} if self.core.intent.leaving else others)
+        others = {peer for peer, contact in self.core.state.others.contacts.items() if contact.status.intent.leaving}
+        return frozenset(others | {self.core.me} if self.core.state.own.intent.leaving else others)
 
     def _uncounted(self, first: Manifest) -> frozenset[int]:
         """Tiles for which we have trained values that did not go in, and that are not poison."""
@@ -610,8 +625,8 @@ class Driver:
         if inputs.parent != first.parent:
             return frozenset()
         done = {tile_id for piece in first.slices if me in piece.contributors for tile_id in piece.tile_ids}
-        plan = self.core.round.plan
-        for index, report in self.core.round.words() if plan else ():
+        plan = self.core.state.round.plan
+        for index, report in self.core.state.round.all_reports() if plan else ():
             if plan is not None and dict(report.value.left_out).get(me, LOST) != LOST:
                 done.update(plan.value.slices[index].tile_ids)
         return frozenset(tile_id for block in inputs.blocks for tile_id in self._layout.tile_ids_of(block)) - done
@@ -620,7 +635,7 @@ class Driver:
 
     def _binding(self) -> list[Manifest]:
         """What we have signed for, or know to be decided."""
-        record, decided = self.core.record, self.core.round.decided
+        record, decided = self.core.state.own.record, self.core.state.round.decided
         manifests = [signed.value.manifest for signed in (record.accepted, record.degraded) if signed is not None]
         return manifests + ([decided.manifest] if decided is not None else [])
 
@@ -632,7 +647,7 @@ class Driver:
         self._bench.recover()
         for manifest in self._binding():
             if self._bench.finished(manifest.state_root) is not None:
-                self._run(self.core.verified(manifest_hash(manifest), self._clock.now()))
+                self._tell(on.StateVerified(manifest_hash(manifest)))
 
     def _disk_is_full(self, error: StorageFull) -> None:
         """Nothing can be staged: say so once, train on, look again later."""
@@ -643,8 +658,8 @@ class Driver:
             self._fetching.cancel()
         self._retention.clear()
         self._tasks.spawn(self._make_room())
-        self._full_until = self._clock.now() + 10 * self.core.pace.heartbeat_seconds
-        self._run(self.core.disk_full(self._disk.votes.record, self._clock.now()))
+        self._full_until = self._clock.now() + 10 * self.core.state.pace.heartbeat_seconds
+        self._tell(on.DiskFull(self._disk.votes.record))
 
     async def _make_room(self) -> None:
         async with self._making.lock:  # a state that is being committed is no one to drop
@@ -659,7 +674,7 @@ class Driver:
     def _try_disk_again(self) -> None:
         if self._full_until is not None and self._clock.now() > self._full_until and not self._making.lock.locked():
             self._full_until = None
-            self._run(self.core.disk_has_room(self._clock.now()))
+            self._tell(on.DiskHasRoom())
             self._recover()
 
     def _scrubber(self) -> Scrubber:
@@ -669,32 +684,35 @@ class Driver:
         return Scrubber(
             self._disk.store, Mender(self._disk.store, transfers, self._tasks.in_thread), self._tasks.in_thread,
             lambda: self.core.tip.round, self._holders, self._hooks.notice, self._hooks.failed,
-            self.core.pace.heartbeat_seconds,
+            self.core.state.pace.heartbeat_seconds,
         )  # fmt: skip
 
     def _holders(self) -> list[PeerId]:
         now = self._clock.now()
-        return [*(peer for peer in self.core.contacts if self.core.alive(peer, now)), *self.core.seeds]
+        return [
+            *(peer for peer in self.core.state.others.contacts if self.core.alive(peer, now)),
+            *self.core.state.others.seeds,
+        ]
 
     # ---------------------------------------------------------------- small things
 
     def _stall_seconds(self) -> float:
-        return max(self.core.pace.suspect_seconds, 2.0)
+        return max(self.core.state.pace.suspect_seconds, 2.0)
 
     def _trained_seconds(self) -> float:
         """How long a round trains, or the running one did."""
-        current = self.core.round
+        current = self.core.state.round
         this = current.closed_at - current.started_at if current.closed_at is not None else 0.0
-        return max(self.core.pace.round_seconds, this)
+        return max(self.core.state.pace.round_seconds, this)
 
     def _on_bytes(self) -> None:
-        self._run(self.core.moved(self._clock.now()))
+        self._tell(on.BytesMoved())
 
     def _on_refused(self, peer: PeerId) -> None:
-        self._run(self.core.gone(peer, self._clock.now()))
+        self._tell(on.HostRefusedDial(peer))
 
     def _note_phase(self) -> None:
-        if self.core.round.plan is not None and not self._times.planned:
+        if self.core.state.round.plan is not None and not self._times.planned:
             self._times.planned = self._clock.now()
 
     def _fresh_times(self) -> RoundTimes:

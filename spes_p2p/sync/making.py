@@ -17,6 +17,7 @@ import numpy as np
 
 from spes_p2p import steps
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Contribution, Manifest, Plan, Proposal, Report, Slice, manifest_hash, plan_hash
 from spes_p2p.consensus.reducing import LOST
@@ -38,7 +39,6 @@ HELD_BYTES = 2**30
 """What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
 ALONE_AT_ONCE = 2
 """Slices of ours alone that are made at once: one is averaged while the other is staged."""
-Run = Callable[[Sequence[do.Action]], None]
 
 
 class _Tile(NamedTuple):
@@ -49,7 +49,7 @@ class _Tile(NamedTuple):
 
 
 class Making:
-    """Carries out Reduce, Fetch, Build and Verify. `run` begins the actions that follow from how they went."""
+    """Carries out Reduce, Fetch, Build and Verify. `tell` hears how they went."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Making:
         bench: Bench,
         transfers: Transfers,
         tasks: Tasks,
-        run: Run,
+        tell: Callable[[on.Event], None],
         notice: Callable[[do.Notice], None],
         now: Callable[[], float],
         committed: Callable[[], Version],
@@ -76,14 +76,14 @@ class Making:
         self._bench = bench
         self._transfers = transfers
         self._tasks = tasks
-        self._run = run
+        self._tell = tell
         self._notice = notice
         self._now = now
         self._held_bytes = 0
         self._freed = asyncio.Condition()
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
-        self._slow: tuple[Hash, set[PeerId]] = (core.head, set())
-        self._told: tuple[Hash, set[tuple[PeerId, str]]] = (core.head, set())
+        self._slow: tuple[Hash, set[PeerId]] = (core.tip_hash, set())
+        self._told: tuple[Hash, set[tuple[PeerId, str]]] = (core.tip_hash, set())
         self.lock = asyncio.Lock()
         """Held by who uses the bench, or publishes what lies on it."""
 
@@ -107,7 +107,7 @@ class Making:
                 if report.contributors or reason != LOST:  # else it is we who reach nobody
                     self._note_left_out(peer, piece, reason, head)
             report = replace(report, left_out=tuple(sorted(left_out.items())))
-            self._run(self._core.reduced(report, self._now()))
+            self._tell(on.SliceReduced(report))
 
     async def _reduced(self, plan: Plan, piece: Slice, report: Report) -> tuple[Report, dict[PeerId, str]]:
         """The report of a slice that was reduced and staged, and who was left out."""
@@ -218,7 +218,7 @@ class Making:
         """
         tiles = self._tiles_of(piece)
         before = base.block(piece.block)[tiles[0].start : tiles[-1].stop]
-        lossy, rules = self._layout.codec_of(piece.block) != "fp32", self._core.rules
+        lossy, rules = self._layout.codec_of(piece.block) != "fp32", self._core.state.rules
         late = (rules.expert_rounds if piece.block else rules.fragments) > 1
         bounded = lossy or self._layout.has_momentum
         steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
@@ -273,10 +273,10 @@ class Making:
 
     async def fetch(self, action: do.Fetch) -> None:
         """Gets the tiles of a slice by hash, and stages them."""
-        head, key = self._core.head, action.piece.key
+        head, key = self._core.tip_hash, action.piece.key
 
         def is_wanted() -> bool:
-            return self._core.head == head and self._core.wants_staged(key, action.hashes)
+            return self._core.tip_hash == head and self._core.wants_staged(key, action.hashes)
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             async with self.lock:
@@ -291,45 +291,45 @@ class Making:
             )  # fmt: skip
         except (NetworkError, RemoteProtocolError, TileDamaged):  # what is damaged is mended beside
             if is_wanted():
-                self._run(self._core.fetch_failed(key, self._now()))
+                self._tell(on.FetchFailed(key))
             return
         if is_wanted():
-            self._run(self._core.staged(key, action.hashes, self._now()))
+            self._tell(on.SliceStaged(key, action.hashes))
 
     # ---- the new state ----
 
     async def build(self, action: do.Build) -> None:
         """Makes the new state that we propose."""
-        head = self._core.head
+        head = self._core.tip_hash
         try:
             async with self.lock:
-                if self._core.head != head:
+                if self._core.tip_hash != head:
                     return
                 await self._gather(action.slices, action.hashes, self._others())
                 root, merge = await self._tasks.in_thread(lambda: self._bench.build(action.alpha))
         except (NetworkError, TileDamaged) as error:  # what is damaged is mended beside
-            if self._core.head == head:
+            if self._core.tip_hash == head:
                 self._notice(do.Notice("missing", f"what was staged is not here any more: {error}"))
-                self._run(self._core.unstaged([piece.key for piece in action.slices], self._now()))
+                self._tell(on.SlicesLost(tuple(piece.key for piece in action.slices)))
             return
-        if self._core.head == head:
-            self._run(self._core.built(action, sha256(*action.hashes), root, merge, self._now()))
+        if self._core.tip_hash == head:
+            self._tell(on.StateBuilt(action, sha256(*action.hashes), root, merge))
 
     async def verify(self, proposal: Proposal) -> None:
         """Brings the state that a proposal names to our disk."""
-        head = self._core.head
+        head = self._core.tip_hash
         try:
             async with self.lock:
-                if self._core.head != head:
+                if self._core.tip_hash != head:
                     return
                 await self._make(proposal)
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:
-            if self._core.head == head:
+            if self._core.tip_hash == head:
                 self._notice(do.Notice("refused", f"could not make the proposed state: {error}", proposal.leader))
-                self._run(self._core.verify_failed(self._now()))
+                self._tell(on.VerifyFailed())
             return
-        if self._core.head == head:
-            self._run(self._core.verified(manifest_hash(proposal.manifest), self._now()))
+        if self._core.tip_hash == head:
+            self._tell(on.StateVerified(manifest_hash(proposal.manifest)))
 
     async def _make(self, proposal: Proposal) -> None:
         """Raises RemoteProtocolError where its parts do not fit, NetworkError where tiles are missing."""
@@ -372,12 +372,12 @@ class Making:
     def _open_bench(self) -> None:
         """What was made and not signed for is undone: it counts as verified no longer."""
         self._bench.open()
-        self._core.undone(lambda root: self._bench.finished(root) is not None)
+        self._tell(on.StateLost(self._bench.lost(self._core.state.round.verified_roots())))
 
     def _others(self) -> list[PeerId]:
         """Living peers, any of whom may have staged the same."""
         now = self._now()
-        return [peer for peer in self._core.contacts if self._core.alive(peer, now)]
+        return [peer for peer in self._core.state.others.contacts if self._core.alive(peer, now)]
 
 
 def _check_sound(base: Version, tiles: Sequence[Tile]) -> None:

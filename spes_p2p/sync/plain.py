@@ -21,8 +21,8 @@ from spes_p2p.data import leases
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.wire import pack, unpack
 
-NOT_KEPT = frozenset({"rules", "_sealer", "_check", "_on_chain", "_rules", "_rules_by_situation", "fired"})
-"""Attributes of a `Consensus` that are given to it, or tell only what happened."""
+NOT_KEPT = frozenset({"identity"})
+"""Fields of the state machine's `State` that are given to it: rules and keys."""
 _SIGNATURES = frozenset({"signature", "public_key"})
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _SEQUENCES: dict[str, Any] = {"t": tuple, "l": list, "s": set, "f": frozenset}
@@ -62,11 +62,6 @@ def unpack_plain(data: bytes) -> Any:
         raise StateError(f"no state of the protocol: {error!r}", fix="take another recording") from error
 
 
-def state_of(core: Any) -> dict[str, Any]:
-    """All that a `Consensus` knows."""
-    return {name: item for name, item in vars(core).items() if name not in NOT_KEPT and not callable(item)}
-
-
 def _plain(value: Any) -> Any:
     kind: Any = type(value)
     if kind in _SCALARS:
@@ -84,7 +79,7 @@ def _plain(value: Any) -> Any:
     name = kind.__name__
     if _CLASSES.get(name) is not kind:
         raise TypeError(f"{name} is not recorded")
-    pairs = [(at, getattr(value, at)) for at in _names_of(kind) or vars(value)]
+    pairs = [(at, getattr(value, at)) for at in _names_of(kind) or vars(value) if at not in NOT_KEPT]
     return [name, *[[at, item if type(item) in _SCALARS else _plain(item)] for at, item in pairs]]
 
 

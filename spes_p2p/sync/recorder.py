@@ -1,46 +1,42 @@
 """The flight recorder: all that went into a peer's state machine of late, so that an incident can be played again.
 
-Two files of bounded size that take turns. Each begins with all that the `Consensus` knew at that moment; then come its
-inputs, one frame each, with a digest of what it decided. They hold addresses of nobody, peer ids of everybody, and no
-values or data. A frame that was cut off by a crash is left out. `replay` plays a recording on a fresh `Consensus`.
+Two files of bounded size that take turns. Each begins with the `State` at that moment; then come the
+events, one frame each, with a digest of what was decided. They hold addresses of nobody, peer ids of everybody, and no
+values or data. A frame that was cut off by a crash is left out. `replay` handles them again.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import Manifest, Signed
+from spes_p2p.consensus.messages import Signed
 from spes_p2p.consensus.rules import RunRules
-from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.state import Identity, State
 from spes_p2p.errors import StateError
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import PeerId, sha256
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.plain import digest_bytes, pack_plain, state_of, unpack_plain
+from spes_p2p.sync.plain import digest_bytes, pack_plain, unpack_plain
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 4 * 2**20
-EVENTS = (
-    *("receive", "tick", "trained", "reduced", "reduce_failed", "staged", "fetch_failed", "built", "verified"),
-    *("verify_failed", "unstaged", "gone", "moved", "applied", "switched", "stays", "reborn"),
-    *("catch_up_failed", "choose", "not_adopted", "disk_full", "disk_has_room", "wish", "greet", "uplink_measured"),
-    "reply_to",
-)
-"""Methods of `Consensus` that are recorded; all others only ask. Nothing else may change a `Consensus`."""
 NEWEST, BEFORE = "flight.recording", "flight-before.recording"
-_BEGIN, _UNDONE = "begin 3", "undone"
+_BEGIN = "begin 4"
+_EVENTS: dict[str, type[on.Event]] = {kind.__name__: kind for kind in get_args(on.Event)}
 
 
 class FlightRecorder:
-    """Writes what a `Consensus` is given, and a digest of what it answers, into `folder`.
+    """Writes the events of a `Consensus`, and a digest of what it decides, into `folder`.
 
     `say` hears once why nothing is recorded any more.
     """
@@ -57,8 +53,6 @@ class FlightRecorder:
         self._newest = str(folder / NEWEST)
         self._info = info
         self._max_file_bytes, self._say = max_file_bytes, say
-        self._answers: list[bool] = []
-        self._inside = False
         self._size = 0
         self.failed: Exception | None = None
         """Why nothing is recorded any more: a full disk, say. The peer goes on without."""
@@ -66,42 +60,15 @@ class FlightRecorder:
     def attach(self, core: Consensus) -> None:
         """From here on every event of `core` is recorded."""
         self._core = core
-        asked = core._on_chain
-
-        def on_chain(head: Hash, round: int) -> bool:
-            self._answers.append(asked(head, round))
-            return self._answers[-1]
-
-        core._on_chain = on_chain
-        for name in EVENTS:
-            if hasattr(core, name):
-                setattr(core, name, self._recorded(name, getattr(core, name)))
-        undone = core.undone
-
-        def undo(whole: Callable[[Hash], bool]) -> None:
-            before = set(core.round.verified)
-            undone(whole)
-            self._write([_UNDONE, list(before - core.round.verified), []])
-
-        core.undone = undo  # type: ignore[method-assign]
+        core.observer = self._note
         self._begin()
 
-    def _recorded(self, name: str, event: Callable[..., T]) -> Callable[..., T]:
-        def call(*arguments: Any) -> T:
-            if self._inside or self.failed is not None:
-                return event(*arguments)
-            if self._size > self._max_file_bytes:
-                self._begin()
-            self._inside, self._answers = True, []
-            arguments = tuple(list(a) if isinstance(a, Iterator) else a for a in arguments)
-            try:
-                decided = event(*arguments)
-            finally:
-                self._inside = False
-            self._write([name, list(arguments), self._answers], decided)
-            return decided
-
-        return call
+    def _note(self, event: on.Event, now: float, decided: list[Action]) -> None:
+        if self.failed is not None:
+            return
+        self._write([type(event).__name__, pack(event), now, _digest(decided)])
+        if self._size > self._max_file_bytes:
+            self._begin()
 
     def _begin(self) -> None:
         """A new file, in the place of the older one."""
@@ -114,14 +81,14 @@ class FlightRecorder:
             self._stop(error)
             return
         self._size = 0
-        self._write([_BEGIN, [pack(self._info), state_of(self._core)], []])
+        self._write([_BEGIN, pack(self._info), self._core.me, self._core.state])
 
-    def _write(self, frame: list[Any], decided: object = None) -> None:
+    def _write(self, frame: list[Any]) -> None:
         """Whatever goes wrong here ends the recording, not the peer."""
         if self.failed is not None:
             return
         try:
-            data = pack_plain([*frame, _digest(decided)])
+            data = pack_plain(frame)
             data = len(data).to_bytes(4, "big") + zlib.crc32(data).to_bytes(4, "big") + data
             file = os.open(self._newest, os.O_WRONLY | os.O_APPEND)  # each time: who removed it is told so
             try:
@@ -141,29 +108,30 @@ class FlightRecorder:
 
 @dataclass(frozen=True)
 class Frame:
-    """One event, its arguments, what `on_chain` answered, and the digest of what was decided."""
+    """One event, when it came (seconds of that peer's clock), and the digest of what was decided."""
 
-    event: str
-    arguments: list[Any]
-    answers: list[bool]
+    event: on.Event
+    now: float
     decided: bytes
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one file holds."""
+    """What one file holds: `state` lacks the identity, which `replay` makes anew."""
 
     info: RunInfo
-    state: dict[str, Any]
+    me: PeerId
+    state: State
     frames: list[Frame]
 
 
 def load_recording(path: Path) -> Recording:
     """Raises StateError where the file is none; a torn tail is left out."""
-    frames = [Frame(*unpack_plain(data)) for data in _whole_frames(path.read_bytes())]
-    if not frames or frames[0].event != _BEGIN:
+    first, *others = [unpack_plain(data) for data in _whole_frames(path.read_bytes())] or [None]
+    if not isinstance(first, list) or first[0] != _BEGIN:
         raise StateError(f"{path} is no recording of a peer", fix=f"give a {NEWEST} of a peer's output folder")
-    return Recording(unpack(RunInfo, frames[0].arguments[0]), frames[0].arguments[1], frames[1:])
+    frames = [Frame(unpack(_EVENTS[name], data), now, decided) for name, data, now, decided in others]
+    return Recording(unpack(RunInfo, first[1]), first[2], first[3], frames)
 
 
 def _whole_frames(data: bytes) -> Iterator[bytes]:
@@ -198,38 +166,16 @@ class _NoKeys:
         return Signed(value, self.author, b"", b"")
 
 
-@dataclass
-class _Answers:
-    left: list[bool] = field(default_factory=list)
-
-    def __call__(self, head: Hash, round: int) -> bool:
-        return self.left.pop(0) if self.left else True
-
-
 def replay(recording: Recording, rules: RunRules, core_class: type[Consensus] = Consensus) -> Iterator[Played]:
-    """Plays a recording on a state machine that begins as the recorded one did."""
-    core, answers = _core_of(recording, rules, core_class)
+    """Handles the events of a recording again, on a state machine that begins as the recorded one did."""
+    state = copy.deepcopy(recording.state)
+    state.identity = Identity(recording.me, rules, _NoKeys(recording.me), lambda *_: True)
+    core = core_class(state)
     for frame in recording.frames:
-        if frame.event == _UNDONE:
-            core.undone(lambda root: True)
-            core.round.verified -= set(frame.arguments)
-            continue
-        before, answers.left, tip = core.fired.copy(), list(frame.answers), core.tip.round
-        decided = getattr(core, frame.event)(*frame.arguments)
+        before, tip = core.fired.copy(), core.tip.round
+        actions = core.handle(frame.event, frame.now)
         fired = [name for name, count in (core.fired - before).items() for _ in range(count)]
-        actions = decided if isinstance(decided, list) else []
-        yield Played(frame, tip, actions, fired, _digest(decided) == frame.decided)
-
-
-def _core_of(recording: Recording, rules: RunRules, core_class: type[Consensus]) -> tuple[Consensus, _Answers]:
-    state, answers = recording.state, _Answers()
-    tip: Manifest = state["round"].tip
-    me: PeerId = state["me"]
-    core = core_class(
-        me, state["incarnation"], rules, _NoKeys(me), lambda *_: True, Pace(1.0), tip, 0.0, on_chain=answers
-    )
-    vars(core).update(state)
-    return core, answers
+        yield Played(frame, tip, actions, fired, _digest(actions) == frame.decided)
 
 
 def _digest(decided: Any) -> bytes:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from spes_p2p.consensus.machine import RULE_NAMES, Consensus
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.table import RULE_NAMES
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.schedules import end_faults, plan_run
 from spes_p2p.testing.sim import Result, World

@@ -55,8 +55,8 @@ class Mute:
     def _may_speak_to(self, peer: PeerId, core: Consensus) -> bool:
         if time.monotonic() >= self._until:
             return True
-        order = core.round.order
-        self._leader = self._leader or order[core.round.view % len(order)]
+        order = core.state.round.order
+        self._leader = self._leader or order[core.state.round.view % len(order)]
         return self._leader in (peer, core.me)
 
 

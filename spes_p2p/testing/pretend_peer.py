@@ -18,8 +18,9 @@ import numpy as np
 
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.messages import Intent, Manifest, Work, manifest_hash
+from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ids import PeerId
@@ -163,12 +164,12 @@ class PretendPeer:
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)
         self.residuals = Residuals(self.folder / "residuals", swarm.layout)
         first = int(1000 * (DAY_SECONDS + now - swarm.clock_behind_seconds))
-        core = Consensus(
-            self.name, place.votes.incarnation, swarm.rules, sealer, self.checker.check,
-            Pace(swarm.config.swarm.heartbeat_seconds), place.tip.manifest, now, place.votes.record, self.intent,
-            place.tip, first_sequence=first, on_chain=place.chain.has,
+        identity = Identity(self.name, swarm.rules, sealer, self.checker.check)
+        start = Start(
+            place.votes.incarnation, place.tip.manifest, place.tip, place.votes.record, self.intent, first,
+            seeds=tuple(await self._sources()),
         )  # fmt: skip
-        core.seeds = tuple(await self._sources())
+        core = Consensus.begin(identity, start, Pace(swarm.config.swarm.heartbeat_seconds), now)
         self.driver = Driver(
             core, swarm.info, self.net.transport, self.checker,
             Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
@@ -178,7 +179,7 @@ class PretendPeer:
         await self.driver.start()
         self.joined = True
         swarm.watch(self, place.tip.manifest)
-        if core.is_member():
+        if core.state.is_member():
             self._begin(place.tip.manifest, None)
 
     async def _sources(self) -> Iterable[PeerId]:
@@ -229,7 +230,7 @@ class PretendPeer:
             if lead.steps:
                 carried = self._ahead(turn, carried)
         self._turn = None
-        if self.driver.core.is_member():
+        if self.driver.core.state.is_member():
             self._begin(manifest, carried, lead.steps if keeps else 0)
         else:
             self._gone.set()

@@ -287,10 +287,12 @@ class World:
         if self.has_servers and not any(self._would_train(peer) for peer in running):
             return float("inf")
         cores = [p.core for p in running if p.core is not None]
-        pace = max((core.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
+        pace = max((core.state.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
         groups = Counter(self._groups.get(p.name, 0) for p in able)
         connected = 2 * max(groups.values(), default=0) > len(chosen)
-        view = max((max(c.round.view, c.record.promised) for c in cores if c.head == head), default=0)
+        view = max(
+            (max(c.state.round.view, c.state.own.record.promised) for c in cores if c.tip_hash == head), default=0
+        )
         training = max(p.round_seconds for p in running)
         wait = 0.0 if connected else pace.degraded_wait_seconds()
         if self._state_is_lost():
@@ -306,7 +308,7 @@ class World:
     def _state_is_lost(self) -> bool:
         """Whether somebody knows of a commit whose state left with those who had it."""
         running = [peer for peer in self.up() if peer.core is not None]
-        known = [peer.core.round.decided for peer in running if peer.core is not None]
+        known = [peer.core.state.round.decided for peer in running if peer.core is not None]
         return any(d is not None and not any(peer.has_state(d.manifest) for peer in running) for d in known)
 
     def check_stall(self) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus import events as on
+from spes_p2p.consensus.events import placed
 from spes_p2p.consensus.forks import Way
-from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.messages import (
     Commit,
     Envelope,
@@ -25,6 +27,7 @@ from spes_p2p.consensus.messages import (
     manifest_hash,
     plan_hash,
 )
+from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.data.leases import count
@@ -104,13 +107,13 @@ class SimPeer:
         self.disk.arrive(world.next_incarnation, restarted=True)
         self.disk.full = False
         first = int((DAY_SECONDS + now - self.clock_behind_seconds) * 1000) + self._life
-        self.core = world.core_class(
-            self.name, self.disk.incarnation, world.rules, FakeSealer(self.name), check_fake, Pace(HEARTBEAT_SECONDS),
-            self.disk.tip, now, self.disk.record, self.intent, self.disk.tip_commit, first_sequence=first,
-            on_chain=self.disk.is_on_chain,
+        start = Start(
+            self.disk.incarnation, self.disk.tip, self.disk.tip_commit, self.disk.record, self.intent, first,
+            tuple(peer for peer in world.peers if peer != self.name),
         )  # fmt: skip
+        identity = Identity(self.name, world.rules, FakeSealer(self.name), check_fake)
+        self.core = world.core_class.begin(identity, start, Pace(HEARTBEAT_SECONDS), now)
         self.world.tell(f"{self.name} starts, incarnation {self.disk.incarnation}, at round {self.disk.tip.round}")
-        self.core.seeds = tuple(peer for peer in world.peers if peer != self.name)
         self._restore()
         self._tick(self._life)
         self._begin_training(self._life)
@@ -167,12 +170,12 @@ class SimPeer:
         self.restart_plan = None
         self.is_gone_for_good = True
         self._later(LEAVING_SECONDS, self.crash)
-        self._do(self.core.wish(self.intent, self.world.now))
+        self._tell(on.IntentChanged(self.intent))
         self._close_training(self._life)
 
     def choose(self, child: Hash) -> None:
         """The organiser's choice has come."""
-        self._do(self._the_core.choose({child}, self.world.now))
+        self._tell(on.HistoryChosen((child,)))
 
     @property
     def round_seconds(self) -> float:
@@ -190,11 +193,12 @@ class SimPeer:
             return
         self._note_wake()
         self._note_heard(envelope)
-        self._do(self.core.receive(envelope, self.world.now))
+        self._tell(on.MessageReceived(envelope))
         if self.core is not None and self.world.random.random() < self.world.weather.reply:
-            reply = self.core.reply_to(sender, self.world.now)
-            self.world.judge.saw_message(self.name, reply, self.disk)
-            self.world.send(self.name, sender, reply)
+            for action in self.core.handle(on.ReplyRequested(sender), self.world.now):
+                assert isinstance(action, do.Send)
+                self.world.judge.saw_message(self.name, action.envelope, self.disk)
+                self.world.send(self.name, sender, action.envelope)
 
     def _tick(self, life: int) -> None:
         if life != self._life or self.core is None:
@@ -206,7 +210,7 @@ class SimPeer:
         self._note_wake()
         self._note_quorum()
         self.world.after(1.01 * HEARTBEAT_SECONDS, self._tick, life)
-        self._do(self.core.tick(now))
+        self._tell(on.ClockTicked())
 
     def _later(self, seconds: float, work: Callable[..., object], *arguments: object) -> None:
         """Work that ends with the process, and sleeps with the machine."""
@@ -239,24 +243,26 @@ class SimPeer:
     def _note_quorum(self) -> None:
         core = self._the_core
         head, at = self._quorum_at
-        if head != core.head:
+        if head != core.tip_hash:
             at = self.world.now
         if 2 * len(self._live()) > len(voters(core.tip)):
             at = self.world.now
-        self._quorum_at = (core.head, at)
-        self._wait_seconds = core.pace.degraded_wait_seconds()  # what an event teaches counts from the next one on
+        self._quorum_at = (core.tip_hash, at)
+        self._wait_seconds = (
+            core.state.pace.degraded_wait_seconds()
+        )  # what an event teaches counts from the next one on
 
     def _live(self) -> frozenset[PeerId]:
         """The electors that live by what was heard, worked out beside the core."""
         core, now = self._the_core, self.world.now
         chosen = voters(core.tip)
-        able = core.intent.can_vote and core.liveness.can_be_counted_on(core.pace, now)
-        live = {self.name} if chosen.get(self.name) == core.incarnation and able else set()
+        able = core.state.own.intent.can_vote and core.state.liveness.can_be_counted_on(core.state.pace, now)
+        live = {self.name} if chosen.get(self.name) == core.state.own.incarnation and able else set()
         for peer, incarnation in chosen.items():
             at, status = self._heard.get(peer, (float("-inf"), None))
-            if peer == self.name or status is None or now - at > core.pace.suspect_seconds:
+            if peer == self.name or status is None or now - at > core.state.pace.suspect_seconds:
                 continue
-            stands = status.head == core.head or (
+            stands = status.head == core.tip_hash or (
                 0 <= status.round < core.tip.round and self.disk.is_on_chain(status.head, status.round)
             )
             if stands and status.incarnation == incarnation and status.intent.can_vote:
@@ -265,7 +271,7 @@ class SimPeer:
 
     def _judge_decision(self) -> None:
         """A degraded child that others made is judged when the core decides for it."""
-        decided = self._the_core.round.decided
+        decided = self._the_core.state.round.decided
         if decided is not self._decided and decided is not None and self.name not in decided.certificate.heard:
             self.world.judge.saw_taken(self.name, decided, self.guard())
         self._decided = decided
@@ -274,10 +280,15 @@ class SimPeer:
         """What the judge is told when this peer makes or takes a degraded child."""
         wait = self._wait_seconds
         self._note_quorum()
-        now, pace = self.world.now, self._the_core.pace
+        now, pace = self.world.now, self._the_core.state.pace
         since = max(self._quorum_at[1], self.awake_since)
         just_asked = now - self.awake_since <= 2.5 * pace.deadline_seconds(0)
         return Guard(now - since, min(wait, self._wait_seconds) - 1e-6, just_asked, self._live())
+
+    def _tell(self, event: on.Event) -> None:
+        """Something happened: carries out what follows."""
+        core = self._the_core
+        self._do(core.handle(placed(event, core.tips_to_place(event), self.disk.is_on_chain), self.world.now))
 
     def _do(self, actions: Sequence[do.Action]) -> None:
         """Carries out actions in order; the process may die before or after any of them."""
@@ -286,7 +297,7 @@ class SimPeer:
         told: set[PeerId] = set()
         for action in actions:
             if self.world.say is not None:
-                self._tell(action)
+                self._tell_story(action)
             left = self.crash_after.get(type(action))
             if left is not None:
                 self.crash_after[type(action)] = left - 1
@@ -301,10 +312,10 @@ class SimPeer:
             elif isinstance(action, do.Forget):
                 self.disk.record, self.disk.left = None, set()
                 self.disk.incarnation = max(self.world.next_incarnation(), action.above + 1)
-                self._do(self._the_core.reborn(self.disk.incarnation, self.world.now))
+                self._tell(on.IncarnationBegun(self.disk.incarnation))
             elif isinstance(action, do.Persist):
                 if self.disk.full:
-                    self._do(self._the_core.disk_full(self.disk.record or VoteRecord(NO_HASH), self.world.now))
+                    self._tell(on.DiskFull(self.disk.record or VoteRecord(NO_HASH)))
                     return
                 self._persist(action)
             else:
@@ -312,7 +323,7 @@ class SimPeer:
             if self._life != life or self.core is None:
                 return
 
-    def _tell(self, action: do.Action) -> None:
+    def _tell_story(self, action: do.Action) -> None:
         match action:
             case do.Send():
                 parts = ("plan", "reports", "proposals", "votes", "degraded_votes", "commit")
@@ -364,7 +375,7 @@ class SimPeer:
         match action:
             case do.CloseTraining():
                 rest = self.world.random.random() * self.step_seconds
-                self._later(rest, self._finish_training, self._the_core.head)
+                self._later(rest, self._finish_training, self._the_core.tip_hash)
             case do.Notice():
                 if action.kind == "refused":
                     raise Violation("refused", f"{self.name} refused what {action.peer} said: {action.text}")
@@ -381,7 +392,7 @@ class SimPeer:
             case do.Adopt():
                 self._later(0.01, self._adopt, action.commit)
             case do.CatchUp():
-                self._later(3 * self._work_time(), self._catch_up, action, self._the_core.head)
+                self._later(3 * self._work_time(), self._catch_up, action, self._the_core.tip_hash)
 
     def _work_time(self) -> float:
         return self.work_seconds * (0.2 + 1.6 * self.world.random.random())
@@ -389,7 +400,12 @@ class SimPeer:
     # ---------------------------------------------------------------- training
 
     def _begin_training(self, life: int) -> None:
-        if self.core is None or life != self._life or not self.core.is_member() or self._training_since is not None:
+        if (
+            self.core is None
+            or life != self._life
+            or not self.core.state.is_member()
+            or self._training_since is not None
+        ):
             return
         if self.intent.serving:
             return
@@ -397,39 +413,39 @@ class SimPeer:
             self._close_training(life)
             return
         self._training_since = self.world.now
-        head = self.core.head
+        head = self.core.tip_hash
         self._later(self.round_seconds * (0.9 + 0.2 * self.world.random.random()), self._finish_training, head)
         if self.world.random.random() < 0.3:
             self._later(0.5 * self.round_seconds, self._tell_progress, head)
 
     def _tell_progress(self, head: Hash) -> None:
         core = self._the_core
-        if core.head == head and self._training_since is not None and not core.round.work.ready:
-            self._do(core.trained(self._work_so_far(ready=False), self.world.now))
+        if core.tip_hash == head and self._training_since is not None and not core.state.round.work.ready:
+            self._tell(on.TrainingProgressed(self._work_so_far(ready=False)))
 
     def _finish_training(self, head: Hash) -> None:
-        if self._the_core.head == head and self._training_since is not None:
+        if self._the_core.tip_hash == head and self._training_since is not None:
             self._close_training(self._life)
 
     def _close_training(self, life: int) -> None:
         core = self.core
-        if core is None or life != self._life or core.round.work.ready or self.intent.serving:
+        if core is None or life != self._life or core.state.round.work.ready or self.intent.serving:
             return
         if self._training_since is None and not self.intent.leaving:
             return
-        if core.head != manifest_hash(self.disk.tip):
+        if core.tip_hash != manifest_hash(self.disk.tip):
             return
         self._work = self._work_so_far(ready=True)
         self._training_since = None
-        if self._work.sequences and core.is_member():
+        if self._work.sequences and core.state.is_member():
             positions = trained_positions(core.tip, self.name, self._work.sequences)
             poison = self.world.random.random() < 0.02
             blocks = (
                 frozenset({self.world.random.randrange(len(self.world.rules.block_tiles))}) if poison else frozenset()
             )
             number = next(self.world.lives)
-            self._trained = Trained(number, self.name, core.head, self._work, positions, blocks)
-        self._do(core.trained(self._work, self.world.now))
+            self._trained = Trained(number, self.name, core.tip_hash, self._work, positions, blocks)
+        self._tell(on.TrainingProgressed(self._work))
 
     def _work_so_far(self, ready: bool) -> Work:
         core, since = self._the_core, self._training_since
@@ -459,7 +475,7 @@ class SimPeer:
 
     def _reduce(self, action: do.Reduce) -> None:
         plan, core = action.plan.value, self._the_core
-        if core.head != plan.parent or not self._is_settled():
+        if core.tip_hash != plan.parent or not self._is_settled():
             return
         piece = plan.slices[action.index]
         fit: list[Trained] = []
@@ -477,7 +493,7 @@ class SimPeer:
         if not core.wants_reduced(plan_hash(plan), action.index):
             return
         if not fit and self.world.random.random() < 0.5:
-            self._do(core.reduce_failed(action.index, self.world.now))
+            self._tell(on.ReduceFailed(action.index))
             return
         tiles = reduce_tiles(plan, piece, fit) if fit else ()
         for tile in tiles:
@@ -486,7 +502,7 @@ class SimPeer:
             self.disk.stage(piece, tiles)
         names = tuple(trained.peer for trained in fit)
         report = Report(plan_hash(plan), action.index, self.name, names, tiles, tuple(left_out))
-        self._do(core.reduced(report, self.world.now))
+        self._tell(on.SliceReduced(report))
 
     def _fetch(self, action: do.Fetch) -> None:
         core, piece = self._the_core, action.piece
@@ -499,31 +515,35 @@ class SimPeer:
                 self._later(0.0, self._refused, name)
             if holder is not None and not broken and holder.disk.has(piece, action.hashes):
                 self.disk.stage(piece, split(action.hashes))
-                self._do(core.staged(piece.key, action.hashes, self.world.now))
+                self._tell(on.SliceStaged(piece.key, action.hashes))
                 return
-        self._do(core.fetch_failed(piece.key, self.world.now))
+        self._tell(on.FetchFailed(piece.key))
 
     def _build(self, action: do.Build) -> None:
         core = self._the_core
         if not self._is_settled():
             return
         if not all(self.disk.has(piece, hashes) for piece, hashes in zip(action.slices, action.hashes, strict=True)):
-            self._do(core.unstaged([piece.key for piece in action.slices], self.world.now))
+            self._tell(on.SlicesLost(tuple(piece.key for piece in action.slices)))
             return
         merge = Merge(action.alpha, neighbours_of(self.world.rules.num_columns)) if action.alpha else None
         root = self.disk.finish(self.world.rules, action.slices, merge)
         wire_root = self.world.judge.saw_build(action.hashes)
-        self._later(self._work_time(), self._built, action, wire_root, root, merge, core.head)
+        self._later(self._work_time(), self._built, action, wire_root, root, merge, core.tip_hash)
 
     def _built(self, action: do.Build, wire_root: Hash, root: Hash, merge: Merge | None, head: Hash) -> None:
         """Other slices may have come meanwhile: then it is no more what is on disk."""
-        if self._the_core.head == head:
-            self._do(self._the_core.built(action, wire_root, root, merge, self.world.now))
+        if self._the_core.tip_hash == head:
+            self._tell(on.StateBuilt(action, wire_root, root, merge))
 
     def _verify(self, action: do.Verify) -> None:
         core, proposal = self._the_core, action.proposal.value
         manifest = proposal.manifest
-        if core.round.verifying != manifest_hash(manifest) or core.head != manifest.parent or not self._is_settled():
+        if (
+            core.state.round.verifying != manifest_hash(manifest)
+            or core.tip_hash != manifest.parent
+            or not self._is_settled()
+        ):
             return
         pairs = list(zip(manifest.slices, proposal.wire_hashes, strict=True))
         root = None
@@ -533,20 +553,20 @@ class SimPeer:
             else:
                 root = self.disk.finish(self.world.rules, manifest.slices, manifest.merge)
         if root != manifest.state_root or sha256(*proposal.wire_hashes) != manifest.wire_root:
-            self._do(core.verify_failed(self.world.now))
+            self._tell(on.VerifyFailed())
             return
-        self._do(core.verified(manifest_hash(manifest), self.world.now))
+        self._tell(on.StateVerified(manifest_hash(manifest)))
 
     # ---------------------------------------------------------------- commits
 
     def _adopt(self, commit: Commit) -> None:
         core, manifest = self._the_core, commit.manifest
-        if manifest.parent != core.head or not self._is_settled():
+        if manifest.parent != core.tip_hash or not self._is_settled():
             return
         state = self.disk.finished.get(manifest.state_root)
         if state is None:
-            core.round.verified.discard(commit.certificate.manifest)
-            self._do(core.not_adopted(self.world.now))
+            core.handle(on.StateLost((manifest.state_root,)), self.world.now)
+            self._tell(on.AdoptFailed())
             return
         self.world.judge.saw_commit(commit)
         self.disk.publish([commit], state)
@@ -554,22 +574,22 @@ class SimPeer:
 
     def _catch_up(self, action: do.CatchUp, head: Hash) -> None:
         core = self._the_core
-        if not self._is_settled() or core.head != head:  # our own child was adopted meanwhile
+        if not self._is_settled() or core.tip_hash != head:  # our own child was adopted meanwhile
             return
         holder = self.world.available(self.name, action.holder)
         broken = self.world.random.random() < self.world.weather.broken_transfer
         if holder is None or broken:
-            self._do(core.catch_up_failed(self.world.now))
+            self._tell(on.CatchUpFailed())
             return
         common = self.disk.shared_with(holder.disk)
         ours, theirs = tuple(self.disk.chain[common:]), tuple(holder.disk.chain[common:])
         if not theirs:
-            self._do(core.catch_up_failed(self.world.now))
+            self._tell(on.CatchUpFailed())
             return
         way = core.way_to(ours, theirs, self.world.now)
         self.parted |= way is Way.PARTED
         if way is not Way.MOVE:
-            self._do(core.stays(action.head, way, self.world.now))
+            self._tell(on.ForkRejected(action.head, way is Way.WAIT))
             return
         for commit in theirs:
             self.world.judge.saw_commit(commit)
@@ -586,13 +606,11 @@ class SimPeer:
         self._later(0.005, self._switched, theirs[-1])
 
     def _switched(self, commit: Commit) -> None:
-        """Another history won: what was trained on ours is lost."""
-        core = self._the_core
         self.world.tell(f"{self.name} goes over to round {commit.manifest.round} {short(commit.certificate.manifest)}")
         self.world.result.switches += 1
         self._work, self._trained, self._training_since = Work(), None, None
         self.world.note_commit(commit.manifest)
-        self._do(core.switched(commit, self.disk.incarnation, self.world.now))
+        self._tell(on.HistorySwitched(commit, self.disk.incarnation))
         self._after_commit()
 
     def _applied(self, commits: list[Commit]) -> None:
@@ -608,14 +626,14 @@ class SimPeer:
         self._trained = None
         self.world.note_commit(newest.manifest)
         self.world.tell(f"{self.name} stands on round {newest.manifest.round} {short(newest.certificate.manifest)}")
-        self._do(core.applied(newest, self.world.now))
+        self._tell(on.CommitApplied(newest))
         self._after_commit()
 
     def _after_commit(self) -> None:
         if self.core is None:
             return
         self._note_quorum()
-        if self.intent.leaving and not self.core.is_member():
+        if self.intent.leaving and not self.core.state.is_member():
             self.crash()
             return
         self._begin_training(self._life)
@@ -629,9 +647,9 @@ class SimPeer:
     def _restore(self) -> None:
         """A state that was signed for before the crash, or the full disk, and is still staged, is stood by."""
         core = self._the_core
-        for proposal in (core.record.accepted, core.record.degraded):
+        for proposal in (core.state.own.record.accepted, core.state.own.record.degraded):
             if proposal is not None and proposal.value.manifest.state_root in self.disk.finished:
-                self._do(core.verified(manifest_hash(proposal.value.manifest), self.world.now))
+                self._tell(on.StateVerified(manifest_hash(proposal.value.manifest)))
                 if self.core is None:
                     return
 
@@ -642,8 +660,12 @@ class SimPeer:
         if self.disk.tip.round >= manifest.round:
             return True
         core, name = self._the_core, manifest_hash(manifest)
-        bound = (signed for signed in (core.record.accepted, core.record.degraded) if signed is not None)
-        stood_by = name in core.round.verified or any(manifest_hash(signed.value.manifest) == name for signed in bound)
+        bound = (
+            signed for signed in (core.state.own.record.accepted, core.state.own.record.degraded) if signed is not None
+        )
+        stood_by = name in core.state.round.verified or any(
+            manifest_hash(signed.value.manifest) == name for signed in bound
+        )
         return stood_by and manifest.state_root in self.disk.finished
 
     def _refused(self, name: PeerId) -> None:
@@ -651,25 +673,25 @@ class SimPeer:
         peer = self.world.peers[name]
         is_cut = not self.world.reaches(self.name, name)
         if peer.refuses and (peer.core is None or is_cut):
-            self._do(self._the_core.gone(name, self.world.now))
+            self._tell(on.HostRefusedDial(name))
 
     refuses = True
     """Whether the host answers when the process is gone, or a firewall in its place."""
 
     def _is_settled(self) -> bool:
         """Whether we may write for the round of the core: there is room, and no commit on its way from disk to core."""
-        return not self._is_full() and self._the_core.head == manifest_hash(self.disk.tip)
+        return not self._is_full() and self._the_core.tip_hash == manifest_hash(self.disk.tip)
 
     def _is_full(self) -> bool:
         """Whether the disk took no more; the core is told so."""
-        if self.disk.full and self._the_core.intent.can_vote:
-            self._do(self._the_core.disk_full(self.disk.record or VoteRecord(NO_HASH), self.world.now))
+        if self.disk.full and self._the_core.state.own.intent.can_vote:
+            self._tell(on.DiskFull(self.disk.record or VoteRecord(NO_HASH)))
         return self.disk.full
 
     def _has_room(self) -> None:
         self.disk.full = False
         self.world.changed(f"{self.name} has room again")
         self.full_until = self.world.now
-        self._do(self._the_core.disk_has_room(self.world.now))
+        self._tell(on.DiskHasRoom())
         if self.core is not None:
             self._restore()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus import events as on
 from spes_p2p.consensus.forks import Way
-from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.messages import (
     Commit,
     Envelope,
@@ -25,6 +26,7 @@ from spes_p2p.consensus.messages import (
     plan_hash,
 )
 from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.state import Identity
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.testing.judge import Guard, Judge, Violation, VoteHistory, voters
 from spes_p2p.testing.sim_state import (
@@ -145,7 +147,9 @@ class SmallPeers:
         assert core is not None
         chosen, suspect = voters(core.tip), FixedPace(HEARTBEAT_SECONDS).suspect_seconds
         live = {peer for peer in local.live & set(chosen) if -local.heard_at[peer] <= suspect}
-        if chosen.get(local.name) == core.incarnation and core.liveness.can_be_counted_on(core.pace, 0.0):
+        if chosen.get(local.name) == core.state.own.incarnation and core.state.liveness.can_be_counted_on(
+            core.state.pace, 0.0
+        ):
             live.add(local.name)
         return frozenset(live)
 
@@ -164,6 +168,7 @@ class SmallPeers:
             case ("start",):
                 return self._start(local), False
             case ("tick",):
+                assert core is not None
                 self._snapshots.age(core)
                 local.heard_at = {peer: at - BEAT_SECONDS for peer, at in local.heard_at.items()}
                 local.newest = {peer: at - SEQUENCES_A_BEAT for peer, at in local.newest.items()}
@@ -172,8 +177,7 @@ class SmallPeers:
                 self._note_quorum(local)
                 if local.disk.record is not None:
                     local.disk.record = self._snapshots.aged(local.disk.record)
-                assert core is not None
-                return core.tick(0.0), False
+                return core.handle(on.ClockTicked(), 0.0), False
             case ("receive", message):
                 return self._receive(local, message), False
             case ("work", at, *brought):
@@ -186,20 +190,19 @@ class SmallPeers:
         disk, name = local.disk, local.name
         disk.restart()
         intent = Intent(joining=True, serving=name in self._servers)
-        core = local.core = self._core_class(
-            name, disk.incarnation, self._rules, FakeSealer(name), check_fake, FixedPace(HEARTBEAT_SECONDS), disk.tip,
-            0.0, disk.record, intent, disk.tip_commit, first_sequence=local.sequence,
-        )  # fmt: skip
-        core.seeds = tuple(peer for peer in self._names if peer != name)
+        others = tuple(peer for peer in self._names if peer != name)
+        begin = Start(disk.incarnation, disk.tip, disk.tip_commit, disk.record, intent, local.sequence, others)
+        identity = Identity(name, self._rules, FakeSealer(name), check_fake)
+        core = local.core = self._core_class.begin(identity, begin, FixedPace(HEARTBEAT_SECONDS), 0.0)
         local.lives += 1
         local.todo = ("train",) if not disk.chain and name not in self._servers else ()
-        local.heard_at, local.live = dict.fromkeys(core.seeds, 0.0), set()
+        local.heard_at, local.live = dict.fromkeys(others, 0.0), set()
         local.quorum_at = local.started_at = 0.0
         actions: list[do.Action] = []
-        for proposal in (core.record.accepted, core.record.degraded):
+        for proposal in (core.state.own.record.accepted, core.state.own.record.degraded):
             if proposal is not None and proposal.value.manifest.state_root in disk.finished:
-                actions += core.verified(manifest_hash(proposal.value.manifest), 0.0)
-        return actions + core.tick(0.0)
+                actions += core.handle(on.StateVerified(manifest_hash(proposal.value.manifest)), 0.0)
+        return actions + core.handle(on.ClockTicked(), 0.0)
 
     def _receive(self, local: Local, envelope: Envelope) -> list[do.Action]:
         assert local.core is not None
@@ -208,10 +211,10 @@ class SmallPeers:
             if status.peer in local.heard_at and status.sequence > local.newest.get(status.peer, -1):
                 local.newest[status.peer] = status.sequence
                 local.heard_at[status.peer] = 0.0
-                stands = status.head == local.core.head or status.round < local.core.tip.round
+                stands = status.head == local.core.tip_hash or status.round < local.core.tip.round
                 (local.live.add if stands and status.intent.can_vote else local.live.discard)(status.peer)
         self._note_quorum(local)
-        return local.core.receive(envelope, 0.0)
+        return local.core.handle(on.MessageReceived(envelope), 0.0)
 
     def _do_work(self, local: Local, work: Any, brought: list[Any]) -> tuple[list[do.Action], bool]:
         core, disk, name = local.core, local.disk, local.name
@@ -225,14 +228,14 @@ class SmallPeers:
                 if not core.wants_staged(piece.key, hashes):
                     return [], False
                 if not brought[0]:
-                    return core.fetch_failed(piece.key, 0.0), False
+                    return core.handle(on.FetchFailed(piece.key), 0.0), False
                 disk.stage(piece, split(hashes))
-                return core.staged(piece.key, hashes, 0.0), True
+                return core.handle(on.SliceStaged(piece.key, hashes), 0.0), True
             case do.Build(_, slices, hashes):
-                if core.round.building != work:
+                if core.state.round.building != work:
                     return [], False
                 root = disk.finish(self._rules, slices, None)
-                return core.built(work, self._content.saw_build(hashes), root, None, 0.0), True
+                return core.handle(on.StateBuilt(work, self._content.saw_build(hashes), root, None), 0.0), True
             case do.Verify(proposal):
                 return self._verify(core, disk, proposal.value)
             case do.Adopt(commit):
@@ -247,8 +250,8 @@ class SmallPeers:
         sequences = STEPS * BATCH_SEQUENCES
         work = Work(True, sequences * SEQUENCE_TOKENS, STEPS, sequences, expected_tokens=sequences * SEQUENCE_TOKENS)
         number = 100 * self._names.index(name) + local.lives
-        local.trained = Trained(number, name, core.head, work, trained_positions(core.tip, name, sequences))
-        return core.trained(work, 0.0)
+        local.trained = Trained(number, name, core.tip_hash, work, trained_positions(core.tip, name, sequences))
+        return core.handle(on.TrainingProgressed(work), 0.0)
 
     def _reduce(
         self, core: Consensus, disk: Disk, name: PeerId, work: do.Reduce, brought: list[Any]
@@ -259,34 +262,34 @@ class SmallPeers:
             return [], False
         fit = [trained for trained in brought if trained is not None]
         if not fit:
-            return core.reduce_failed(work.index, 0.0), False
+            return core.handle(on.ReduceFailed(work.index), 0.0), False
         tiles = reduce_tiles(plan, piece, fit)
         self._content.reduced.update((tile, tuple(fit)) for tile in tiles)
         disk.stage(piece, tiles)
         lost = tuple((peer, "lost") for peer, trained in zip(piece.contributors, brought) if trained is None)
         report = Report(plan_hash(plan), work.index, name, tuple(t.peer for t in fit), tiles, lost)
-        return core.reduced(report, 0.0), True
+        return core.handle(on.SliceReduced(report), 0.0), True
 
     def _verify(self, core: Consensus, disk: Disk, proposal: Proposal) -> tuple[list[do.Action], bool]:
         manifest = proposal.manifest
-        if core.round.verifying != manifest_hash(manifest) or core.head != manifest.parent:
+        if core.state.round.verifying != manifest_hash(manifest) or core.tip_hash != manifest.parent:
             return [], False
         pairs = list(zip(manifest.slices, proposal.wire_hashes, strict=True))
         whole = all(disk.has(piece, hashes) for piece, hashes in pairs)
         if whole and manifest.state_root not in disk.finished:
             disk.finish(self._rules, manifest.slices, manifest.merge)
         if not whole or manifest.state_root not in disk.finished or sha256(*proposal.wire_hashes) != manifest.wire_root:
-            return core.verify_failed(0.0), whole
-        return core.verified(manifest_hash(manifest), 0.0), True
+            return core.handle(on.VerifyFailed(), 0.0), whole
+        return core.handle(on.StateVerified(manifest_hash(manifest)), 0.0), True
 
     def _adopt(self, local: Local, core: Consensus, commit: Commit) -> tuple[list[do.Action], bool]:
         disk = local.disk
-        if commit.manifest.parent != core.head:
+        if commit.manifest.parent != core.tip_hash:
             return [], False
         state = disk.finished.get(commit.manifest.state_root)
         if state is None:
-            core.round.verified.discard(commit.certificate.manifest)
-            return core.not_adopted(0.0), False
+            core.handle(on.StateLost((commit.manifest.state_root,)), 0.0)
+            return core.handle(on.AdoptFailed(), 0.0), False
         if local.name not in commit.certificate.heard:  # who made it was judged when it voted
             self.fresh_judge().saw_taken(local.name, commit, self._guard(local))
         return self._published(core, disk, commit, state), True
@@ -294,11 +297,11 @@ class SmallPeers:
     def _catch_up(
         self, local: Local, core: Consensus, head: Hash, commits: Sequence[Commit]
     ) -> tuple[list[do.Action], bool]:
-        if not commits or commits[0].manifest.parent != core.head:
-            return core.catch_up_failed(0.0), False
+        if not commits or commits[0].manifest.parent != core.tip_hash:
+            return core.handle(on.CatchUpFailed(), 0.0), False
         way = core.way_to((), tuple(commits), 0.0)
         if way is not Way.MOVE:
-            return core.stays(head, way, 0.0), False
+            return core.handle(on.ForkRejected(head, way is Way.WAIT), 0.0), False
         judge = self.fresh_judge()
         judge.saw_commit(commits[0])
         judge.saw_taken(local.name, commits[0], self._guard(local))
@@ -310,4 +313,4 @@ class SmallPeers:
         judge.saw_commit(commit)
         disk.publish([commit], state)
         judge.saw_state(core.me, commit.manifest, disk.state)
-        return core.applied(commit, 0.0)
+        return core.handle(on.CommitApplied(commit), 0.0)

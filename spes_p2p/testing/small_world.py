@@ -129,7 +129,8 @@ class SmallWorld:
             state = self._apply(state, peer, self._step(state, peer, ("start",)))
         state = self._delivered(state)
         while any(
-            local.core is not None and local.core.liveness.asking_since is not None for local in self.locals_of(state)
+            local.core is not None and local.core.state.liveness.asking_since is not None
+            for local in self.locals_of(state)
         ):
             state = self._delivered(self._beat(state))
         return state._replace(beats=0)
@@ -154,18 +155,18 @@ class SmallWorld:
         if not state.commits:
             return False
         cores = [local.core for local in self.locals_of(state) if local.core is not None]
-        return bool(cores) and all(core.tip.round > 0 or core.round.decided is not None for core in cores)
+        return bool(cores) and all(core.tip.round > 0 or core.state.round.decided is not None for core in cores)
 
     def is_lost(self, state: State) -> bool:
         """Somebody who is up knows of a commit whose state went down with those who had it."""
         up = [local for local in self.locals_of(state) if local.core is not None]
-        decided = [local.core.round.decided for local in up if local.core is not None]
+        decided = [local.core.state.round.decided for local in up if local.core is not None]
         return any(d is not None and not any(local.disk.holds(d.manifest) for local in up) for d in decided)
 
     def is_training(self, state: State) -> bool:
         """Whether somebody is up who does more than serve."""
         up = [local.core for local in self.locals_of(state) if local.core is not None]
-        return any(not core.intent.serving for core in up)
+        return any(not core.state.own.intent.serving for core in up)
 
     def is_split(self, state: State) -> bool:
         return len({self.things[commit].certificate.manifest for commit in state.commits}) > 1
@@ -359,7 +360,7 @@ class SmallWorld:
         core = local.core
         assert core is not None
         self.fired.update(core.fired)
-        decided = [commit for commit in (core.round.decided, core.last_commit) if commit is not None]
+        decided = [commit for commit in (core.state.round.decided, core.state.own.commit) if commit is not None]
         after = self._keep(local)
         silent = what[0] == "receive" and not actions and not core.fired
         quiet = silent and not _says_more(self.things[what[1]])
@@ -385,7 +386,7 @@ class SmallWorld:
     def _remains(self, local: Local) -> int:
         """What a crash leaves: the disk, and which sequences were used."""
         core = local.core
-        used = core._sequence if core is not None else local.sequence
+        used = core.state.own.sequence if core is not None else local.sequence
         disk = self.snapshots.clone(local.disk)
         return self._keep(Local(local.name, None, disk, lives=local.lives, sequence=used))
 

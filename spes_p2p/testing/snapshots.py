@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import types
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 import msgpack
 
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Envelope, Proposal, Signed, Status
-from spes_p2p.consensus.state import RoundState
+from spes_p2p.consensus.state import Others, RoundState
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.votes import VoteRecord
 
@@ -33,17 +35,9 @@ FIRST_SEQUENCE = 1_000_000
 """The sequence of a peer at the start of the present heartbeat."""
 LOWEST_SEQUENCE = FIRST_SEQUENCE - 8 * SEQUENCES_A_BEAT
 
-_TIMES = {
-    *("at", "direct_at", "started_at", "progress_at", "ready_at", "closed_at", "plan_at", "verify_after"),
-    *("reachable_at", "_next_heartbeat", "_last_event", "_ahead_since"),
-    *("quorum_at", "asking_since", "asked_at", "failing_since"),
-}
-_DURATIONS = {"borrowed"}
-_TIMES_BY_KEY = {"seen", "_asked", "_looked_at"}
-_SHARED = {"rules", "pace", "_sealer", "_check", "_on_chain"}
-_RULES = frozenset({"_rules", "_rules_by_situation"})
-_UNNAMED = _SHARED | _RULES | {"fired", "_loud", "missing"}
-"""What no decision hangs on, or what is worked out of the rest (`_loud` repeats what the status said last)."""
+_SHARED = frozenset({"identity", "pace"})
+_UNNAMED = _SHARED | {"last_broadcast"}
+"""What no decision hangs on: `last_broadcast` repeats what the status said last."""
 
 
 _WHEN_HEARD = {"at", "direct_at", "heard_at", "newest", "quorum_at"}
@@ -115,13 +109,11 @@ class Snapshots:
         return self._clone_object(value)
 
     def _clone_object(self, value: Any) -> Any:
+        if isinstance(value, Consensus):
+            return type(value)(self.clone(value.state))
         twin = object.__new__(type(value))
         for name, item in vars(value).items():
-            shared = type(item) in _ATOMS or name in _SHARED or name in _RULES
-            twin.__dict__[name] = item if shared else self.clone(item)
-        if isinstance(value, Consensus):
-            twin._rules = tuple((name, needs, getattr(twin, rule.__name__)) for name, needs, rule in value._rules)
-            twin._rules_by_situation = {}
+            twin.__dict__[name] = item if type(item) in _ATOMS or name in _SHARED else self.clone(item)
         return twin
 
     def name(self, value: Any, timeless: bool = False) -> bytes:
@@ -155,6 +147,8 @@ class Snapshots:
             self._write_object(value, parts, timeless)
 
     def _write_object(self, value: Any, parts: list[bytes], timeless: bool) -> None:
+        if isinstance(value, Consensus):
+            value = value.state
         if not hasattr(value, "__dict__"):
             raise TypeError(f"a search cannot name {type(value).__name__} {value!r}")
         hidden = _UNNAMED | _WHEN_HEARD if timeless else _UNNAMED
@@ -178,24 +172,26 @@ class Snapshots:
 
     # ---------------------------------------------------------------- time
 
-    def age(self, value: Any) -> None:
+    def age(self, core: Consensus) -> None:
         """Lets one heartbeat pass for a copy, in place: all that was, is so much longer ago."""
+        core.state.own.sequence = FIRST_SEQUENCE
+        self._age(core.state)
+
+    def _age(self, value: Any) -> None:
+        kind: Any = type(value)
+        times = times_of(kind)
         for name, item in vars(value).items():
-            if name in _TIMES:
+            if name in times:
                 setattr(value, name, _older(item))
-            elif name in _TIMES_BY_KEY:
-                setattr(value, name, {key: _older(at) for key, at in item.items()})
-            elif isinstance(item, float) and name not in _DURATIONS:
-                raise TypeError(f"a search does not know whether {type(value).__name__}.{name} is a time")
-            elif name == "contacts":
-                for contact in item.values():
-                    self.age(contact)
+            elif name in _SHARED:
+                continue
             elif isinstance(item, Signed | VoteRecord):
                 setattr(value, name, self.aged(item))
-        if isinstance(value, Consensus):
-            value._sequence = FIRST_SEQUENCE
-            self.age(value.round)
-            self.age(value.liveness)
+            elif dataclasses.is_dataclass(item) and not _is_frozen(type(item)):
+                self._age(item)
+        if isinstance(value, Others):
+            for contact in value.contacts.values():
+                self._age(contact)
         if isinstance(value, RoundState):
             proposals = [self.aged(signed) for signed in value.proposals.values()]
             value.proposals = {(signed.value.heard, signed.value.ballot): signed for signed in proposals}
@@ -237,7 +233,19 @@ def _order(key: Any) -> Any:
     return key
 
 
-def _older(time: float | None) -> float | None:
+@cache
+def times_of(kind: Any) -> frozenset[str]:
+    """The fields of a dataclass that hold times. Raises TypeError for a float that is neither time nor duration."""
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    for name, annotation in kinds.items():
+        if re.search(r"\bfloat\b", annotation):
+            raise TypeError(f"a search does not know whether {kind.__name__}.{name} is a Moment or Seconds")
+    return frozenset(name for name, annotation in kinds.items() if re.search(r"\bMoment\b", annotation))
+
+
+def _older(time: Any) -> Any:
+    if isinstance(time, dict):
+        return {key: _older(at) for key, at in time.items()}
     return None if time is None else max(time - BEAT_SECONDS, -OLDEST_SECONDS) if time > float("-inf") else time
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.inbound import MOST_BORROWED
-from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.membership import LEAST_NEW, Member, leader_order, with_votes
 from spes_p2p.consensus.messages import (
     Acceptance,
@@ -33,8 +33,10 @@ from spes_p2p.consensus.messages import (
     manifest_hash,
     plan_hash,
 )
+from spes_p2p.consensus.parts import Cast, Parts
 from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
-from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES
+from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Identity
+from spes_p2p.consensus.statuses import MAX_WAIT_EXTENSIONS
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ChainPart, PackedRequest, PiecesRequest, TilesRequest, kind_of
@@ -77,11 +79,16 @@ def said() -> list[Envelope]:
 @pytest.fixture
 def core() -> Consensus:
     """Has a plan; nobody has voted yet."""
-    return walk_until(lambda core: core.round.plan is not None)
+    return walk_until(lambda core: core.state.round.plan is not None)
 
 
 def seal(value: Any) -> Signed[Any]:
     return FakeSealer(LIAR).seal(value)
+
+
+def parts_of(core: Consensus) -> Parts:
+    """All that is known is in the state: parts over it answer as those of `core` do."""
+    return Parts(core.state, Cast())
 
 
 def size_of(core: Consensus, act: Callable[[], None]) -> int:
@@ -97,150 +104,165 @@ def size_of(core: Consensus, act: Callable[[], None]) -> int:
 def test_votes_of_thousands_of_ballots(core: Consensus) -> None:
     def flood() -> None:
         for ballot in range(2000):
-            vote = Acceptance(core.rules.fingerprint, core.head, ballot, sha256(b"%d" % ballot))
-            core.receive(Envelope(LIAR, votes=(seal(vote),)), 0.0)
+            vote = Acceptance(core.state.rules.fingerprint, core.tip_hash, ballot, sha256(b"%d" % ballot))
+            core.handle(on.MessageReceived(Envelope(LIAR, votes=(seal(vote),))), 0.0)
 
-    progress = core.round.progress_at = -1.0
+    progress = core.state.round.progress_at = -1.0
     assert size_of(core, flood) < 100_000
-    ballots = sorted(ballot for (ballot, _), votes in core.round.votes.items() if LIAR in votes)
+    ballots = sorted(ballot for (ballot, _), votes in core.state.round.votes.items() if LIAR in votes)
     assert ballots == list(range(2000 - MOST_VOTES, 2000))  # the newest: an honest elector stands by its last
-    assert core.round.progress_at == progress  # votes for what nobody proposed are no progress
+    assert core.state.round.progress_at == progress  # votes for what nobody proposed are no progress
 
 
 def test_degraded_votes_for_thousands_of_contents(core: Consensus) -> None:
     for number in range(1000):
-        vote = DegradedVote(core.rules.fingerprint, core.head, (LIAR,), -1, sha256(b"%d" % number))
-        core.receive(Envelope(LIAR, degraded_votes=(seal(vote),)), 0.0)
-    assert len(core.round.degraded_votes) == MOST_VOTES
-    twice = DegradedVote(core.rules.fingerprint, core.head, (LIAR, LIAR), -1, NO_HASH)
-    core.receive(Envelope(LIAR, degraded_votes=(seal(twice),)), 0.0)
-    assert all(len(set(heard)) == len(heard) for heard, _ in core.round.degraded_votes)
+        vote = DegradedVote(core.state.rules.fingerprint, core.tip_hash, (LIAR,), -1, sha256(b"%d" % number))
+        core.handle(on.MessageReceived(Envelope(LIAR, degraded_votes=(seal(vote),))), 0.0)
+    assert len(core.state.round.degraded_votes) == MOST_VOTES
+    twice = DegradedVote(core.state.rules.fingerprint, core.tip_hash, (LIAR, LIAR), -1, NO_HASH)
+    core.handle(on.MessageReceived(Envelope(LIAR, degraded_votes=(seal(twice),))), 0.0)
+    assert all(len(set(heard)) == len(heard) for heard, _ in core.state.round.degraded_votes)
 
 
 def test_proposals_of_thousands_of_ballots_but_never_what_somebody_is_bound_to() -> None:
     """Of one leader's the newest are kept; what was accepted here stays whatever comes."""
-    core = walk_until(lambda core: core.record.accepted is not None and core.round.decided is None and core.me != "p0")
-    accepted = core.record.accepted
+    core = walk_until(
+        lambda core: core.state.own.record.accepted is not None and core.state.round.decided is None and core.me != "p0"
+    )
+    accepted = core.state.own.record.accepted
     assert accepted is not None
-    author, before = accepted.author, len(core.round.proposals)
-    ballots = range(accepted.value.ballot + 3, 190, len(core.round.order))
+    author, before = accepted.author, len(core.state.round.proposals)
+    ballots = range(accepted.value.ballot + 3, 190, len(core.state.round.order))
     for ballot in ballots:
         other = replace(accepted.value.manifest, state_root=sha256(b"%d" % ballot))
-        proposal = Proposal(core.head, ballot, author, other, accepted.value.wire_hashes)
-        core.receive(Envelope(author, proposals=(FakeSealer(author).seal(proposal),)), 0.0)
-    assert len(core.round.proposals) <= MOST_VOTES + before
-    assert ((), accepted.value.ballot) in core.round.proposals
-    assert ((), ballots[-1]) in core.round.proposals
+        proposal = Proposal(core.tip_hash, ballot, author, other, accepted.value.wire_hashes)
+        core.handle(on.MessageReceived(Envelope(author, proposals=(FakeSealer(author).seal(proposal),))), 0.0)
+    assert len(core.state.round.proposals) <= MOST_VOTES + before
+    assert ((), accepted.value.ballot) in core.state.round.proposals
+    assert ((), ballots[-1]) in core.state.round.proposals
 
 
 @pytest.mark.parametrize("new", [LEAST_NEW, LEAST_NEW + 1])
 def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int) -> None:
-    core = walk_until(lambda core: core.record.accepted is not None and core.round.decided is None and core.me != "p0")
-    accepted = core.record.accepted
+    core = walk_until(
+        lambda core: core.state.own.record.accepted is not None and core.state.round.decided is None and core.me != "p0"
+    )
+    accepted = core.state.own.record.accepted
     assert accepted is not None
     made = accepted.value.manifest
     crowd = (Member(PeerId(f"new {number}"), 1, False, 0) for number in range(new))
     members = with_votes(core.tip.members, sorted((*core.tip.members, *crowd)))
     outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge)
-    manifest = child_manifest(core.rules, core.tip, outcome, members, {})
-    ballot = accepted.value.ballot + len(core.round.order)
-    proposal = Proposal(core.head, ballot, accepted.author, manifest, accepted.value.wire_hashes)
-    core.receive(Envelope(accepted.author, proposals=(FakeSealer(accepted.author).seal(proposal),)), 0.0)
-    assert (((), ballot) in core.round.proposals) == (new == LEAST_NEW)
+    manifest = child_manifest(core.state.rules, core.tip, outcome, members, {})
+    ballot = accepted.value.ballot + len(core.state.round.order)
+    proposal = Proposal(core.tip_hash, ballot, accepted.author, manifest, accepted.value.wire_hashes)
+    core.handle(
+        on.MessageReceived(Envelope(accepted.author, proposals=(FakeSealer(accepted.author).seal(proposal),))), 0.0
+    )
+    assert (((), ballot) in core.state.round.proposals) == (new == LEAST_NEW)
 
 
 def test_ever_new_plans_do_not_hold_up_a_round(core: Consensus) -> None:
-    before = core.round.plans_of.get(LIAR, 0)
+    before = core.state.round.plans_of.get(LIAR, 0)
     promise(core, 500)
     for ballot in ballots_of(core, LIAR):
         say_plan(core, ballot)
-    assert core.round.plan is not None
-    assert core.round.plan.value.ballot == ballots_of(core, LIAR)[MOST_PLANS - before - 1]
+    assert core.state.round.plan is not None
+    assert core.state.round.plan.value.ballot == ballots_of(core, LIAR)[MOST_PLANS - before - 1]
 
 
 def test_who_leads_no_ballot_that_a_majority_promised_plans_and_proposes_nothing() -> None:
-    core = walk_until(lambda core: core.round.plan is not None and core.round.proposals and core.round.decided is None)
-    plan, (_, proposal) = core.round.plan, next(iter(core.round.proposals.items()))
-    target, progress = core._target(), core.round.progress_at
+    core = walk_until(
+        lambda core: (
+            core.state.round.plan is not None and core.state.round.proposals and core.state.round.decided is None
+        )
+    )
+    plan, (_, proposal) = core.state.round.plan, next(iter(core.state.round.proposals.items()))
+    target, progress = parts_of(core).proposals.target(), core.state.round.progress_at
     ballot = next(ballot for ballot in ballots_of(core, LIAR) if ballot > 0)
     theirs = Proposal(
-        core.head, ballot, LIAR, replace(proposal.value.manifest, state_root=NO_HASH), proposal.value.wire_hashes
+        core.tip_hash, ballot, LIAR, replace(proposal.value.manifest, state_root=NO_HASH), proposal.value.wire_hashes
     )
     say_plan(core, ballot)
-    core.receive(Envelope(LIAR, proposals=(seal(theirs),)), progress + 0.1)
-    assert core.round.plan == plan
-    assert core._target() == target
+    core.handle(on.MessageReceived(Envelope(LIAR, proposals=(seal(theirs),))), progress + 0.1)
+    assert core.state.round.plan == plan
+    assert parts_of(core).proposals.target() == target
     assert core.status().proposal < ballot  # or it would not be told the true one
-    assert core.round.progress_at == progress
+    assert core.state.round.progress_at == progress
     promise(core, ballot)
     say_plan(core, ballot)
-    assert core.round.plan is not None
-    assert core.round.plan.author == LIAR
+    assert core.state.round.plan is not None
+    assert core.state.round.plan.author == LIAR
     assert core.status().proposal == ballot
 
 
 def ballots_of(core: Consensus, leader: PeerId) -> list[int]:
-    order = leader_order(core.head, core.tip.members)
+    order = leader_order(core.tip_hash, core.tip.members)
     return [ballot for ballot in range(1, 500) if order[ballot % len(order)] == leader]
 
 
 def say_plan(core: Consensus, ballot: int) -> None:
-    assert core.round.plan is not None
-    mine = core.round.plan.value
-    plan = Plan(core.rules.fingerprint, core.head, ballot, LIAR, mine.roster, mine.slices)
-    core.receive(Envelope(LIAR, plan=seal(plan)), 0.0)
+    assert core.state.round.plan is not None
+    mine = core.state.round.plan.value
+    plan = Plan(core.state.rules.fingerprint, core.tip_hash, ballot, LIAR, mine.roster, mine.slices)
+    core.handle(on.MessageReceived(Envelope(LIAR, plan=seal(plan))), 0.0)
 
 
 def promise(core: Consensus, ballot: int) -> None:
     """All others say that they have promised it."""
-    template = core.contacts[LIAR].status
-    for peer, incarnation in core._elector.items():
+    template = core.state.others.contacts[LIAR].status
+    for peer, incarnation in core.state.electors.items():
         if peer != core.me:
-            known = replace(template, peer=peer, incarnation=incarnation, sequence=10**9, head=core.head)
+            known = replace(template, peer=peer, incarnation=incarnation, sequence=10**9, head=core.tip_hash)
             status = replace(known, round=core.tip.round, ballots=Ballots(promised=ballot))
-            core.receive(Envelope(peer, (FakeSealer(peer).seal(status),)), 0.0)
+            core.handle(on.MessageReceived(Envelope(peer, (FakeSealer(peer).seal(status),))), 0.0)
 
 
 def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_cannot_be_had() -> None:
     """Else nobody would give up the leader that is gone with them."""
 
     def of_others(core: Consensus) -> list[tuple[int, Signed[Report]]]:
-        return [(at, said) for at, said in core.round.reports.items() if said.author != core.me]
+        return [(at, said) for at, said in core.state.round.reports.items() if said.author != core.me]
 
     core = walk_until(of_others)
-    core.round.proposals.clear()
+    core.state.round.proposals.clear()
     index, report = of_others(core)[0]
-    assert core.round.plan is not None
-    key, now = core.round.plan.value.slices[index].key, core.round.progress_at + 0.1
-    core.round.fetching[key] = sha256(b"a tile of the proposal")
-    core.fetch_failed(key, now)
-    core.receive(Envelope(report.author, reports=(report,)), now)
-    assert core.round.progress_at < now
+    assert core.state.round.plan is not None
+    key, now = core.state.round.plan.value.slices[index].key, core.state.round.progress_at + 0.1
+    core.state.round.fetching[key] = sha256(b"a tile of the proposal")
+    core.handle(on.FetchFailed(key), now)
+    core.handle(on.MessageReceived(Envelope(report.author, reports=(report,))), now)
+    assert core.state.round.progress_at < now
 
 
 def test_a_state_of_slices_that_were_done_again_since_is_not_proposed() -> None:
-    core = walk_until(lambda core: core.round.building is not None and core.round.outcome is None)
-    assert core.round.building is not None
-    core.built(replace(core.round.building, hashes=(sha256(b"done again since"),)), NO_HASH, NO_HASH, None, 0.0)
-    assert core.round.outcome is None
+    core = walk_until(lambda core: core.state.round.building is not None and core.state.round.outcome is None)
+    assert core.state.round.building is not None
+    core.handle(
+        on.StateBuilt(
+            replace(core.state.round.building, hashes=(sha256(b"done again since"),)), NO_HASH, NO_HASH, None
+        ),
+        0.0,
+    )
+    assert core.state.round.outcome is None
 
 
 def test_strangers_are_few_and_silent_ones_make_room(core: Consensus) -> None:
-    template = core.contacts[LIAR].status
+    template = core.state.others.contacts[LIAR].status
 
     def hear(name: str, now: float) -> None:
         status = replace(template, peer=PeerId(name), incarnation=9, sequence=1, intent=Intent(joining=True))
-        core.receive(Envelope(PeerId(name), (FakeSealer(PeerId(name)).seal(status),)), now)
+        core.handle(on.MessageReceived(Envelope(PeerId(name), (FakeSealer(PeerId(name)).seal(status),))), now)
 
     for number in range(500):
         hear(f"stranger {number}", 0.0)
-    strangers = [peer for peer in core.contacts if peer.startswith("stranger")]
+    strangers = [peer for peer in core.state.others.contacts if peer.startswith("stranger")]
     assert len(strangers) == MAX_NEWCOMERS
     hear("late", 1.0)
-    assert "late" not in core.contacts
-    hear("later", core.pace.suspect_seconds + 1)  # the others fell silent
-    assert "later" in core.contacts
-    assert len(core.contacts) <= MAX_NEWCOMERS + 2
+    assert "late" not in core.state.others.contacts
+    hear("later", core.state.pace.suspect_seconds + 1)  # the others fell silent
+    assert "later" in core.state.others.contacts
+    assert len(core.state.others.contacts) <= MAX_NEWCOMERS + 2
 
 
 @pytest.mark.parametrize(
@@ -270,9 +292,11 @@ def test_strangers_are_few_and_silent_ones_make_room(core: Consensus) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_a_status_of_impossible_size_is_not_kept(core: Consensus, change: dict[str, Any]) -> None:
-    before = core.contacts[LIAR].status
-    core.receive(Envelope(LIAR, (seal(replace(before, sequence=before.sequence + 1, **change)),)), 0.0)
-    assert core.contacts[LIAR].status == before
+    before = core.state.others.contacts[LIAR].status
+    core.handle(
+        on.MessageReceived(Envelope(LIAR, (seal(replace(before, sequence=before.sequence + 1, **change)),))), 0.0
+    )
+    assert core.state.others.contacts[LIAR].status == before
 
 
 class Beginning:
@@ -284,18 +308,17 @@ class Beginning:
         members = [Member(name, 1, True, 0) for name in names]
         tip = genesis_manifest(self.rules, root_of(state), members, {name: Wish(0) for name in names})
         me, self.honest, self.liar = leader_order(manifest_hash(tip), tip.members)
-        self.core = Consensus(
-            me, 1, self.rules, FakeSealer(me), lambda *_: True, Pace(1.0), tip, 0.0, intent=Intent(True)
-        )
+        identity = Identity(me, self.rules, FakeSealer(me), lambda *_: True)
+        self.core = Consensus.begin(identity, Start(1, tip, intent=Intent(True)), Pace(1.0), 0.0)
         self.sequence = 0
 
     def says(self, peer: PeerId, now: float, **what: Any) -> list[Any]:
         self.sequence += 1
         status = Status(
-            self.rules.fingerprint, peer, 1, self.sequence, 0, self.core.head, Work(), Intent(True), Ballots()
+            self.rules.fingerprint, peer, 1, self.sequence, 0, self.core.tip_hash, Work(), Intent(True), Ballots()
         )
         said = FakeSealer(peer).seal(replace(status, **what))
-        return self.core.receive(Envelope(peer, (said,)), now)
+        return self.core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
 
 
 READY = Work(True, 64, 4, 8, seconds=10.0)
@@ -305,22 +328,22 @@ def seconds_until_planned(work: Work, was_late: bool = False) -> tuple[float, li
     """From the close of a round on, while one of three tells of `work` and never ends it."""
     story, told, now = Beginning(), [], 10.0
     core = story.core
-    core._kept_waiting |= {story.liar} if was_late else set()
+    core.state.others.kept_waiting |= {story.liar} if was_late else set()
     story.says(story.liar, now, work=work)
     story.says(story.honest, now, work=READY)
-    core.trained(READY, now)
-    while core.round.plan is None:
+    core.handle(on.TrainingProgressed(READY), now)
+    while core.state.round.plan is None:
         now += 0.5
         assert now < 1000
-        core.moved(now)  # else the lead would pass on meanwhile
+        core.handle(on.BytesMoved(), now)  # else the lead would pass on meanwhile
         story.says(story.liar, now, work=work)
         story.says(story.honest, now, work=READY)
-        told += [action for action in core.tick(now) if isinstance(action, Notice)]
-    assert core.round.closed_at is not None
-    assert core._kept_waiting == {story.liar}
+        told += [action for action in core.handle(on.ClockTicked(), now) if isinstance(action, Notice)]
+    assert core.state.round.closed_at is not None
+    assert core.state.others.kept_waiting == {story.liar}
     story.says(story.liar, now, work=READY)
-    assert not core._kept_waiting
-    return now - core.round.closed_at, told
+    assert not core.state.others.kept_waiting
+    return now - core.state.round.closed_at, told
 
 
 def test_a_running_step_that_is_said_to_take_a_day_delays_a_round_for_a_while_and_is_named() -> None:
@@ -344,7 +367,7 @@ def test_bytes_that_move_at_a_stranger_keep_no_leader(name: str, counts: bool) -
     peer = story.liar if name == story.core.me else PeerId(name)
     for moved in range(1, 6):
         story.says(peer, 0.5 * moved, moved=moved)
-    assert (story.core.round.progress_at == 2.5) == counts
+    assert (story.core.state.round.progress_at == 2.5) == counts
 
 
 def test_only_who_leads_closes_a_round() -> None:
@@ -352,11 +375,11 @@ def test_only_who_leads_closes_a_round() -> None:
 
     def is_closed(rank: int, closing: int, promised: int = 0) -> bool:
         story = Beginning()
-        peer = story.core.round.order[rank]
+        peer = story.core.state.round.order[rank]
         story.says(story.honest, 1.0, ballots=Ballots(promised=promised))
         story.says(story.liar, 1.0, ballots=Ballots(promised=promised))
         story.says(peer, 1.0, ballots=Ballots(promised=promised, closing=closing))
-        return story.core._is_closing()
+        return parts_of(story.core).leadership.is_closing()
 
     assert not any(is_closed(2, closing) for closing in (0, 1, 2, 3, 5, 2**62))
     assert not is_closed(1, closing=2, promised=2)
@@ -368,11 +391,11 @@ def test_only_who_leads_closes_a_round() -> None:
 def test_nobody_takes_a_ballot_that_turns_do_not_lead_to() -> None:
     def promised(prepare: int, now: float, others: int = 0) -> int:
         story = Beginning()
-        story.core.round.view = 1  # we gave up the leader of ballot 0
-        leader, other = (story.core.round.order[at] for at in (prepare % 3, 3 - prepare % 3))
+        story.core.state.round.view = 1  # we gave up the leader of ballot 0
+        leader, other = (story.core.state.round.order[at] for at in (prepare % 3, 3 - prepare % 3))
         story.says(other, now, ballots=Ballots(promised=others))
         story.says(leader, now, ballots=Ballots(prepare=prepare, promised=max(others, prepare)))
-        return story.core.record.promised
+        return story.core.state.own.record.promised
 
     assert promised(3 * 64 + 1, 1.0) == 3 * 64 + 1
     for far in (3 * 64 + 2, 10_000, 2**62 + 2**61):
@@ -381,23 +404,26 @@ def test_nobody_takes_a_ballot_that_turns_do_not_lead_to() -> None:
 
 
 def test_a_plan_or_proposal_of_a_ballot_far_ahead_is_not_kept(core: Consensus) -> None:
-    mine = core.round.plan
+    mine = core.state.round.plan
     assert mine is not None
-    core.receive(Envelope(LIAR, plan=seal(replace(mine.value, ballot=2**61, leader=LIAR))), 0.0)
-    assert core.round.plan == mine
-    bound = walk_until(lambda core: core.record.accepted is not None and core.round.decided is None and core.me != "p0")
-    assert bound.record.accepted is not None
-    real = bound.record.accepted
-    known, far = len(bound.round.proposals), 3 * 2**60 + real.value.ballot
-    assert bound._leader_of((), far) == real.author
-    bound.receive(Envelope(real.author, proposals=(replace(real, value=replace(real.value, ballot=far)),)), 0.0)
-    assert len(bound.round.proposals) == known
+    core.handle(on.MessageReceived(Envelope(LIAR, plan=seal(replace(mine.value, ballot=2**61, leader=LIAR)))), 0.0)
+    assert core.state.round.plan == mine
+    bound = walk_until(
+        lambda core: core.state.own.record.accepted is not None and core.state.round.decided is None and core.me != "p0"
+    )
+    assert bound.state.own.record.accepted is not None
+    real = bound.state.own.record.accepted
+    known, far = len(bound.state.round.proposals), 3 * 2**60 + real.value.ballot
+    assert parts_of(bound).leadership.leader_of((), far) == real.author
+    proposal = replace(real, value=replace(real.value, ballot=far))
+    bound.handle(on.MessageReceived(Envelope(real.author, proposals=(proposal,))), 0.0)
+    assert len(bound.state.round.proposals) == known
 
 
 def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
-    plan = core.round.plan
+    plan = core.state.round.plan
     assert plan is not None
-    core.round.reports.clear()
+    core.state.round.reports.clear()
     name, tile = plan_hash(plan.value), sha256(b"tile")
     for report in (
         Report(name, 0, LIAR, (LIAR,), (Hash(b"no hash"),)),
@@ -411,54 +437,58 @@ def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
         Report(name, 7, LIAR, (LIAR,), (tile,)),
         Report(sha256(b"another plan"), 0, LIAR, (LIAR,), (tile,)),
     ):
-        core.receive(Envelope(LIAR, reports=(seal(report),)), 0.0)
-    assert not core.round.reports
-    assert not core.round.voids
+        core.handle(on.MessageReceived(Envelope(LIAR, reports=(seal(report),))), 0.0)
+    assert not core.state.round.reports
+    assert not core.state.round.empty_reports
 
 
 def test_what_is_of_another_parent_or_run_is_dropped(core: Consensus) -> None:
     other = sha256(b"another")
     name = sha256(b"manifest")
-    for vote in (Acceptance(core.rules.fingerprint, other, 0, name), Acceptance(other, core.head, 0, name)):
-        core.receive(Envelope(LIAR, votes=(seal(vote),)), 0.0)
+    for vote in (Acceptance(core.state.rules.fingerprint, other, 0, name), Acceptance(other, core.tip_hash, 0, name)):
+        core.handle(on.MessageReceived(Envelope(LIAR, votes=(seal(vote),))), 0.0)
     for degraded in (
-        DegradedVote(core.rules.fingerprint, other, (LIAR,), -1, name),
-        DegradedVote(other, core.head, (LIAR,), -1, name),
+        DegradedVote(core.state.rules.fingerprint, other, (LIAR,), -1, name),
+        DegradedVote(other, core.tip_hash, (LIAR,), -1, name),
     ):
-        core.receive(Envelope(LIAR, degraded_votes=(seal(degraded),)), 0.0)
-    assert not any(LIAR in votes for votes in core.round.votes.values())
-    assert not core.round.degraded_votes
+        core.handle(on.MessageReceived(Envelope(LIAR, degraded_votes=(seal(degraded),))), 0.0)
+    assert not any(LIAR in votes for votes in core.state.round.votes.values())
+    assert not core.state.round.degraded_votes
 
 
 def test_a_claim_beyond_the_lease_is_named(core: Consensus) -> None:
     """A plan that counts more than the lease can give is refused with the name of who claims it."""
-    mine = core.round.plan
+    mine = core.state.round.plan
     assert mine is not None
     entry = Contribution(LIAR, 10**9, 1, 10**6)
     roster = (*(e for e in mine.value.roster if e.peer != LIAR), entry)
-    ballot = 9 + core.round.order.index(LIAR)
+    ballot = 9 + core.state.round.order.index(LIAR)
     promise(core, ballot)
     plan = replace(mine.value, ballot=ballot, leader=LIAR, roster=roster)
-    actions = core.receive(Envelope(LIAR, plan=seal(plan)), 0.0)
+    actions = core.handle(on.MessageReceived(Envelope(LIAR, plan=seal(plan))), 0.0)
     told = [action for action in actions if isinstance(action, Notice)]
     assert [(notice.kind, notice.peer) for notice in told] == [("refused", LIAR)]
     assert "p2 claims more than its lease" in told[0].text
 
 
 def test_words_of_others_reach_a_terminal_cleaned_and_cut() -> None:
-    core = walk_until(lambda core: core.round.decided is not None)
-    commit = core.round.decided
+    core = walk_until(lambda core: core.state.round.decided is not None)
+    commit = core.state.round.decided
     assert commit is not None
     rude = "\033]0;title\a\n" * 100_000
     for kind in (rude, "genesis"):
-        core.round.decided = None
+        core.state.round.decided = None
         wrong = Commit(replace(commit.certificate, kind=kind), commit.manifest)
-        told = [each for each in core.receive(Envelope(LIAR, commit=wrong), 0.0) if isinstance(each, Notice)]
+        told = [
+            each
+            for each in core.handle(on.MessageReceived(Envelope(LIAR, commit=wrong)), 0.0)
+            if isinstance(each, Notice)
+        ]
         assert [(each.kind, each.peer, each.text) for each in told] == [
             ("refused", LIAR, "certificate of round 1 is of no known kind")
         ]
-    core._note("refused", rude, LIAR)
-    notice = core._out[-1]
+    core.state.notify("refused", rude, LIAR)
+    notice = core.state.out[-1]
     assert isinstance(notice, Notice)
     assert len(notice.text) <= 300
     assert notice.text.isprintable()
@@ -522,12 +552,12 @@ def test_spoilt_words_neither_break_the_state_machine_nor_grow_it(said: list[Env
         except RemoteProtocolError:
             continue
         taken += 1
-        core.receive(envelope, 0.001 * taken)
+        core.handle(on.MessageReceived(envelope), 0.001 * taken)
     assert taken > 500
-    current = core.round
+    current = core.state.round
     assert sum(len(votes) for votes in current.votes.values()) <= 3 * MOST_VOTES
     assert len(current.proposals) <= 3 * MOST_VOTES + 3
-    assert len(core.contacts) <= 3 + MAX_NEWCOMERS
+    assert len(core.state.others.contacts) <= 3 + MAX_NEWCOMERS
 
 
 class Verifier(FakeKeys):
@@ -563,14 +593,14 @@ def test_bytes_that_are_said_to_move_for_ever_keep_a_round_for_a_while() -> None
     told: list[Any] = []
     for now in range(1, 1000):
         told += story.says(story.liar, float(now), moved=now)
-    waited = story.core.round.progress_at
-    assert waited == pytest.approx(MOST_BORROWED * story.core.pace.deadline_seconds(0), abs=2)
+    waited = story.core.state.round.progress_at
+    assert waited == pytest.approx(MAX_WAIT_EXTENSIONS * story.core.state.pace.deadline_seconds(0), abs=2)
     assert [(notice.kind, notice.peer) for notice in told if isinstance(notice, Notice)] == [("late", story.liar)]
     story.says(story.honest, 1000.0, moved=1)
-    assert story.core.round.progress_at == waited
-    story.core.moved(1001.0)
+    assert story.core.state.round.progress_at == waited
+    story.core.handle(on.BytesMoved(), 1001.0)
     story.says(story.honest, 1002.0, moved=2)
-    assert story.core.round.progress_at == 1002.0
+    assert story.core.state.round.progress_at == 1002.0
 
 
 def test_one_reducer_alone_does_not_take_a_slice_out_of_a_round() -> None:
@@ -579,20 +609,20 @@ def test_one_reducer_alone_does_not_take_a_slice_out_of_a_round() -> None:
     core = story.core
     story.says(story.liar, now, work=READY)
     story.says(story.honest, now, work=READY)
-    core.trained(READY, now)
-    plan = core.round.plan
+    core.handle(on.TrainingProgressed(READY), now)
+    plan = core.state.round.plan
     assert plan is not None
     index, piece = next((at, p) for at, p in enumerate(plan.value.slices) if p.reducer == story.liar)
 
     def says_void(peer: PeerId) -> None:
         left_out = tuple((one, "not finite") for one in piece.contributors)
         report = Report(plan_hash(plan.value), index, peer, (), (), left_out)
-        core.receive(Envelope(peer, reports=(FakeSealer(peer).seal(report),)), now)
+        core.handle(on.MessageReceived(Envelope(peer, reports=(FakeSealer(peer).seal(report),))), now)
 
     says_void(story.liar)
-    assert core._acting_reducer(index, piece, now) in (core.me, story.honest)
+    assert parts_of(core).reducing.acting_reducer(index, piece, now) in (core.me, story.honest)
     says_void(story.honest)
-    assert core._acting_reducer(index, piece, now) is None
+    assert parts_of(core).reducing.acting_reducer(index, piece, now) is None
 
 
 @pytest.mark.parametrize("where", ["members", "roster", "slices", "ownership"])

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 
-from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.table import RULE_NAMES
 from spes_p2p.testing import sim
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
@@ -38,7 +37,7 @@ def test_no_schedule_breaks_a_rule_and_every_rule_is_exercised(
     assert summary.totals["extinct"] < summary.runs // 50
 
 
-PLANTED: list[tuple[type[Consensus], str | None, set[str], int]] = [
+PLANTED: list[tuple[type, str | None, set[str], int]] = [
     (planted.ForgetsVotes, "hidden", {"acceptance", "report", "promise", "conflict"}, 14),
     (planted.AcceptsBeforeStaging, None, {"staging"}, 0),
     (planted.UsesBallotTwice, "votes", {"proposal"}, 293),
@@ -68,33 +67,29 @@ PLANTED: list[tuple[type[Consensus], str | None, set[str], int]] = [
 """Each with the kind of schedule that finds it, what is then broken, and the seed that finds it first."""
 
 
-def found_by(core_class: type[Consensus], only: str | None, kinds: set[str], seeds: Iterable[int]) -> int:
+def found_by(fault: type, only: str | None, kinds: set[str], seeds: Iterable[int]) -> int:
     """The first seed that finds it."""
-    summary = explore(seeds, core_class, only)
-    assert summary.findings, (
-        f"{core_class.__name__} was not found in {summary.runs} schedules; --thorough searches anew"
-    )
+    summary = explore(seeds, planted.machine_with(fault), only)
+    assert summary.findings, f"{fault.__name__} was not found in {summary.runs} schedules; --thorough searches anew"
     assert summary.findings[0].kind in kinds, str(summary.findings[0])
     return summary.findings[0].seed
 
 
-@pytest.mark.parametrize(("core_class", "only", "kinds", "seed"), PLANTED, ids=[fault[0].__name__ for fault in PLANTED])
-def test_a_planted_fault_is_found_by_its_seed(
-    core_class: type[Consensus], only: str | None, kinds: set[str], seed: int
-) -> None:
-    assert found_by(core_class, only, kinds, [seed]) == seed
+@pytest.mark.parametrize(("fault", "only", "kinds", "seed"), PLANTED, ids=[fault[0].__name__ for fault in PLANTED])
+def test_a_planted_fault_is_found_by_its_seed(fault: type, only: str | None, kinds: set[str], seed: int) -> None:
+    assert found_by(fault, only, kinds, [seed]) == seed
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("core_class", "only", "kinds", "seed"), PLANTED, ids=[fault[0].__name__ for fault in PLANTED])
+@pytest.mark.parametrize(("fault", "only", "kinds", "seed"), PLANTED, ids=[fault[0].__name__ for fault in PLANTED])
 def test_a_planted_fault_is_found_without_its_seed(
-    core_class: type[Consensus],
+    fault: type,
     only: str | None,
     kinds: set[str],
     seed: int,
     record_property: Callable[[str, object], None],
 ) -> None:
-    found = found_by(core_class, only, kinds, range(600))
+    found = found_by(fault, only, kinds, range(600))
     record_property("told", f"by seed {found}" + (f", no longer by {seed}" if found > seed else ""))
 
 

@@ -20,7 +20,8 @@ COMMITS = RUN.chain(3)
 def connected(chain: Chain, looked: bool) -> tuple[Connection, Any]:
     thread: Any = None
     options: Any = PeerOptions
-    connection, facts = Connection(thread, options, Gate(), lambda text: None), SimpleNamespace(last_commit=COMMITS[2])
+    connection = Connection(thread, options, Gate(), lambda text: None)
+    facts = SimpleNamespace(state=SimpleNamespace(own=SimpleNamespace(commit=COMMITS[2])))
     driver: Any = SimpleNamespace(core=facts)
     disk: Any = SimpleNamespace(chain=chain)
     connection._driver, connection._disk = driver, disk
@@ -43,7 +44,7 @@ def test_the_tip_is_announced_although_another_history_is_about_to_take_its_plac
         assert newest is not None
         assert newest[0] == COMMITS[2]
         assert (newest[1] == 1e9) is looked
-        core.last_commit = other
+        core.state.own.commit = other
         assert connection._newest() == (other, chain.received_at(1))
-        core.last_commit = None
+        core.state.own.commit = None
         assert connection._newest() is None

@@ -100,7 +100,8 @@ def test_a_machine_without_battery_is_never_paused_by_it() -> None:
 def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
     wishes: list[Intent] = []
     contacts: dict[PeerId, Any] = {}
-    core = SimpleNamespace(contacts=contacts, alive=lambda peer, now: True, tip=SimpleNamespace(round=3))
+    state = SimpleNamespace(others=SimpleNamespace(contacts=contacts))
+    core = SimpleNamespace(state=state, alive=lambda peer, now: True, tip=SimpleNamespace(round=3))
     driver: Any = SimpleNamespace(core=core, wish=wishes.append)
     unused: Any = None
     connection = Connection(unused, unused, Gate(), lambda text: None)

@@ -83,7 +83,7 @@ class Story:
         self.left = False
         self.steps = 0
         self.round = 0
-        driver: Any = SimpleNamespace(core=SimpleNamespace(head=self.head, tip=self.manifest), ready=self._on_ready)
+        driver: Any = SimpleNamespace(core=SimpleNamespace(tip_hash=self.head, tip=self.manifest), ready=self._on_ready)
         driver.training = lambda work: None
         self.driver = driver
         loop: Any = SimpleNamespace(call_soon_threadsafe=lambda work: work())
@@ -161,7 +161,7 @@ class Story:
             child = child_manifest(self.run.rules, previous, empty, previous.members, wishes)
             self.commits[self.round + 1] = self.run.certified(child)
         self.round += 1
-        self.driver.core.head, self.driver.core.tip = self.head, self.manifest
+        self.driver.core.tip_hash, self.driver.core.tip = self.head, self.manifest
         entry = self.manifest.roster[0] if counted else None
         missed = (tile.id for tile in layout.tiles if not counted or (tile.block and not columns))
         lost = frozenset(missed) if handed_in else frozenset[int]()
@@ -181,7 +181,7 @@ class Story:
         empty = Outcome((), (), sha256(b"wire"), sha256(b"another"), None)
         child = child_manifest(self.run.rules, genesis, empty, genesis.members, {A: Wish(layout.num_columns)})
         self.commits[1], self.round = self.run.certified(child), 1
-        self.driver.core.head, self.driver.core.tip = self.head, self.manifest
+        self.driver.core.tip_hash, self.driver.core.tip = self.head, self.manifest
         event = Applied(self.commits[1], previous, None, False, frozenset(), True, {}, 0, 0, 1.0, frozenset())
         self.gate.applied(replace(event, switched=True, lost_tokens=previous.tokens))
 

@@ -17,6 +17,7 @@ import pytest
 from spes_p2p import steps
 from spes_p2p.config.load import config_from_text
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.events import MessageReceived
 from spes_p2p.consensus.messages import MAJORITY
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.observe.events import Round
@@ -175,7 +176,7 @@ def kill_who_knows_alone(swarm: LocalSwarm, told: Story) -> None:
     told.accepted = VoteBook(told.folder / victim / "run" / "votes").record.accepted_hash
     for name in others:
         steps = [step for step in replayed(kept / name) if step.round == LONELY - 1]
-        told.knew_at[name] = next(now_of(step) for step in steps if tells_the_end(step))
+        told.knew_at[name] = next(step.frame.now for step in steps if tells_the_end(step))
     go_on(swarm, told, before, [victim])
 
 
@@ -194,8 +195,8 @@ def kill_the_planner(swarm: LocalSwarm, told: Story) -> None:
     others = [name for name in before if name != victim]
     round = newest(swarm, others) + 1
     swarm.wait_for_round(round, others, patience_seconds(swarm.processes[others[0]]))
-    for step in (step for name in others for step in replayed(told.folder / name) if step.frame.event == "receive"):
-        plan = step.frame.arguments[0].plan
+    for step in (step for name in others for step in replayed(told.folder / name)):
+        plan = step.frame.event.envelope.plan if isinstance(step.frame.event, MessageReceived) else None
         if plan is not None and plan.author == told.ids[victim]:
             told.planned.append((step.round + 1, tuple(entry.peer for entry in plan.value.roster)))
     go_on(swarm, told, before, [victim])
@@ -212,15 +213,10 @@ def replayed(folder: Path) -> list[Played]:
     return played
 
 
-def now_of(step: Played) -> float:
-    """The last argument of every event."""
-    now: float = step.frame.arguments[-1]
-    return now
-
-
 def tells_the_end(step: Played) -> bool:
     """Whether a peer came to know how its round ends: it counted the votes itself, was told, or asked who is ahead."""
-    commit = step.frame.arguments[0].commit if step.frame.event == "receive" else None
+    event = step.frame.event
+    commit = event.envelope.commit if isinstance(event, MessageReceived) else None
     return bool({"certify", "follow"} & set(step.rules)) or (commit is not None and commit.manifest.round > step.round)
 
 

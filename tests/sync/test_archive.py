@@ -77,7 +77,7 @@ async def left_with_a_certificate(swarm: MemorySwarm) -> PretendPeer:
         patch.setattr(Archive, "keep", refused)
         patch.setattr(last.driver._transfers, "tiles", never)
         async with asyncio.timeout(60.0):
-            while last.driver.core.round.decided is None or swarm.organiser.chain.length <= last.round + 1:
+            while last.driver.core.state.round.decided is None or swarm.organiser.chain.length <= last.round + 1:
                 await asyncio.sleep(0.01)
         for name in "ab":
             await swarm.peers[PeerId(name)].kill()
@@ -137,7 +137,7 @@ def test_one_newcomer_goes_on_alone_after_a_second_wait(folder: Path) -> None:
         await swarm.until_round(newest.manifest.round + 2, ["d"])
         assert [member.peer for member in commits(swarm, "d")[-1].manifest.members] == ["d"]
         late = await swarm.add("e")
-        await until(late.driver.core.is_member)
+        await until(late.driver.core.state.is_member)
         check_agreement(swarm)
 
     with_archive(folder, play)
@@ -175,7 +175,7 @@ def test_an_elector_that_comes_back_later_joins_what_goes_on(folder: Path) -> No
         await asyncio.gather(swarm.add("d"), swarm.add("e"))
         await swarm.until_round(newest.manifest.round + 3, ["d", "e"])
         back = await swarm.add("a")
-        await until(back.driver.core.is_member)
+        await until(back.driver.core.state.is_member)
         await until(lambda: back.round > newest.manifest.round + 3)
         check_agreement(swarm)
 
@@ -259,7 +259,7 @@ def test_without_an_archive_the_newest_state_is_waited_for(folder: Path) -> None
         late = await swarm.add("d")
         await until(lambda: any("lost unless a former peer comes back" in t for t in swarm.organiser_said), 400.0)
         assert swarm.organiser.chain.length == newest + 1
-        assert late.driver.core.told_round == newest > late.round
+        assert late.driver.core.state.others.told_round == newest > late.round
         assert any("--archive" in text for text in swarm.organiser_said)
         assert len(swarm.organiser_said) == len(set(swarm.organiser_said))
         await swarm.add("a")
@@ -275,10 +275,10 @@ def test_who_has_the_state_goes_on_without_an_archive(folder: Path) -> None:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         late = await swarm.add("late")
-        await until(late.driver.core.is_member)
+        await until(late.driver.core.state.is_member)
         for name in "abc":
             await swarm.peers[PeerId(name)].kill()
-        assert not late.driver.core.is_elector()
+        assert not late.driver.core.state.is_elector()
         stood = late.round
         await swarm.until_round(stood + 3, ["late"])
         assert commits(swarm, "late")[stood + 1].certificate.by_organiser
@@ -290,7 +290,7 @@ def test_who_has_the_state_goes_on_without_an_archive(folder: Path) -> None:
 def test_the_organiser_renews_before_a_survivor_makes_a_history_of_its_own(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         last = await left_with_a_certificate(swarm)
-        known = last.driver.core.round.decided
+        known = last.driver.core.state.round.decided
         assert known is not None
         await until(lambda: last.round > known.manifest.round + 1, 3000.0)
         chain = commits(swarm)
@@ -311,7 +311,7 @@ def test_what_was_made_without_a_lost_commit_is_not_undone_by_a_renewal(
         last = await left_with_a_certificate(swarm)
         other = await swarm.add("d", PretendWork(step_seconds=0.8))
         await swarm.until_round(last.round + 4)
-        await until(other.driver.core.is_elector, 300.0)
+        await until(other.driver.core.state.is_elector, 300.0)
         await last.kill()
         reached = other.round
         await asyncio.sleep(300.0)
@@ -449,7 +449,7 @@ def test_an_archive_of_one_machine_serves_a_newcomer_while_the_run_goes_on(folde
         await swarm.until_round(3)
         await until(lambda: is_archived(swarm))
         late = await swarm.add("late")
-        await until(late.driver.core.is_member)
+        await until(late.driver.core.state.is_member)
         check_agreement(swarm)
         assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {MAJORITY}
 

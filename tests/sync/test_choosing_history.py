@@ -69,7 +69,7 @@ class Surroundings:
 
 def _greet(swarm: MemorySwarm, name: str, known: object) -> None:
     if name != ORGANISER:
-        peer(swarm, name).driver.core.greet(known)  # type: ignore[arg-type]
+        peer(swarm, name).driver.greet(known)  # type: ignore[arg-type]
 
 
 def _record(swarm: MemorySwarm, name: str, chain: Chain) -> PeerRecord:
@@ -186,7 +186,7 @@ def test_the_organisers_choice_settles_it_also_for_who_restarts(folder: Path, si
             lambda: all((c := chain.find(first)) and c.certificate.manifest == chosen for chain in chains),
             SETTLED_SECONDS,
         )
-        await until(lambda: all(life.driver.core.is_member() for life in swarm.up), SETTLED_SECONDS)
+        await until(lambda: all(life.driver.core.state.is_member() for life in swarm.up), SETTLED_SECONDS)
         losers = "a" if side == "majority" else "b"
         assert any("tokens are lost" in text for text in told_lost(peer(swarm, losers)))
         winner = "b" if side == "majority" else "a"

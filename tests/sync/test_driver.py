@@ -181,7 +181,7 @@ def test_the_organiser_is_not_needed_once_the_run_has_begun(folder: Path) -> Non
         late = await swarm.add("late")
         await swarm.until_round(6)
         assert any(entry.peer == "late" for entry in commits(swarm, "late")[-1].manifest.roster)
-        assert late.driver.core.is_member()
+        assert late.driver.core.state.is_member()
         check_agreement(swarm)
         await swarm.start_organiser()
 

@@ -71,7 +71,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str)
             said = ["no room" in notice.text for notice in full.notices if notice.kind == "disk"]
             if where in ("stage", "chain"):  # with the others it may still fetch what was committed
                 assert full.round < 6
-                await until(lambda: not full.driver.core.intent.can_vote)  # now and then it tries again
+                await until(lambda: not full.driver.core.state.own.intent.can_vote)  # now and then it tries again
                 assert said == [True]
             assert said[::2] == [True] * len(said[::2])
             assert not any(said[1::2])
@@ -196,7 +196,7 @@ def test_a_crash_between_certificate_and_state(folder: Path, names: str, step: s
         assert all(peer(swarm, name).round == newest + (step == "publish" or after) for name in names)
         await swarm.until_round(newest + 4)
         assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
-        assert all(life.driver.core.incarnation <= 3 for life in swarm.up)
+        assert all(life.driver.core.state.own.incarnation <= 3 for life in swarm.up)
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
@@ -233,7 +233,7 @@ def test_a_disk_that_lost_a_part(folder: Path, what: str) -> None:
         await life.kill()
         shutil.rmtree(folder / "b" / what)
         await swarm.add("b")
-        assert peer(swarm, "b").driver.core.incarnation > life.driver.core.incarnation
+        assert peer(swarm, "b").driver.core.state.own.incarnation > life.driver.core.state.own.incarnation
         await until(counts(swarm, "b"))
         recorder.check(commits(swarm))
         check_agreement(swarm)
@@ -250,12 +250,12 @@ def test_a_damaged_round_is_fetched_again(folder: Path, voted: str) -> None:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(3)
         life = peer(swarm, "b")
-        await until(lambda: (life.votes.record.parent == life.driver.core.head) == (voted == "on top of it"))
+        await until(lambda: (life.votes.record.parent == life.driver.core.tip_hash) == (voted == "on top of it"))
         await life.kill()
         (folder / "b" / "state" / f"round-{life.round:08d}" / "block-00002.f32").write_bytes(b"cut short")
         await swarm.add("b")
         assert any("block-00002" in text for text in peer(swarm, "b").said)
-        assert peer(swarm, "b").driver.core.incarnation == life.driver.core.incarnation
+        assert peer(swarm, "b").driver.core.state.own.incarnation == life.driver.core.state.own.incarnation
         await until(counts(swarm, "b"))
         check_agreement(swarm)
 
@@ -269,7 +269,7 @@ def test_what_an_elector_signed_for_outlives_later_writes(folder: Path) -> None:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         life = peer(swarm, "b")
-        while life.votes.record.accepted is None or life.votes.record.parent != life.driver.core.head:
+        while life.votes.record.accepted is None or life.votes.record.parent != life.driver.core.tip_hash:
             await asyncio.sleep(0.001)
         manifest = life.votes.record.accepted.value.manifest
         bench = life.driver._bench
@@ -345,7 +345,7 @@ def test_nothing_is_encoded_against_the_state_of_another_history(folder: Path) -
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         a = peer(swarm, "a")
-        head, ours = a.driver.core.head, a.store.version(a.round)
+        head, ours = a.driver.core.tip_hash, a.store.version(a.round)
         assert a.driver._committed(head) is ours
         staging = a.store.stage(ours.round, None, "theirs", ours)
         staging.write_state(0, bytes(4 * ours.layout.tiles[0].size))

@@ -26,7 +26,7 @@ def peer(swarm: MemorySwarm, name: str) -> PretendPeer:
 
 def bound_seconds(swarm: MemorySwarm) -> float:
     """Section 4: a leader is given up after its deadline, the next ballot has twice the time; then a round follows."""
-    return 3 * max(life.driver.core.pace.deadline_seconds(0) for life in swarm.up) + 2 * ROUND_SECONDS
+    return 3 * max(life.driver.core.state.pace.deadline_seconds(0) for life in swarm.up) + 2 * ROUND_SECONDS
 
 
 def leaders(swarm: MemorySwarm) -> tuple[PeerId, ...]:
@@ -55,7 +55,7 @@ def test_a_killed_peer_stalls_nobody_for_long(folder: Path, moment: int) -> None
         await asyncio.sleep(0.5 if moment == 0 else 0.98 + 0.025 * moment)
         await peer(swarm, "abcd"[moment % 4]).kill(silent=moment % 3 == 0)
         assert await one_more_round(swarm) < bound_seconds(swarm)
-        await asyncio.sleep(2 * swarm.up[0].driver.core.pace.suspect_seconds)
+        await asyncio.sleep(2 * swarm.up[0].driver.core.state.pace.suspect_seconds)
         await one_more_round(swarm)
         assert len(commits(swarm)[-1].manifest.members) == 3
         assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
@@ -92,13 +92,13 @@ def test_a_killed_peer_comes_back(folder: Path, disk: str, moment: float) -> Non
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         await asyncio.sleep(moment)
-        before = peer(swarm, "b").driver.core.incarnation
+        before = peer(swarm, "b").driver.core.state.own.incarnation
         await peer(swarm, "b").kill()
         if disk == "lost":
             swarm.lose_disk("b")
         await asyncio.sleep(0.3)
         await swarm.add("b")
-        assert (peer(swarm, "b").driver.core.incarnation == before) == (disk == "kept")
+        assert (peer(swarm, "b").driver.core.state.own.incarnation == before) == (disk == "kept")
         await swarm.until_round(8)
         last = commits(swarm)[-1].manifest
         assert any(entry.peer == "b" for entry in last.roster)
@@ -194,7 +194,7 @@ def test_a_majority_that_is_gone_is_waited_for(folder: Path, silent: bool) -> No
         stood = max(life.round for life in swarm.up)
         for name in "bcd":
             await peer(swarm, name).kill(silent=silent)
-        deadline = peer(swarm, "a").driver.core.pace.deadline_seconds(0)
+        deadline = peer(swarm, "a").driver.core.state.pace.deadline_seconds(0)
         await asyncio.sleep(9 * deadline)
         assert peer(swarm, "a").round <= stood
         await swarm.until_round(stood + 1)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import pytest
 
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.parts import Cast
 from spes_p2p.consensus.votes import VoteRecord, promise
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.chain import Chain
@@ -69,7 +70,7 @@ def watch_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return watching
 
     monkeypatch.setattr(Tasks, "in_thread", marked)
-    for cls in Consensus.__mro__[:-1]:
+    for cls in (Consensus, *(part.default for part in fields(Cast))):
         for name, method in list(vars(cls).items()):
             if inspect.isfunction(method):
                 monkeypatch.setattr(cls, name, watched(name, method))
@@ -103,9 +104,9 @@ def test_a_promise_that_is_given_while_another_history_is_taken_up_is_never_give
             """As if somebody had asked for a promise in the middle of it."""
             core = peer(swarm, "d").driver.core
             if chain is peer(swarm, "d").chain:
-                assert core.record == VoteRecord(core.head)
-                record = promise(core.record, 1)
-                core.record = record
+                assert core.state.own.record == VoteRecord(core.tip_hash)
+                record = promise(core.state.own.record, 1)
+                core.state.own.record = record
                 peer(swarm, "d").votes.write(record)
                 left.append(record.parent)
             switch(chain, line)
@@ -132,11 +133,11 @@ def test_who_hands_in_again_in_another_life_is_not_counted_with_its_old_work(fol
         async def on_fetch(caller: PeerId, request: bytes) -> Any:
             """Just before the first values go out the peer is another one, that made one step less."""
             core, inputs = life.driver.core, life.inputs
-            if not heads and core.round.work.ready and b"values" in request:
-                heads.append(core.head)
+            if not heads and core.state.round.work.ready and b"values" in request:
+                heads.append(core.tip_hash)
                 values = {block: np.array(inputs.block(block)) + 1 for block in inputs.blocks}
-                inputs.take(core.head, tuple(values), values.__getitem__)
-                work, batch = core.round.work, swarm.config.optimizer.batch_sequences
+                inputs.take(core.tip_hash, tuple(values), values.__getitem__)
+                work, batch = core.state.round.work, swarm.config.optimizer.batch_sequences
                 tokens = batch * swarm.config.data.sequence_length
                 less = replace(
                     work, steps=work.steps - 1, sequences=work.sequences - batch, tokens=work.tokens - tokens

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spes_p2p import wire
-from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import Status
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.patience import LEAST_BYTES_PER_SECOND, NeverEnding, Patience, fetch_within
@@ -110,7 +110,7 @@ def test_who_claims_to_be_far_ahead_and_never_shows_it_holds_nobody_up(folder: P
             async with asyncio.timeout(300.0):
                 await swarm.until_round(8, "abc")
                 newcomer = await swarm.add("e")
-                await until(newcomer.driver.core.is_member, 200.0)
+                await until(newcomer.driver.core.state.is_member, 200.0)
                 await until(lambda: organiser.chain.length > newcomer.round, 100.0)
         assert not [notice for life in swarm.up for notice in life.notices if notice.kind == "fork"]
 
@@ -118,13 +118,13 @@ def test_who_claims_to_be_far_ahead_and_never_shows_it_holds_nobody_up(folder: P
 
 
 def claim_far_ahead(patch: pytest.MonkeyPatch) -> None:
-    honest = Consensus._own_status
+    honest = Members.own_status
 
-    def claim(core: Consensus) -> Status:
-        status = honest(core)
-        return status if core.me != LIAR else replace(status, round=10**9, head=sha256(b"nowhere"))
+    def claim(members: Members) -> Status:
+        status = honest(members)
+        return status if status.peer != LIAR else replace(status, round=10**9, head=sha256(b"nowhere"))
 
-    patch.setattr(Consensus, "_own_status", claim)
+    patch.setattr(Members, "own_status", claim)
 
 
 def test_a_slow_link_has_time_and_who_wastes_it_has_less() -> None:

@@ -29,7 +29,7 @@ class Recorder:
     """In the place of a driver: notes what reaches it, on a loop that a test turns by hand."""
 
     def __init__(self, gate: Gate) -> None:
-        self.core = SimpleNamespace(head=HEAD, tip=SimpleNamespace(round=7))
+        self.core = SimpleNamespace(tip_hash=HEAD, tip=SimpleNamespace(round=7))
         self.heard: list[tuple[str, Any]] = []
         self._waiting: list[Callable[[], None]] = []
         loop: Any = SimpleNamespace(call_soon_threadsafe=self._waiting.append)
@@ -112,7 +112,7 @@ def test_ready_for_a_round_that_was_decided_meanwhile_is_dropped() -> None:
     recorder.turn()
     gate.report(late, HEAD)
     gate.ready(late, HEAD)
-    recorder.core.head = OTHER  # the commit comes before the network's thread gets to them
+    recorder.core.tip_hash = OTHER  # the commit comes before the network's thread gets to them
     recorder.turn()
     assert recorder.heard == [("ready", early)]
 

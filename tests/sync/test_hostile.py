@@ -77,7 +77,7 @@ def test_bytes_of_any_kind_are_answered_or_refused(folder: Path) -> None:
         real = calls[:: max(1, len(calls) // 40)]
         refusals = [await refused(life.driver.on_call(who, spoilt(data))) for who, data in real for _ in range(5)]
         assert sum(refusals) > len(refusals) // 2
-        head = life.driver.core.head
+        head = life.driver.core.tip_hash
         requests: list[Request] = [
             RunRequest(), ChainRequest(1, 9), ValuesRequest(head, 0, 2, NO_WORK), HashesRequest(head, 0),
             TilesRequest((head, head)),
@@ -99,7 +99,7 @@ def test_extreme_requests_are_refused(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(1)
-        driver, head = peer(swarm, "a").driver, peer(swarm, "a").driver.core.head
+        driver, head = peer(swarm, "a").driver, peer(swarm, "a").driver.core.tip_hash
         for first, count in ((-1, 1), (0, 0), (0, -5), (2**62, 1), (0, 2**62), (-(2**62), 2**62), (9, 2)):
             values, hashes = ValuesRequest(head, first, count, NO_WORK), HashesRequest(head, first)
             assert await refused(driver.on_fetch(PeerId("b"), pack_request(values)))
@@ -125,7 +125,7 @@ def test_who_is_no_member_of_the_newest_manifest_is_served_as_a_stranger(folder:
         assert known_to("a") == {"a", "b", "c", ORGANISER}
         assert known_to(ORGANISER) == {"a", "b", "c"}
         await swarm.add("d")
-        await until(lambda: peer(swarm, "d").driver.core.is_member())
+        await until(lambda: peer(swarm, "d").driver.core.state.is_member())
         assert "d" in known_to("d")
 
     in_swarm(folder, play)
@@ -138,7 +138,7 @@ def test_a_crowd_of_new_identities_is_named_in_several_rounds(folder: Path) -> N
         crowd = [f"new {number}" for number in range(11)]
         for name in crowd:
             await swarm.add(name)
-        await until(lambda: all(peer(swarm, name).driver.core.is_member() for name in crowd), 300.0)
+        await until(lambda: all(peer(swarm, name).driver.core.state.is_member() for name in crowd), 300.0)
         named = [{member.peer for member in commit.manifest.members} for commit in commits(swarm)]
         for before, after in pairwise(named):
             assert len(after - before) <= max(4, len(before))
@@ -170,7 +170,7 @@ def test_forged_and_tampered_words_are_refused(folder: Path) -> None:
         assert await refused(life.driver.on_call(PeerId("c"), data))  # an envelope of another sender
         own_words_of_c = KeySealer(peer(swarm, "c").net.signer).seal(changed)  # signed by c about b: no harm
         await refused(life.driver.on_call(PeerId("c"), pack(Envelope(PeerId("c"), (own_words_of_c,)))))
-        assert life.driver.core.contacts[victim.name].status.sequence < changed.sequence
+        assert life.driver.core.state.others.contacts[victim.name].status.sequence < changed.sequence
 
     in_swarm(folder, play)
 

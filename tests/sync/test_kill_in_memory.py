@@ -34,14 +34,14 @@ FIRST = 3
 
 def bound_seconds(swarm: MemorySwarm) -> float:
     """Section 4: a silence is noticed, a leader given up, the next one has twice the time; then a round follows."""
-    paces = [life.driver.core.pace for life in swarm.up]
+    paces = [life.driver.core.state.pace for life in swarm.up]
     wait = max(pace.suspect_seconds + pace.deadline_seconds(0) + pace.deadline_seconds(1) for pace in paces)
     alone = max(pace.degraded_wait_seconds() for pace in paces) if len(swarm.up) == 1 else 0.0
     return wait + alone + 1.5 * HEALTHY_SECONDS
 
 
 def is_leader(life: PretendPeer) -> bool:
-    current = life.driver.core.round
+    current = life.driver.core.state.round
     return current.order[current.view % len(current.order)] == life.name
 
 
@@ -248,11 +248,11 @@ def test_the_leader_that_alone_knows_of_the_certificate_is_killed(folder: Path, 
 
         with MemoryFaults(swarm, [Fault(step, peer=leader.name, round=FIRST)]) as faults:
             async with asyncio.timeout(60):
-                while not leader.driver.core.round.proposals and leader.is_up:
+                while not leader.driver.core.state.round.proposals and leader.is_up:
                     await asyncio.sleep(0.001)
                 keep_apart(1.0)
                 await faults.struck.wait()
-            assert all(life.driver.core.round.decided is None for life in others)
+            assert all(life.driver.core.state.round.decided is None for life in others)
             await faults.settled()
         keep_apart(0.0)
         await swarm.until_round(FIRST)

@@ -211,10 +211,10 @@ def test_nobody_may_ask_for_more_than_a_slice_nor_for_what_it_does_not_reduce(fo
         await swarm.until_round(2)
         driver, layout = peer(swarm, "a").driver, swarm.layout
         own = 1 + driver.core.tip.ownership.index((PeerId("a"),))
-        first, most = layout.tile_ids_of(own)[0], driver.core.rules.slice_tiles
+        first, most = layout.tile_ids_of(own)[0], driver.core.state.rules.slice_tiles
 
         async def ask(caller: str, first: int, count: int) -> None:
-            request = ValuesRequest(driver.core.head, first, count, Contribution(PeerId("a"), 0, 0, 0))
+            request = ValuesRequest(driver.core.tip_hash, first, count, Contribution(PeerId("a"), 0, 0, 0))
             await driver.on_fetch(PeerId(caller), pack_request(request))
 
         for caller, tile, count, words in (

@@ -76,7 +76,7 @@ async def kill_the_leader(swarm: MemorySwarm) -> None:
     """Once it has closed the round: what it had begun is done again by the next one."""
 
     def closing() -> list[PretendPeer]:
-        return [life for life in swarm.up if life.driver.core.round.closing >= 0]
+        return [life for life in swarm.up if life.driver.core.state.round.closing >= 0]
 
     await until(lambda: bool(closing()))
     await closing()[0].kill()

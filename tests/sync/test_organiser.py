@@ -115,7 +115,7 @@ def test_it_follows_the_chain_and_a_newcomer_gets_it_whole(folder: Path) -> None
         followed = [swarm.organiser.chain.commit(round).manifest for round in range(length)]
         assert followed == [commit.manifest for commit in commits(swarm)[:length]]
         late = await swarm.add("late")
-        await until(lambda: late.driver.core.is_member())
+        await until(lambda: late.driver.core.state.is_member())
         check_agreement(swarm)
 
     in_swarm(folder, play)

@@ -57,7 +57,7 @@ def test_who_was_away_for_a_hundred_rounds_fetches_one_state(folder: Path) -> No
             back = await swarm.add("b")
             await until(lambda: back.round > away + 90)
             caught_up = fetched.tiles, fetched.bytes
-        await until(back.driver.core.is_member)
+        await until(back.driver.core.state.is_member)
         state_bytes = VALUE_BYTES * sum(tile.size for tile in swarm.layout.tiles)
         assert caught_up[0] <= len(swarm.layout.tiles)
         assert caught_up[1] <= state_bytes

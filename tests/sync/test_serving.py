@@ -155,7 +155,7 @@ def test_homes_that_went_on_alone_are_one_run_again_when_it_is_back(folder: Path
         await swarm.until_round(3)
         await swarm.kill_organiser()
         await asyncio.sleep(25.0)
-        heads = {life.driver.core.head for life in swarm.up}
+        heads = {life.driver.core.tip_hash for life in swarm.up}
         assert len(heads) == 2
         await swarm.start_organiser()
         await until(lambda: all(counts(swarm, name)() for name in HOMES), 100.0)

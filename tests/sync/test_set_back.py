@@ -25,15 +25,15 @@ def test_a_disk_from_a_copy_does_not_vote_for_what_it_has_forgotten(folder: Path
         copy = shutil.copytree(folder / "c", folder / "copy")
         before = (await swarm.add("c")).votes.incarnation
         stood = swarm.peers[PeerId("c")].round
-        await until(lambda: swarm.peers[PeerId("c")].driver.core.record.accepted is not None)
+        await until(lambda: swarm.peers[PeerId("c")].driver.core.state.own.record.accepted is not None)
         await swarm.until_round(stood + rounds)
-        await until(lambda: swarm.peers[PeerId("c")].driver.core.record.accepted is not None)
+        await until(lambda: swarm.peers[PeerId("c")].driver.core.state.own.record.accepted is not None)
         await swarm.peers[PeerId("c")].kill()
         shutil.rmtree(folder / "c")
         shutil.move(copy, folder / "c")
         back = await swarm.add("c")
         await until(lambda: back.votes.incarnation > before)
-        assert back.driver.core.incarnation == back.votes.incarnation
+        assert back.driver.core.state.own.incarnation == back.votes.incarnation
         assert any(notice.kind == "votes" for notice in back.notices)
         await until(counts(swarm, "c"))
         check_agreement(swarm)
@@ -56,9 +56,11 @@ def test_a_clock_that_was_set_back_is_no_reason_not_to_be_heard(folder: Path, lo
             swarm.lose_disk("c")
             swarm._incarnations = itertools.count(-1000)
         await swarm.add("c", PretendWork(step_seconds=3.0))
-        heard_by = swarm.peers[PeerId("a")].driver.core.contacts
+        heard_by = swarm.peers[PeerId("a")].driver.core.state.others.contacts
         incarnation = swarm.peers[PeerId("c")].votes.incarnation
-        await until(lambda: heard_by[PeerId("c")].status.life == swarm.peers[PeerId("c")].driver.core.life, 5.0)
+        await until(
+            lambda: heard_by[PeerId("c")].status.life == swarm.peers[PeerId("c")].driver.core.state.own.life, 5.0
+        )
         assert (swarm.peers[PeerId("c")].votes.incarnation > incarnation) is lost_disk
         await until(counts(swarm, "c"), 200.0)
         check_agreement(swarm)

@@ -48,7 +48,7 @@ async def together(swarm: MemorySwarm, seconds: float = 120.0) -> None:
 
     def one_history() -> bool:
         longest = max(swarm.up, key=lambda life: life.round).chain
-        return all(longest.has(life.driver.core.head, life.round) for life in swarm.up)
+        return all(longest.has(life.driver.core.tip_hash, life.round) for life in swarm.up)
 
     async with asyncio.timeout(seconds):
         while not (one_history() and all(counts(swarm, life.name)() for life in swarm.up)):
@@ -198,9 +198,11 @@ def test_who_alone_knows_of_a_commit_whose_state_is_gone_goes_on_until_it_is_bac
         transfers = last.driver._transfers
         fetch, transfers.tiles = transfers.tiles, never  # type: ignore[method-assign]
         async with asyncio.timeout(60.0):
-            while last.driver.core.round.decided is None or min(life.round for life in swarm.up if life != last) < 3:
+            while (
+                last.driver.core.state.round.decided is None or min(life.round for life in swarm.up if life != last) < 3
+            ):
                 await asyncio.sleep(0.01)
-        known, tip = last.driver.core.round.decided, last.round
+        known, tip = last.driver.core.state.round.decided, last.round
         assert known is not None
         for name in "ab":
             await peer(swarm, name).kill()

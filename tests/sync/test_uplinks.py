@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.events import UplinkMeasured
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm import metering
@@ -50,7 +51,7 @@ def test_slices_go_where_the_measured_uplinks_are(
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm, told)
         await swarm.until_round(8)
-        measured = {name: peer.driver.core.uplink_bytes_per_second for name, peer in swarm.peers.items()}
+        measured = {name: peer.driver.core.state.own.uplink_bytes_per_second for name, peer in swarm.peers.items()}
         for name, rate in RATES.items():
             assert 0.8 * rate < measured[PeerId(name)] < 1.2 * rate, measured
         found = shares(swarm, 8)
@@ -74,5 +75,5 @@ def test_a_replay_knows_what_was_measured(folder: Path, tmp_path: Path, monkeypa
 
     in_swarm(folder, play, CONFIG)
     played = list(replay(load_recording(tmp_path / NEWEST), seen[0].rules))
-    assert any(step.frame.arguments[0] for step in played if step.frame.event == "uplink_measured")
+    assert any(e.bytes_per_second for e in (step.frame.event for step in played) if isinstance(e, UplinkMeasured))
     assert [step.frame.event for step in played if not step.same] == []

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from spes_p2p.consensus.machine import Consensus
 from spes_p2p.testing.exhaustive import Found, explore_all
 from spes_p2p.testing.small_world import CRASH, LATE, LOSE
 from tests.consensus import planted
@@ -42,7 +41,7 @@ def test_messages_that_overtake_each_other_break_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("core_class", "faults", "kind"),
+    ("fault", "faults", "kind"),
     [
         (planted.ForgetsVotes, 3, "report"),
         (planted.AcceptsBeforeStaging, 0, "staging"),
@@ -52,9 +51,9 @@ def test_messages_that_overtake_each_other_break_nothing() -> None:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_planted_fault_is_found(core_class: type[Consensus], faults: int, kind: str) -> None:
+def test_a_planted_fault_is_found(fault: type, faults: int, kind: str) -> None:
     with pytest.raises(Found) as found:
-        explore_all(faults, (LOSE, CRASH), core_class)
+        explore_all(faults, (LOSE, CRASH), planted.machine_with(fault))
     assert found.value.kind == kind
     assert found.value.path[0] == ("start",)
 

@@ -192,7 +192,7 @@ class Caretaker:
         """What the driver has heard since the last time, and what it says itself."""
         core, since = driver.core, self._listened_at
         self._listened_at = now
-        for status in (core.status(), *(c.status for c in core.contacts.values() if c.direct_at > since)):
+        for status in (core.status(), *(c.status for c in core.state.others.contacts.values() if c.direct_at > since)):
             vigil.hear(status, now)
 
     def _way_to(self, ours: Line, theirs: Line) -> Way:
@@ -283,7 +283,9 @@ class Caretaker:
             return
         if self._following.is_hopeful or self._archiving or vigil.is_outrun(now, self._following.is_hollow):
             return
-        if self._driver is not None and (self._driver.core.round.adopting or self._driver.core.round.following):
+        if self._driver is not None and (
+            self._driver.core.state.round.adopting or self._driver.core.state.round.following
+        ):
             return
         root, is_lost = self._state_to_go_on_from(vigil, waiting)
         if vigil.silent_seconds(now) > vigil.wait_seconds(is_lost) / 2:  # at first they may be fetching the state

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Intent, Sealer
+from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.exchange.requests import DataRequest
@@ -114,22 +115,14 @@ class Server:
 
     async def _begin(self) -> None:
         place = await self._joining.settle(self._store, self._chain, self._votes, self._sources)
-        core = Consensus(
-            me=self._transport.peer_id,
-            incarnation=place.votes.incarnation,
-            rules=rules_of(self._config, self._info, self._layout),
-            sealer=self._sealer,
-            check_signature=self._checker.check,
-            pace=Pace(self._config.swarm.heartbeat_seconds),
-            tip=place.tip.manifest,
-            now=self._clock.now(),
-            record=place.votes.record,
-            intent=self._intent,
-            tip_commit=place.tip,
-            first_sequence=self._first_sequence,
-            on_chain=place.chain.has,
+        identity = Identity(
+            self._transport.peer_id, rules_of(self._config, self._info, self._layout), self._sealer, self._checker.check
         )
-        core.seeds = tuple(await self._sources())
+        start = Start(
+            place.votes.incarnation, place.tip.manifest, place.tip, place.votes.record, self._intent,
+            self._first_sequence, seeds=tuple(await self._sources()),
+        )  # fmt: skip
+        core = Consensus.begin(identity, start, Pace(self._config.swarm.heartbeat_seconds), self._clock.now())
         with storing(self._folder, 0):
             inputs = Inputs(self._folder / "inputs", self._layout)
             residuals = Residuals(self._folder / "residuals", self._layout)
@@ -146,11 +139,11 @@ class Server:
     def greet(self, known: Iterable[PeerId]) -> None:
         """Who is in the DHT and no member hears from us too."""
         if self.driver is not None:
-            self.driver.core.greet(known)
+            self.driver.greet(known)
 
     async def leave(self, seconds: float) -> None:
         """Waits, no longer than so, for a manifest that does without this node."""
-        if self.driver is None or not self.driver.core.is_member():
+        if self.driver is None or not self.driver.core.state.is_member():
             return
         self.driver.wish(replace(self._intent, leaving=True))
         with contextlib.suppress(TimeoutError):
@@ -167,7 +160,7 @@ class Server:
         """Nothing is trained here, and so it is always READY."""
 
     def applied(self, event: Applied) -> None:
-        if self.driver is not None and not self.driver.core.is_member():
+        if self.driver is not None and not self.driver.core.state.is_member():
             self._gone.set()
         self._moved()
 

@@ -1,0 +1,130 @@
+"""Whom this peer hears, and where they stand. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spes_p2p.consensus.membership import (
+    LINK_PUBLIC,
+    is_majority,
+)
+from spes_p2p.consensus.messages import (
+    Manifest,
+    Status,
+    manifest_hash,
+)
+from spes_p2p.consensus.state import (
+    MAX_NEWCOMERS,
+    MOST_REMEMBERED,
+    State,
+)
+from spes_p2p.ids import Hash, PeerId
+
+
+class Contacts:
+    """Questions about what other peers said last."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._others = state.others
+        self._own = state.own
+        self._pace = state.pace
+        self._me = state.me
+
+    def alive(self, peer: PeerId, now: float) -> bool:
+        """Whether `peer` was heard of late; ourselves always."""
+        if peer == self._me:
+            return True
+        contact = self._others.contacts.get(peer)
+        return (
+            contact is not None
+            and peer not in self._others.refused_dial
+            and now - contact.at <= self._pace.suspect_seconds
+        )
+
+    def is_forked(self, status: Status) -> bool:
+        """Whether a peer that is no further than we are stands on another history of the run than ours."""
+        if status.head == self._state.tip_hash or not 0 <= status.round <= self._state.tip.round:
+            return False
+        return self._others.placed.get(status.head, False)
+
+    def not_placed(self, statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:
+        """(tip, round) of those who stand no further than `tip`, where it is not known whether that is our history."""
+        placed = self._others.placed
+        return [(head, round) for head, round in _behind(statuses, tip) if head not in placed]
+
+    def all_behind(self, tip: Manifest) -> list[tuple[Hash, int]]:
+        """(tip, round) of all who were heard and stand no further than `tip`."""
+        return _behind((contact.status for contact in self._others.contacts.values()), tip)
+
+    def place(self, tips: Iterable[tuple[Hash, bool]]) -> None:
+        """Keeps what was found out of tips of others, as long as somebody stands on them."""
+        placed = self._others.placed
+        placed.update(tips)
+        if len(placed) >= MOST_REMEMBERED:
+            named = {contact.status.head for contact in self._others.contacts.values()}
+            for head in [head for head in placed if head not in named]:
+                del placed[head]
+
+    def electors_here(self) -> list[Status]:
+        """Statuses of other electors that stand on our head, in the incarnation that may vote."""
+        found, head, contacts = [], self._state.round.tip_hash, self._others.contacts
+        for peer, incarnation in self._state.electors.items():
+            contact = contacts.get(peer)
+            if contact is not None:
+                status = contact.signed.value
+                if status.head == head and status.incarnation == incarnation:
+                    found.append(status)
+        return found
+
+    def unheard(self) -> tuple[PeerId, ...]:
+        """Electors that do not reach us: others pass their statuses on."""
+        limit = self._state.last_event - 2 * self._pace.heartbeat_seconds
+        return tuple(
+            peer
+            for peer in self._state.electors
+            if peer != self._me and (peer not in self._others.contacts or self._others.contacts[peer].direct_at < limit)
+        )
+
+    def is_silent(self, peer: PeerId, now: float) -> bool:
+        """Whether this elector did not say of late, in the incarnation that may vote, that it can."""
+        contact = self._others.contacts.get(peer)
+        if contact is None or not self.alive(peer, now):
+            return True
+        status = contact.status
+        return status.incarnation != self._state.electors[peer] or not status.intent.can_vote
+
+    def can_ask(self, peer: PeerId) -> bool:
+        """Whether one of us two can be dialled."""
+        contact = self._others.contacts.get(peer)
+        here = self._own.intent.link_class == LINK_PUBLIC
+        return here or contact is None or contact.status.intent.link_class == LINK_PUBLIC
+
+    def somebody_has(self, index: int, reducer: PeerId) -> bool:
+        """Whether another than its reducer says that it has staged a slice of the plan."""
+        statuses = (contact.status for peer, contact in self._others.contacts.items() if peer != reducer)
+        return any(s.head == self._state.round.tip_hash and index < len(s.staged) and s.staged[index] for s in statuses)
+
+    def is_majority(self, count: int) -> bool:
+        """Whether `count` of the electors of our head are a strict majority of them."""
+        return is_majority(count, len(self._state.electors))
+
+    def has_room_for(self, peer: PeerId, now: float) -> bool:
+        """Members always have; of strangers a silent one makes room for a new one."""
+        named = {member.peer for member in self._state.tip.members}
+        if peer in named:
+            return True
+        strangers = [other for other in self._others.contacts if other not in named]
+        if len(strangers) < MAX_NEWCOMERS:
+            return True
+        longest = min(strangers, key=lambda other: self._others.contacts[other].at)
+        if self.alive(longest, now):
+            return False
+        del self._others.contacts[longest]
+        self._state.round.sent.pop(longest, None)
+        return True
+
+
+def _behind(statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:
+    own = manifest_hash(tip)
+    return list({s.head: s.round for s in statuses if 0 <= s.round <= tip.round and s.head != own}.items())

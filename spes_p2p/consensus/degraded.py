@@ -1,0 +1,180 @@
+"""What a peer does where no live quorum was heard for long: degraded children are made, and those of others taken.
+
+The guard stands over both: a live quorum is never overruled (`liveness` measures it, `forks` chooses between
+histories)."""
+
+from __future__ import annotations
+
+from spes_p2p.consensus import votes
+from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, has_quorum
+from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.members import Members
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    Commit,
+    DegradedVote,
+    Proposal,
+    Signed,
+    manifest_hash,
+)
+from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.state import (
+    Heard,
+    State,
+)
+from spes_p2p.consensus.voting import Voting
+from spes_p2p.ids import NO_HASH
+
+
+class Degraded:
+    """Keeps the guard, makes degraded children, takes those of others."""
+
+    def __init__(
+        self,
+        state: State,
+        contacts: Contacts,
+        leadership: Leadership,
+        members: Members,
+        proposals: Proposals,
+        voting: Voting,
+    ) -> None:
+        self._state = state
+        self._liveness = state.liveness
+        self._others = state.others
+        self._own = state.own
+        self._pace = state.pace
+        self._rules = state.rules
+        self._me = state.me
+        self._contacts = contacts
+        self._leadership = leadership
+        self._members = members
+        self._proposals = proposals
+        self._voting = voting
+
+    def vote(self, now: float) -> bool:
+        """A majority is unheard for long: give the leader of those who are heard our signature for its proposal."""
+        current, heard = self._state.round, self._state.degraded_set
+        if self._leadership.leader_of(heard, 0) == self._me:
+            return False
+        proposal = self._proposal()
+        if proposal is None:
+            return False
+        vote = self._vote_for(proposal.value)
+        if current.own_degraded is not None and current.own_degraded.value == vote:
+            return False
+        self._voting.bind(votes.vote_degraded(self._own.record, proposal))
+        current.own_degraded = self._state.identity.sealer.seal(vote)
+        self._own.has_news = True
+        return True
+
+    def certify(self, now: float) -> bool:
+        """All others that the degraded proposal calls heard have signed: its leader signs last, and that decides.
+
+        So there is one content for a set of electors, ever: only its leader can complete a certificate, and the record
+        keeps it whole.
+        """
+        current, heard = self._state.round, self._state.degraded_set
+        proposal = self._proposal()
+        if proposal is None or self._own.record.degraded_votes:
+            return False
+        vote = self._vote_for(proposal.value)
+        given = current.degraded_votes.get((heard, vote.manifest), {})
+        given = {peer: signed for peer, signed in given.items() if signed.value == vote}
+        if any(peer != self._me and peer not in given for peer in heard):
+            return False
+        seals = [self._state.identity.sealer.seal(vote), *(given[peer] for peer in heard if peer != self._me)]
+        self._voting.bind(votes.vote_degraded(self._own.record, proposal, tuple(seals)))
+        self._voting.take_decision(
+            self._voting.commit_of(DEGRADED, vote.ballot, heard, proposal.value.manifest, seals), now
+        )
+        return True
+
+    def take(self, now: float) -> bool:
+        """A degraded child that others made is taken where no live quorum was heard for long; before one is made."""
+        offered = self._state.round.offered
+        if not offered or not self._liveness.may_take(self._pace, now) or self._liveness.hears_quorum:
+            return False
+        fitting = [
+            (commit,) for name, commit in offered.items()
+            if self._proposals.can_be_had(name, now) and self.way_to((), (commit,), now) is Way.MOVE
+        ]  # fmt: skip
+        if not fitting:
+            return False
+        self._voting.take_decision(best(fitting, self._rules.final_rounds)[0], now)
+        return True
+
+    def _vote_for(self, proposal: Proposal) -> DegradedVote:
+        name = manifest_hash(proposal.manifest)
+        return DegradedVote(self._rules.fingerprint, proposal.parent, proposal.heard, proposal.accepted, name)
+
+    def _proposal(self) -> Signed[Proposal] | None:
+        """The proposal of our degraded set, if its state is here and no acceptance that we know of is against it."""
+        proposal = self._proposals.target()
+        if proposal is None or proposal.value.heard != self._state.degraded_set:
+            return None
+        name = manifest_hash(proposal.value.manifest)
+        return proposal if name in self._state.round.verified and not self._proposals.contradicts(name) else None
+
+    def electors(self, now: float) -> Heard:
+        """Who makes a degraded child: the live electors on our tip, where no live quorum was heard for W; else none."""
+        decided = self._state.round.decided
+        is_bound = decided is not None and not self._proposals.is_lost(decided, now)
+        if is_bound or not self._leadership.can_vote() or not self._liveness.may_make(self._pace, now):
+            return ()
+        live = {self._me, *self._members.live_electors(now)}
+        return tuple(
+            sorted(p for p in live if p == self._me or self._others.contacts[p].status.head == self._state.tip_hash)
+        )
+
+    def become(self, heard: Heard) -> None:
+        if heard != self._state.degraded_set:
+            self._state.degraded_set = heard
+        if heard and (lost := self._state.round.decided) is not None:
+            self._state.round.decided = None
+            self._state.round.failed.clear()
+            self._state.notify(
+                "lost",
+                f"round {lost.manifest.round} was committed, and nobody who is heard has its state: those who are left "
+                "go on without it, until a former peer brings it back",
+            )
+
+    def way_to(self, ours: Line, theirs: Line, now: float) -> Way:
+        """Whether to go from our tip, the last of `ours`, to the tip of `theirs`, which was checked.
+
+        Both begin on top of one common manifest.
+        """
+        accepted = self._own.record.accepted_ballot, self._own.record.accepted_hash
+        may_take = self._liveness.may_take(self._pace, now)
+        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds, *accepted, self._others.chosen))
+
+    def still_takes(self, child: Commit) -> bool:
+        """Whether a child of our tip that was to be taken may be, now that its state is here."""
+        is_free = has_quorum(child) or child.certificate.manifest in self._others.chosen
+        return is_free or not self._liveness.hears_quorum
+
+    def listen(self, now: float) -> bool:
+        """Keeps the guard of degraded commits up to date; whether what may be done has changed."""
+        live, current = self._liveness, self._state.round
+        others = (
+            {member.peer for member in self._state.tip.members} - {self._me} if live.asking_since is not None else ()
+        )
+        changed = live.note(others, self._pace, now)
+        if live.failing_since is not None and not self._is_wanting(now):
+            live.failing_since = None
+        live.hears_quorum = self._contacts.is_majority(len(self._members.live_electors(now)))
+        if live.hears_quorum:
+            live.heard_quorum(now)
+            degraded = current.decided is not None and not has_quorum(current.decided)
+            if degraded and current.decided is not None and not current.adopting:  # it lives after all
+                current.offered[current.decided.certificate.manifest] = current.decided
+                current.decided = None
+                changed = True
+        return changed
+
+    def _is_wanting(self, now: float) -> bool:
+        """Whether others have what is to be staged here, or are further than we are."""
+        target = self._proposals.target()
+        name = manifest_hash(target.value.manifest) if target is not None else NO_HASH
+        is_here = target is None or name in self._state.round.verified
+        return self._others.ahead_since is not None or (not is_here and self._proposals.can_be_had(name, now))

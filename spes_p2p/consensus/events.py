@@ -1,0 +1,243 @@
+"""What can happen to a peer, as `Consensus.handle` takes it. Frozen: it can be written down and handled again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from spes_p2p.consensus.actions import Build
+from spes_p2p.consensus.messages import Commit, Envelope, Intent, Merge, Report, Work
+from spes_p2p.consensus.state import Key
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.ids import Hash, PeerId
+
+Placed = tuple[tuple[Hash, bool], ...]
+"""Tips of others, and whether each is on another history than ours (see `Consensus.tips_to_place`)."""
+
+
+@dataclass(frozen=True)
+class MessageReceived:
+    """A message came. Its signatures were checked; nothing else was."""
+
+    envelope: Envelope
+    placed: Placed = ()
+
+
+@dataclass(frozen=True)
+class ReplyRequested:
+    """A peer has just sent us something and waits for an answer: the one `Send` that comes of it."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class ClockTicked:
+    """Time passed; to be told at least once a heartbeat."""
+
+
+@dataclass(frozen=True)
+class TrainingProgressed:
+    """How far the trainer is in this round; `work.ready` when it stopped."""
+
+    work: Work
+
+
+@dataclass(frozen=True)
+class SliceReduced:
+    """A slice was reduced here and its tiles are staged; without contributors: nobody's values were fit."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class ReduceFailed:
+    """No contributor's values could be had here: the next in order is to try."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class SliceStaged:
+    """The tiles of a slice are on disk; `hashes` concatenates theirs."""
+
+    key: Key
+    hashes: bytes
+
+
+@dataclass(frozen=True)
+class FetchFailed:
+    """No holder could give the tiles of a slice."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class SlicesLost:
+    """These slices are not on disk any more and nobody gave them."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class StateBuilt:
+    """The new state was computed here from the slices of `build`."""
+
+    build: Build
+    wire_root: Hash
+    state_root: Hash
+    merge: Merge | None
+
+
+@dataclass(frozen=True)
+class StateVerified:
+    """The state that a manifest, by its hash, names is on disk here, with equal roots."""
+
+    manifest: Hash
+
+
+@dataclass(frozen=True)
+class VerifyFailed:
+    """The state could not be brought to the proposed root."""
+
+
+@dataclass(frozen=True)
+class StateLost:
+    """States with these roots, which were verified, are not whole on disk any more."""
+
+    state_roots: tuple[Hash, ...]
+
+
+@dataclass(frozen=True)
+class HostRefusedDial:
+    """The host of a peer refused a fresh dial: its process is gone."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class BytesMoved:
+    """Bytes of this round moved here."""
+
+
+@dataclass(frozen=True)
+class CommitApplied:
+    """`commit` is the committed state here, whether voted or caught up with."""
+
+    commit: Commit
+    placed: Placed = ()
+
+
+@dataclass(frozen=True)
+class HistorySwitched:
+    """Another history won: `commit` is the committed state here, in place of our rounds since they parted.
+
+    `incarnation` is a new one where our earlier votes for the child of `commit` can not be stood by any more.
+    """
+
+    commit: Commit
+    incarnation: int
+    placed: Placed = ()
+
+
+@dataclass(frozen=True)
+class ForkRejected:
+    """We do not go over to the history that ends in `tip_hash`; it is looked at again after a while, or never."""
+
+    tip_hash: Hash
+    look_again: bool
+
+
+@dataclass(frozen=True)
+class CatchUpFailed:
+    """The holder could not serve what it said it has."""
+
+
+@dataclass(frozen=True)
+class AdoptFailed:
+    """The state of the certified child is not whole on disk any more."""
+
+
+@dataclass(frozen=True)
+class IncarnationBegun:
+    """What we voted for is forgotten on disk too: this incarnation is a newcomer (see action `Forget`)."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class DiskFull:
+    """No room. `durable` is the voting record that is on disk."""
+
+    durable: VoteRecord
+
+
+@dataclass(frozen=True)
+class DiskHasRoom:
+    """There may be room again."""
+
+
+@dataclass(frozen=True)
+class HistoryChosen:
+    """The organiser has signed that the run goes on with these children, whatever else is known."""
+
+    children: tuple[Hash, ...]
+
+
+@dataclass(frozen=True)
+class PeersFound:
+    """Peers of the run that were found somewhere: those who are no members hear our next statuses."""
+
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class UplinkMeasured:
+    """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
+
+    bytes_per_second: int
+
+
+@dataclass(frozen=True)
+class IntentChanged:
+    """What this peer wants has changed (join, leave, claims)."""
+
+    intent: Intent
+
+
+Event = (
+    MessageReceived
+    | ReplyRequested
+    | ClockTicked
+    | TrainingProgressed
+    | SliceReduced
+    | ReduceFailed
+    | SliceStaged
+    | FetchFailed
+    | SlicesLost
+    | StateBuilt
+    | StateVerified
+    | VerifyFailed
+    | StateLost
+    | HostRefusedDial
+    | BytesMoved
+    | CommitApplied
+    | HistorySwitched
+    | ForkRejected
+    | CatchUpFailed
+    | AdoptFailed
+    | IncarnationBegun
+    | DiskFull
+    | DiskHasRoom
+    | HistoryChosen
+    | PeersFound
+    | UplinkMeasured
+    | IntentChanged
+)
+
+
+def placed(event: Event, tips: Iterable[tuple[Hash, int]], is_ours: Callable[[Hash, int], bool]) -> Event:
+    """The event with what `is_ours` (tip, round) says of `tips`, those of `Consensus.tips_to_place`."""
+    if isinstance(event, MessageReceived | CommitApplied | HistorySwitched):
+        found = tuple((tip, not is_ours(tip, round)) for tip, round in tips)
+        return replace(event, placed=found) if found else event
+    return event

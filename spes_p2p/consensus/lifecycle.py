@@ -1,0 +1,153 @@
+"""How a peer comes to a manifest and back to its votes: start, a new tip, sleep, a full disk, a lost record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.membership import (
+    electors,
+    leader_order,
+)
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    Acceptance,
+    Intent,
+    Manifest,
+    Work,
+    manifest_hash,
+)
+from spes_p2p.consensus.staging import Staging
+from spes_p2p.consensus.state import (
+    MAX_SEEDS,
+    RoundState,
+    State,
+)
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.voting import Voting
+from spes_p2p.ids import Hash, PeerId
+
+
+class Lifecycle:
+    """Begins rounds, and puts back what was lost."""
+
+    def __init__(self, state: State, contacts: Contacts, staging: Staging, voting: Voting) -> None:
+        self._state = state
+        self._liveness = state.liveness
+        self._others = state.others
+        self._own = state.own
+        self._pace = state.pace
+        self._rules = state.rules
+        self._me = state.me
+        self._contacts = contacts
+        self._staging = staging
+        self._voting = voting
+
+    def enter(self, tip: Manifest, now: float) -> None:
+        head = manifest_hash(tip)
+        self._state.round = RoundState(tip, head, leader_order(head, tip.members), now, now)
+        self._state.round.work = Work(ready=self._own.intent.serving)
+        self._state.electors = {member.peer: member.incarnation for member in electors(tip.members)}
+        self._liveness.enter(now)
+        self._state.round.asked = any(contact.status.ballots.prepare >= 0 for contact in self._others.contacts.values())
+        self._state.degraded_set = ()
+        self._others.ahead_since = None
+        if self._others.asked_last is not None:
+            self._others.asked_in_vain.pop(self._others.asked_last, None)
+            self._others.asked_last = None
+        self._others.asked = {peer: at for peer, at in self._others.asked.items() if self._others.asked_in_vain[peer]}
+        if self._own.record.parent != head:
+            self._own.record = VoteRecord(head)
+        named = {member.peer for member in tip.members}
+        for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:
+            del self._others.contacts[peer]
+
+    def resume(self, record: VoteRecord, now: float) -> None:
+        """Back with what is on disk: we hold to every vote in it."""
+        self._own.record = record
+        current = self._state.round
+        current.view = max(current.view, record.promised)
+        for signed in (record.accepted, record.degraded):
+            if signed is not None:
+                current.proposals[(signed.value.heard, signed.value.ballot)] = signed
+        if record.accepted is not None:
+            name = record.accepted_hash
+            current.own_vote = self._state.identity.sealer.seal(
+                Acceptance(self._rules.fingerprint, current.tip_hash, record.accepted_ballot, name)
+            )
+            current.votes.setdefault((record.accepted_ballot, name), {})[self._me] = current.own_vote
+        if record.degraded_votes and record.degraded is not None:
+            proposal = record.degraded.value
+            commit = self._voting.commit_of(
+                DEGRADED, proposal.accepted, proposal.heard, proposal.manifest, record.degraded_votes
+            )
+            current.offered[commit.certificate.manifest] = commit
+
+    def forget_votes(self) -> None:
+        """Of what we have voted only what is on disk may count; what others decided comes again."""
+        current = self._state.round
+        current.own_vote = current.own_degraded = current.decided = None
+        current.prepare = -1
+        for ballots in (current.votes, current.degraded_votes):
+            for votes in ballots.values():
+                votes.pop(self._me, None)
+        for key in [key for key, signed in current.proposals.items() if signed.author == self._me]:
+            del current.proposals[key]
+
+    def notice_sleep(self, now: float) -> None:
+        """A late event (the machine slept) makes the silence of others ours: their time starts again, and we ask."""
+        asleep = now - self._state.last_event
+        self._state.last_event = now
+        if asleep <= 5 * self._pace.heartbeat_seconds:
+            return
+        current = self._state.round
+        for contact in self._others.contacts.values():
+            contact.at += asleep
+            contact.direct_at += asleep
+        self._others.refused_dial.clear()
+        self._liveness.ask(now)
+        current.started_at += asleep
+        current.plan_at += asleep
+        current.progress_at = current.reachable_at = now
+        current.seen = dict.fromkeys(current.seen, now)
+
+    def disk_full(self, durable: VoteRecord, now: float) -> None:
+        """No room: back to the voting record that is on disk, nothing is staged any more, and we cannot vote.
+
+        Whatever was asked for and not done is asked for again when there is room.
+        """
+        self._own.intent = replace(self._own.intent, can_vote=False)
+        self.forget_votes()
+        self._staging.forget()
+        self._own.record = VoteRecord(self._state.tip_hash)
+        if durable.parent == self._state.tip_hash:
+            self.resume(durable, now)
+
+    def disk_has_room(self) -> None:
+        """There may be room again: stage anew and vote."""
+        self._own.intent = replace(self._own.intent, can_vote=True)
+        self._staging.forget()
+
+    def begin_incarnation(self, incarnation: int) -> None:
+        """What we voted for is forgotten on disk too: this incarnation is a newcomer (see `Forget`)."""
+        self._own.incarnation = incarnation
+
+    def change_intent(self, intent: Intent) -> None:
+        """What this peer wants has changed (join, leave, claims)."""
+        self._own.intent = replace(intent, can_vote=self._own.intent.can_vote)
+
+    def choose(self, children: Iterable[Hash]) -> None:
+        """The organiser has signed that the run goes on with these, whatever else is known."""
+        self._others.chosen = frozenset(children)
+        self._others.looked_at.clear()
+
+    def peers_found(self, known: Iterable[PeerId]) -> None:
+        """Peers of the run that were found somewhere: those who are no members hear our next statuses."""
+        named = {member.peer for member in self._state.tip.members} | {self._me}
+        strangers = sorted(peer for peer in known if peer not in named)
+        self._others.seeds = tuple(sorted(strangers, key=lambda peer: peer in self._others.seeds)[:MAX_SEEDS])
+
+    def uplink_measured(self, bytes_per_second: int) -> None:
+        """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
+        self._own.uplink_bytes_per_second = bytes_per_second

@@ -1,0 +1,64 @@
+"""The parts of the state machine, and how they are put together. Each has one job, and is given the parts that it asks.
+
+Read from the top: what stands further down knows what stands above it, never the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.degraded import Degraded
+from spes_p2p.consensus.following import Following
+from spes_p2p.consensus.gossip import Gossip
+from spes_p2p.consensus.inbound import Inbound
+from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.lifecycle import Lifecycle
+from spes_p2p.consensus.members import Members
+from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.reducing import Reducing
+from spes_p2p.consensus.round_plan import RoundPlan
+from spes_p2p.consensus.staging import Staging
+from spes_p2p.consensus.state import State
+from spes_p2p.consensus.statuses import Statuses
+from spes_p2p.consensus.voting import Voting
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Which class plays which part. A test plants a fault by exchanging one."""
+
+    contacts: type[Contacts] = Contacts
+    leadership: type[Leadership] = Leadership
+    members: type[Members] = Members
+    proposals: type[Proposals] = Proposals
+    staging: type[Staging] = Staging
+    round_plan: type[RoundPlan] = RoundPlan
+    reducing: type[Reducing] = Reducing
+    voting: type[Voting] = Voting
+    lifecycle: type[Lifecycle] = Lifecycle
+    degraded: type[Degraded] = Degraded
+    following: type[Following] = Following
+    statuses: type[Statuses] = Statuses
+    gossip: type[Gossip] = Gossip
+    inbound: type[Inbound] = Inbound
+
+
+class Parts:
+    """All parts over one state."""
+
+    def __init__(self, state: State, cast: Cast) -> None:
+        self.contacts = contacts = cast.contacts(state)
+        self.leadership = leadership = cast.leadership(state, contacts)
+        self.members = members = cast.members(state, contacts, leadership)
+        self.proposals = proposals = cast.proposals(state, contacts, leadership)
+        self.staging = staging = cast.staging(state, contacts, proposals)
+        self.round_plan = cast.round_plan(state, contacts, leadership, members)
+        self.reducing = cast.reducing(state, contacts, proposals, staging)
+        self.voting = voting = cast.voting(state, contacts, leadership, members, proposals)
+        self.lifecycle = lifecycle = cast.lifecycle(state, contacts, staging, voting)
+        self.degraded = cast.degraded(state, contacts, leadership, members, proposals, voting)
+        self.following = cast.following(state, contacts, proposals, lifecycle)
+        self.statuses = statuses = cast.statuses(state, contacts, leadership, lifecycle)
+        self.gossip = cast.gossip(state, contacts, leadership, members, staging)
+        self.inbound = cast.inbound(state, leadership, proposals, self.round_plan, voting, statuses)

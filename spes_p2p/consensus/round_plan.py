@@ -1,0 +1,259 @@
+"""The beginning of a round: when it closes, who takes part, and the plan by which slices are reduced."""
+
+from __future__ import annotations
+
+from spes_p2p.consensus.actions import (
+    CloseTraining,
+)
+from spes_p2p.consensus.bounds import told
+from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.members import Members
+from spes_p2p.consensus.membership import (
+    LINK_PUBLIC,
+    trainers,
+)
+from spes_p2p.consensus.messages import (
+    Contribution,
+    Plan,
+    Signed,
+    Status,
+    Work,
+)
+from spes_p2p.consensus.rules import (
+    capped_tokens,
+    counts,
+)
+from spes_p2p.consensus.slices import plan_slices, reducer_order
+from spes_p2p.consensus.state import (
+    State,
+)
+from spes_p2p.ids import Hash
+from spes_p2p.ownership.assign import assign
+
+
+class RoundPlan:
+    """Closes the round and plans it."""
+
+    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, members: Members) -> None:
+        self._state = state
+        self._others = state.others
+        self._own = state.own
+        self._pace = state.pace
+        self._rules = state.rules
+        self._me = state.me
+        self._contacts = contacts
+        self._leadership = leadership
+        self._members = members
+
+    def close(self, now: float) -> bool:
+        """The leader closes the round (design 4: those ready trained most, or the learnt time is over)."""
+        current = self._state.round
+        if current.closing >= 0 or not self._should_close(now):
+            return False
+        current.closing = current.view
+        current.closed_at = now
+        return True
+
+    def stop_training(self, now: float) -> bool:
+        """The leader said that the round closes. From here on the leader is expected to move on."""
+        current = self._state.round
+        if current.close_asked or not self._leadership.is_closing():
+            return False
+        current.close_asked = True
+        current.closed_at = current.closed_at or now
+        current.progress_at = now
+        if not current.work.ready:
+            self._state.out.append(CloseTraining())
+        return True
+
+    def plan(self, now: float) -> bool:
+        """Everyone who was training has stopped, or had time to: name the roster, be it empty."""
+        current = self._state.round
+        if current.closing < 0 or not self._all_stopped(now):
+            return False
+        self._note_late(now)
+        self.take(self._state.identity.sealer.seal(self._make_plan(self._roster(now), now)), now)
+        self._own.has_news = True
+        return True
+
+    def _should_close(self, now: float) -> bool:
+        if self._leadership.is_closing():  # a leader before us has said so
+            return True
+        everybody, here = self._members.members_here(now), self._members.trainers_here(now)
+        ready = [status for status in here if status.work.ready]
+        trained = sum(status.work.tokens for status in ready)
+        leaving = [status for status in everybody if status.work.ready and status.intent.leaving]
+        if leaving and (trained > 0 or self._somebody_stays(everybody, now)):
+            return True
+        if not here:  # those who serve keep the state as it is until there is somebody to name
+            return self._newcomer_waits(now) and now - self._state.round.started_at > 2 * self._pace.heartbeat_seconds
+        if trained == 0:  # nobody could train: an empty round gives new leases, but in no hurry
+            patience = self._pace.close_after_seconds([0.0])
+            return len(ready) == len(here) > 0 and now - self._state.round.started_at > patience
+        coming = self._coming(now)
+        if len(ready) == len(here) and not coming:
+            return True
+        total, wait = self._trained_by_now(here, now)
+        total += coming
+        elapsed = now - self._state.round.started_at
+        if trained >= self._pace.CLOSE_SHARE * total:
+            return True
+        if trained >= self._pace.HALF * total and wait > self._pace.WAIT_SHARE * elapsed:
+            return True
+        seconds = [status.work.seconds for status in ready if status.work.tokens]
+        return elapsed > self._pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
+
+    def _coming(self, now: float) -> int:
+        """Tokens to be expected of living members that are about to have our tip: they may be READY then (overlap)."""
+        if now - self._state.round.started_at > self._pace.arrival_seconds():
+            return 0
+        counted = {entry.peer: entry.tokens for entry in self._state.tip.roster}
+        full = self._state.tip.steps_per_round * self._rules.batch_sequences * self._rules.sequence_tokens
+        contacts = (
+            (member.peer, self._others.contacts.get(member.peer)) for member in trainers(self._state.tip.members)
+        )
+        return sum(
+            counted.get(peer, full)
+            for peer, contact in contacts
+            if contact is not None and contact.status.head == self._state.tip.parent and self._contacts.alive(peer, now)
+        )
+
+    def _newcomer_waits(self, now: float) -> bool:
+        """Whether somebody who is no member has the state of our head and would take part."""
+        known = {member.peer: member.incarnation for member in self._state.tip.members}
+        others = (contact.status for peer, contact in self._others.contacts.items() if self._contacts.alive(peer, now))
+        return any(
+            s.head == self._state.round.tip_hash
+            and s.intent.joining
+            and not s.intent.leaving
+            and known.get(s.peer) != s.incarnation
+            for s in others
+        )
+
+    def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
+        """(tokens of all, seconds until the next one is ready), from the speed that those who still train told of.
+
+        Not the tokens that they would have if they were waited for: then a round would be given the time that the
+        slowest took in the one before, and stay that long.
+        """
+        counted = {entry.peer: entry.tokens for entry in self._state.tip.roster}
+        full = self._state.tip.steps_per_round * self._rules.batch_sequences * self._rules.sequence_tokens
+        total, waits = 0.0, []
+        for work, peer in ((status.work, status.peer) for status in here):
+            most = max(work.tokens, work.expected_tokens or full)
+            if work.ready:
+                total += work.tokens
+            elif work.seconds > 0 and work.tokens > 0:
+                speed = work.tokens / work.seconds
+                so_far = min(most, speed * max(work.seconds, now - self._state.round.started_at))
+                total += so_far
+                waits.append((most - so_far) / speed)
+            else:  # it has told nothing yet
+                total += max(work.tokens, counted.get(peer, most))
+                waits.append(0.0)
+        return total, min(waits, default=0.0)
+
+    def _somebody_stays(self, here: list[Status], now: float) -> bool:
+        """Whether a round without its leavers would have members; the last to leave have nobody to tell."""
+        known = {status.peer for status in here}
+        others = (
+            c.status
+            for peer, c in self._others.contacts.items()
+            if peer not in known and self._contacts.alive(peer, now)
+        )
+        stay = any(not status.intent.leaving for status in here)
+        return stay or any(
+            s.head == self._state.round.tip_hash and s.intent.joining and not s.intent.leaving for s in others
+        )
+
+    def _all_stopped(self, now: float) -> bool:
+        current = self._state.round
+        training = [s for s in self._members.members_here(now) if not s.work.ready]
+        if not training:
+            return True
+        closed_at = current.closed_at if current.closed_at is not None else now
+        longest = max(
+            (s.work.ready_in_seconds for s in training if s.peer not in self._others.kept_waiting), default=0.0
+        )
+        most = self._pace.last_step_seconds(closed_at - current.started_at)
+        return now - closed_at > 2 * self._pace.heartbeat_seconds + min(2 * longest, most)
+
+    def _note_late(self, now: float) -> None:
+        """Who was waited for in vain is believed again when it has been READY: else it could delay every round."""
+        here = (status for status in self._members.members_here(now) if status.peer != self._me)
+        late = {status.peer for status in here if not status.work.ready and status.work.ready_in_seconds > 0}
+        for peer in sorted(late - self._others.kept_waiting):
+            self._state.notify("late", "the round closed and waited for its running step, which did not end", peer)
+        self._others.kept_waiting |= late
+
+    def _roster(self, now: float) -> tuple[Contribution, ...]:
+        entries = []
+        for status in self._members.trainers_here(now):
+            work = status.work
+            if work.ready and work.tokens > 0 and work.steps > 0:
+                entry = Contribution(status.peer, work.tokens, work.steps, work.sequences)
+                entries.append(capped_tokens(self._rules, self._state.tip, entry))
+        return tuple(sorted((e for e in entries if min(e.tokens, e.steps) > 0), key=lambda entry: entry.peer))
+
+    def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
+        intents = {peer: contact.status.intent for peer, contact in self._others.contacts.items()}
+        intents[self._me] = self._members.told_intent()
+        peers = [entry.peer for entry in roster]
+        private = {peer for peer, intent in intents.items() if intent.link_class != LINK_PUBLIC}
+        able = [s.peer for s in self._members.members_here(now) if s.intent.can_vote]
+        helpers = [peer for peer in sorted(able) if peer not in private]
+        training = {member.peer for member in trainers(self._state.tip.members)}
+        servers = [peer for peer in helpers if peer not in training]
+        known = {peer: intents[peer].uplink_bytes_per_second for peer in (*peers, *helpers) if peer in intents}
+        uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
+        tiles = self._rules.block_tiles if self._rules.exchange else (0,) * len(self._rules.block_tiles)
+        shared = due_tiles(tiles[0], self._state.tip.round + 1, self._rules.fragments)
+        slices = plan_slices(
+            peers, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, self._due_columns(now), private,
+            helpers, servers=servers, shared=shared,
+        )  # fmt: skip
+        return Plan(
+            self._rules.fingerprint, self._state.round.tip_hash, self._state.round.view, self._me, roster, slices
+        )
+
+    def _due_columns(self, now: float) -> frozenset[int]:
+        """Those whose turn it is or was, and those that an owner is about to lose, whose master may be rounds ahead."""
+        ownership, every, round = self._state.tip.ownership, self._rules.expert_rounds, self._state.tip.round + 1
+        due = due_columns(ownership, round, every)
+        if every == 1:
+            return due
+        due |= {column for column, last in enumerate(self._state.tip.column_rounds) if round - last >= every}
+        _, wishes = self._members.next_members(now)
+        then = assign(ownership, wishes, self._rules.target_replicas)
+        return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}
+
+    def take(self, signed: Signed[Plan], now: float) -> None:
+        """Staged tiles stay: they are known by their hashes, whatever plan they came from."""
+        current = self._state.round
+        current.plan = signed
+        current.plan_at = now
+        current.mine = tuple(i for i, piece in enumerate(signed.value.slices) if self._me in reducer_order(piece))
+        current.index_of = {piece.key: i for i, piece in enumerate(signed.value.slices)}
+        current.reports.clear()
+        current.empty_reports.clear()
+        current.seen.clear()
+        current.reducing.clear()
+        current.failed.clear()
+        current.building = None
+        current.outcome = None
+        current.progress_at = now
+
+    def trained(self, work: Work, now: float) -> None:
+        """The trainer's progress in this round; `ready` when it stopped."""
+        current = self._state.round
+        if work.ready and current.ready_at is None:
+            current.ready_at = now
+            current.progress_at = now
+        current.work = told(work)
+
+    def is_counted(self, parent: Hash, entry: Contribution) -> bool:
+        """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""
+        here = parent == self._state.round.tip_hash and entry.peer == self._me
+        return here and counts(self._rules, self._state.tip, entry, self._state.round.work)

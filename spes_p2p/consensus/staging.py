@@ -1,0 +1,233 @@
+"""What has to come to this peer's disk: slices by hash, then the whole state that a proposal names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from spes_p2p.consensus.actions import (
+    Fetch,
+    Verify,
+)
+from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.messages import (
+    Report,
+    Signed,
+    Slice,
+    manifest_hash,
+)
+from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.state import (
+    MAX_FAILED_FETCHES,
+    Key,
+    State,
+    Wanted,
+)
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+
+
+class Staging:
+    """What is wanted, what is missing, and what is staged."""
+
+    def __init__(self, state: State, contacts: Contacts, proposals: Proposals) -> None:
+        self._state = state
+        self._liveness = state.liveness
+        self._others = state.others
+        self._pace = state.pace
+        self._me = state.me
+        self._contacts = contacts
+        self._proposals = proposals
+
+    def missing(self) -> dict[Key, Wanted]:
+        """Slices that are wanted and not staged."""
+        staged = self._state.round.staged
+        return {w.piece.key: w for w in self._wanted() if staged.get(w.piece.key) != w.hashes}
+
+    def _wanted(self) -> list[Wanted]:
+        """Slices to be staged here, with their hashes and who has them surely."""
+        current = self._state.round
+        proposal = self._proposals.target()
+        if proposal is not None and manifest_hash(proposal.value.manifest) in current.verified:
+            return []
+        if proposal is not None:
+            pairs = zip(proposal.value.manifest.slices, proposal.value.wire_hashes, strict=True)
+            return [Wanted(piece, hashes, piece.reducer) for piece, hashes in pairs]
+        if current.plan is None or self._proposals.stands_by_a_state():
+            return []
+        slices = current.plan.value.slices
+        return [
+            Wanted(slices[index], b"".join(report.value.wire_hashes), report.value.reducer)
+            for index, report in current.reports.items()
+        ]
+
+    def has_staged(self, key: Key, report: Report) -> bool:
+        """Whether the very tiles that a report promises are on our disk."""
+        return self._state.round.staged.get(key) == b"".join(report.wire_hashes)
+
+    def stage(self, key: Key, hashes: bytes) -> None:
+        """Notes what is on disk. Writing undoes a state that was finished; a tile has one version there."""
+        current = self._state.round
+        current.verified.clear()
+        if current.staged.get(key, hashes) != hashes:
+            current.building = None
+            current.outcome = None
+        current.staged[key] = hashes
+
+    def forget(self) -> None:
+        current = self._state.round
+        current.staged.clear()
+        current.fetching.clear()
+        current.reducing.clear()
+        current.verified.clear()
+        current.failed.clear()
+        current.verifying = NO_HASH
+        current.building = None
+        current.outcome = None
+        current.adopting = current.following = False
+        current.close_asked = current.close_asked and current.work.ready
+        for index in [index for index, report in current.reports.items() if report.author == self._me]:
+            del current.reports[index]
+
+    def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
+        """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""
+        index = self._state.round.index_of.get(piece.key)
+        report = None if index is None else self._state.round.reports.get(index)
+        reducer = piece.reducer if report is None else report.author
+        found = [
+            peer
+            for peer, c in self._others.contacts.items()
+            if index is not None and any(c.status.staged[index : index + 1])
+        ]
+        known = dict.fromkeys((reducer, *sorted(found)))
+        return tuple(p for p in known if p != self._me and self._contacts.alive(p, now) and self._contacts.can_ask(p))
+
+    def _holders(self, piece: Slice, first: PeerId, now: float) -> tuple[PeerId, ...]:
+        """Who may have a slice: its reducer, those who say so, then anybody of this round; a silent reducer after them.
+
+        If we cannot be dialled, those who cannot either come last, since no stream between us can be opened.
+        """
+        index = self._state.round.index_of.get(piece.key)
+        said: list[PeerId] = []
+        others: list[PeerId] = []
+        for peer, contact in self._others.contacts.items():
+            staged = contact.status.staged
+            if peer != first and self._contacts.alive(peer, now):
+                has = index is not None and index < len(staged) and staged[index]
+                (said if has else others).append(peer)
+        likely = sorted(said) + sorted(others)
+        reducer = [first] if first != self._me else []
+        found = reducer + likely if self._contacts.alive(first, now) else likely + reducer
+        return tuple(sorted(found, key=lambda peer: not self._contacts.can_ask(peer)))
+
+    def _note_empty_report(self, index: int, report: Signed[Report]) -> None:
+        """After a few of them the reducer's turn is over, and we remember it."""
+        current, reducer = self._state.round, report.author
+        if not self._contacts.can_ask(reducer):  # it comes from others, as soon as they have it
+            return
+        current.failed_fetches[index, reducer] += 1
+        tries = 1 if reducer in self._others.withholding_peers else MAX_FAILED_FETCHES
+        if current.failed_fetches[index, reducer] >= tries and not self._contacts.somebody_has(index, reducer):
+            current.empty_reports.setdefault(index, {})[reducer] = report
+            if reducer not in self._others.withholding_peers:
+                self._state.notify("left out", "it says that it reduced a slice, and nobody can get it", reducer)
+            self._others.withholding_peers.add(reducer)
+
+    def wants_staged(self, key: Key, hashes: bytes) -> bool:
+        """Whether tiles that we were asked to fetch may still be written."""
+        return self._state.round.fetching.get(key) == hashes
+
+    def fetch(self, now: float) -> bool:
+        """Get every slice that is wanted and not here."""
+        current, started = self._state.round, False
+        for key, wanted in self.missing().items():
+            if current.fetching.get(key) == wanted.hashes or key in current.failed:
+                continue
+            current.fetching[key] = wanted.hashes
+            self._state.out.append(Fetch(wanted.piece, wanted.hashes, self._holders(wanted.piece, wanted.first, now)))
+            started = True
+        return started
+
+    def refetch(self, now: float) -> bool:
+        """What could not be fetched is tried again with the next heartbeat."""
+        current = self._state.round
+        if not current.failed or now < self._state.next_heartbeat:
+            return False
+        self._proposals.note_vain_try(self._proposals.target())
+        current.failed.clear()
+        return True
+
+    def verify(self, now: float) -> bool:
+        """All slices of the proposal at hand are staged: compute the state that it names."""
+        current = self._state.round
+        proposal = self._proposals.target()
+        if proposal is None or current.verifying != NO_HASH or now < current.verify_after:
+            return False
+        name = manifest_hash(proposal.value.manifest)
+        if name in current.verified or self.missing():
+            return False
+        current.verifying = name
+        current.reducing.clear()
+        current.fetching.clear()
+        self._state.out.append(Verify(proposal))
+        return True
+
+    def staged(self, key: Key, hashes: bytes, now: float) -> None:
+        """The tiles of a slice are on disk."""
+        self._state.round.fetching.pop(key, None)
+        wanted = self.missing().get(key)
+        if wanted is not None and wanted.hashes == hashes:
+            self._others.withholding_peers.discard(wanted.first)
+        self._liveness.failing_since = None
+        self.stage(key, hashes)
+        self._state.note_progress(now)
+
+    def fetch_failed(self, key: Key, now: float) -> None:
+        """No holder could give the tiles: what was reported of them is forgotten, until somebody says it again.
+
+        Only who has the tiles repeats a report, so one of a lost reducer is gone for good and its slice is done again.
+        So it is with one that repeats what it never hands out. A report of other tiles than those that a proposal wants
+        stays: heard again, it would pass for progress.
+        """
+        current = self._state.round
+        tried = current.fetching.pop(key, None)
+        self._liveness.failed(now)
+        current.failed.add(key)
+        index = self._state.round.index_of.get(key)
+        report = None if index is None else current.reports.get(index)
+        if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
+            del current.reports[index]
+            self._note_empty_report(index, report)
+
+    def unstaged(self, keys: Iterable[Key]) -> None:
+        """These slices are not on disk any more and nobody gave them: they are fetched, or done, again."""
+        current = self._state.round
+        for key in keys:
+            current.staged.pop(key, None)
+        current.building = current.outcome = None
+
+    def verified(self, manifest: Hash, now: float) -> None:
+        """The state that `manifest` names is on disk here, with equal roots."""
+        self._state.round.verified.add(manifest)
+        self._state.round.verifying = NO_HASH
+        self._liveness.failing_since = None
+        self._state.note_progress(now)
+
+    def verify_failed(self, now: float) -> None:
+        """The state could not be brought to the proposed root: tried again later, the second time from fresh tiles."""
+        current = self._state.round
+        name, current.verifying = current.verifying, NO_HASH
+        self._liveness.failed(now)
+        current.verify_after = now + self._pace.heartbeat_seconds
+        current.unfit[name] = current.unfit.get(name, 0) + 1
+        signed = self._proposals.named(name)
+        self._proposals.note_vain_try(signed)
+        if current.unfit[name] > 1 and signed is not None:
+            for piece in signed.value.manifest.slices:
+                current.staged.pop(piece.key, None)
+
+    def state_lost(self, state_roots: Collection[Hash]) -> None:
+        """What is not whole on disk any more is made again before anybody votes for it."""
+        verified = self._state.round.verified
+        for name in list(verified):
+            signed = self._proposals.named(name)
+            if signed is None or signed.value.manifest.state_root in state_roots:
+                verified.discard(name)

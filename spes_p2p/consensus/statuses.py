@@ -1,0 +1,169 @@
+"""Takes in what peers say of themselves, and what others remember of this one."""
+
+from __future__ import annotations
+
+from spes_p2p.consensus.actions import (
+    Forget,
+)
+from spes_p2p.consensus.bounds import MAX_UPLINK, is_sane_work
+from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.lifecycle import Lifecycle
+from spes_p2p.consensus.membership import (
+    LINK_CLASSES,
+)
+from spes_p2p.consensus.messages import (
+    MAX_MEMBERS,
+    Signed,
+    Status,
+)
+from spes_p2p.consensus.state import (
+    Contact,
+    State,
+)
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.ids import NO_HASH, PeerId
+
+MAX_WAIT_EXTENSIONS = 16
+"""So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""
+NOBODY_AS_YET = -1
+"""The incarnation of a peer that waits for another one."""
+
+
+class Statuses:
+    """Keeps the newest status of each peer."""
+
+    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, lifecycle: Lifecycle) -> None:
+        self._state = state
+        self._others = state.others
+        self._own = state.own
+        self._pace = state.pace
+        self._rules = state.rules
+        self._me = state.me
+        self._contacts = contacts
+        self._leadership = leadership
+        self._lifecycle = lifecycle
+
+    def hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
+        status = signed.value
+        peer = status.peer
+        if signed.author != peer or status.fingerprint != self._rules.fingerprint or not self._is_sane(status):
+            return False
+        if peer == self._me:
+            return self._hear_of_ourselves(status)
+        known = self._others.contacts.get(peer)
+        if known is None:
+            if not self._contacts.has_room_for(peer, now):
+                return False
+            self._others.contacts[peer] = Contact(signed, now, now if sender == peer else float("-inf"))
+            self._heard_from(status, now)
+            self._others.reply_due.add(peer)
+            return True
+        last = known.status
+        mark, newest = (status.incarnation, status.sequence), (last.incarnation, last.sequence)
+        if mark <= newest:
+            known.is_old = sender == peer and mark < newest
+            return False
+        known.is_old = False
+        before = (known.furthest or known.signed).value
+        is_further = status.incarnation != before.incarnation or _binding(status) >= _binding(before)
+        known.furthest = None if is_further else known.furthest or known.signed
+        revived = not self._contacts.alive(peer, now)
+        stirs = self._needs_evaluation(last, status)
+        if sender == peer:
+            self._pace.observe_gap(now - known.direct_at)
+            known.direct_at = now
+        known.signed, known.at = signed, now
+        self._heard_from(status, now)
+        if (
+            status.moved > last.moved
+            and status.head == last.head == self._state.round.tip_hash
+            and self._takes_part(status)
+        ):
+            self._moved_at(peer, now)
+        if status.plan != last.plan or status.head != last.head or status.ballots.prepare != last.ballots.prepare:
+            self._others.reply_due.add(peer)
+        return revived or stirs
+
+    def _needs_evaluation(self, last: Status, status: Status) -> bool:
+        """Whether the rules need to look at once. Most of it concerns the leader; the rest waits for a tick."""
+        current, ballots, before = self._state.round, status.ballots, last.ballots
+        if status.round > current.tip.round or status.incarnation != last.incarnation or status.intent != last.intent:
+            return True
+        if self._leadership.leader_of(self._state.degraded_set, current.view) == self._me:
+            return status.head != last.head or status.work.ready != last.work.ready or ballots != before
+        if ballots.closing != before.closing and not current.close_asked:
+            return True
+        return ballots.prepare != before.prepare or ballots.promised != before.promised
+
+    def _heard_from(self, status: Status, now: float) -> None:
+        peer = status.peer
+        self._others.refused_dial.discard(peer)
+        if status.work.ready:
+            self._others.kept_waiting.discard(peer)
+        if status.ballots.prepare >= 0:
+            self._state.round.asked = True
+
+    def _hear_of_ourselves(self, status: Status) -> bool:
+        """What an earlier life of ours has said, from somebody who remembers it.
+
+        It may be newer than what we say, where the clock was set back; or than what we know, where the disk was.
+        """
+        if status.life == self._own.life or status.incarnation < self._own.incarnation:
+            return False
+        if status.incarnation > self._own.incarnation:
+            self._forget_record(status.incarnation)
+            return True
+        self._own.sequence = max(self._own.sequence, status.sequence)
+        ballots, record = status.ballots, self._own.record
+        voted = (ballots.promised, ballots.accepted) > (record.promised, record.accepted_ballot)
+        if status.round > self._state.tip.round or (status.head == self._state.tip_hash and voted):
+            self._forget_record(self._own.incarnation)
+        return True
+
+    def _forget_record(self, above: int) -> None:
+        """Votes are not given twice: from now on we are a newcomer."""
+        self._state.notify(
+            "votes", "this peer's disk is older than what it has said before: it comes back as a newcomer"
+        )
+        self._own.incarnation = NOBODY_AS_YET
+        self._lifecycle.forget_votes()
+        self._own.record = VoteRecord(self._state.tip_hash)
+        self._state.out.append(Forget(above))
+
+    def _takes_part(self, status: Status) -> bool:
+        """Whether a round may wait for bytes that move at this peer: newcomers and archives take their own time."""
+        return any(m.peer == status.peer and m.incarnation == status.incarnation for m in self._state.tip.members)
+
+    def _moved_at(self, peer: PeerId, now: float) -> None:
+        """Bytes move at a peer: neither it nor the leader is to be blamed, as long as something comes of it."""
+        current = self._state.round
+        if peer in self._others.moving_in_vain:
+            return
+        if current.extended_wait_seconds > MAX_WAIT_EXTENSIONS * self._pace.deadline_seconds(0):
+            self._others.moving_in_vain.add(peer)
+            self._state.notify("late", "it said for long that bytes move there, and nothing came of it", peer)
+            return
+        if peer in current.seen:
+            current.seen[peer] = now
+        if current.decided is None:
+            current.extended_wait_seconds += now - current.progress_at
+            current.progress_at = now
+
+    def _is_sane(self, status: Status) -> bool:
+        """Nothing in it is longer or larger than it can be."""
+        intent = status.intent
+        return (
+            len(status.head) == len(status.plan) == len(status.ballots.accepted_manifest) == len(NO_HASH)
+            and max(len(status.reports), len(status.staged)) <= sum(self._rules.block_tiles)
+            and max(len(intent.claims), len(intent.releases)) <= self._rules.num_columns
+            and len(status.unheard) <= MAX_MEMBERS
+            and status.round >= -1  # before genesis
+            and is_sane_work(status.work)
+            and intent.link_class in LINK_CLASSES
+            and 0 <= intent.uplink_bytes_per_second <= MAX_UPLINK
+        )
+
+
+def _binding(status: Status) -> tuple[int, int, int]:
+    return status.round, status.ballots.promised, status.ballots.accepted
