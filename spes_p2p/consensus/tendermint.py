@@ -28,6 +28,7 @@ from spes_p2p.consensus.own_votes import OwnVotes
 from spes_p2p.consensus.vote_events import (
     Accuse,
     Action,
+    Allowed,
     Built,
     DeadlinePassed,
     Decide,
@@ -64,6 +65,8 @@ class Tendermint:
         self.verdicts: dict[Hash, Verdict] = {}
         self.own_value: Hash | None = None
         self.decided: Decide | None = None
+        self.is_allowed = me in electorate.order
+        """Whether we vote; else we only look on."""
         self.is_mute = False
         """Whether we have said what the record does not know: nothing more is said, then."""
         self._out: list[Action] = []
@@ -139,12 +142,15 @@ class Tendermint:
                 self.own_value = value
             case DeadlinePassed(ballot, step):
                 self._pass_deadline(ballot, step)
+            case Allowed(is_allowed):
+                self.is_allowed = is_allowed and self.me in self.electorate.order
+                self._asked = {action for action in self._asked if not isinstance(action, StartDeadline)}
             case NotPersisted(record):
                 self._take_back(record)
 
     def _pass_deadline(self, ballot: int, step: Step) -> None:
         """Lines 57 to 67."""
-        if ballot != self.own.ballot or self.is_mute or self.decided is not None:
+        if ballot != self.own.ballot or self.decided is not None or not self._votes():
             return
         if step is Step.PRECOMMIT:
             self.own.start_ballot(ballot + 1)
@@ -162,10 +168,13 @@ class Tendermint:
         self.own.resume(record)
         self._told = self.told
 
+    def _votes(self) -> bool:
+        return self.is_allowed and not self.is_mute
+
     # ---------------------------------------------------------------- rules
 
     def _rules(self) -> tuple[Callable[[], bool], ...]:
-        if self.is_mute:
+        if not self._votes():
             return (self._rule_decide,)
         return (
             self._rule_decide,
@@ -174,7 +183,6 @@ class Tendermint:
             self._rule_propose,
             self._rule_prevote,
             self._rule_precommit,
-            self._rule_precommit_nil,
             self._rule_ask,
         )
 
@@ -239,22 +247,18 @@ class Tendermint:
         return True
 
     def _rule_precommit(self) -> bool:
-        """Lines 36 to 41: a polka in this ballot, and its value is on disk."""
-        polka = self.heard.polka
-        if self.own.step is not Step.PREVOTE or polka is None or polka.ballot != self.own.ballot:
+        """Lines 36 to 41: a polka in this ballot, and its value is on disk. Lines 44 to 46: a quorum for nil."""
+        ballot, polka = self.own.ballot, self.heard.polka
+        if self.own.step is not Step.PREVOTE:
             return False
-        if not self._has(polka.value):
-            return False
-        self.own.lock(polka)
-        self.own.precommit(polka.value)
-        return True
-
-    def _rule_precommit_nil(self) -> bool:
-        """Lines 44 to 46."""
-        if self.own.step is not Step.PREVOTE or not self.heard.nil_quorum(self.heard.prevotes, self.own.ballot):
-            return False
-        self.own.precommit(NIL)
-        return True
+        if polka is not None and polka.ballot == ballot and self._has(polka.value):
+            self.own.lock(polka)
+            self.own.precommit(polka.value)
+            return True
+        if self.heard.nil_quorum(self.heard.prevotes, ballot):
+            self.own.precommit(NIL)
+            return True
+        return False
 
     def _rule_ask(self) -> bool:
         """Deadlines (lines 21, 34 and 47), and what is to be brought here."""

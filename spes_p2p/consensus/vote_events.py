@@ -71,13 +71,20 @@ class DeadlinePassed:
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """Whether we may vote at present: not before we have asked what became of the run, nor in another incarnation."""
+
+    is_allowed: bool
+
+
+@dataclass(frozen=True)
 class NotPersisted:
     """The record of the last `Persist` could not be written: nothing of it was said. `record` is what is on disk."""
 
     record: VoteRecord
 
 
-Event = Started | Heard | Judged | Built | DeadlinePassed | NotPersisted
+Event = Started | Heard | Judged | Built | DeadlinePassed | Allowed | NotPersisted
 
 # ------------------------------------------------------------------ actions
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from spes_p2p.consensus.messages import Signed
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import (
+    Allowed,
     Built,
     DeadlinePassed,
     Event,
@@ -243,7 +244,7 @@ class GossipSearch:
 
 
 class Walk:
-    """One run at random: words come late, twice or never, disks are full, values are found incomplete, liars lie."""
+    """One run at random: words come late, twice or never, disks are full, some may not vote for a while, liars lie."""
 
     def __init__(self, seed: int, elector_class: type[Tendermint] = Tendermint) -> None:
         self._random = random.Random(seed)
@@ -278,6 +279,8 @@ class Walk:
         elif chance < 0.9:
             for event in elector.due[:1]:
                 elector.take(event, verdict, has_room)
+        elif chance < 0.95:
+            elector.take(Allowed(self._random.random() < 0.5), verdict, has_room)
         else:
             elector.restart()
         self._words.append(elector.machine.told)
@@ -310,6 +313,8 @@ class Walk:
         """Who is up hears all others, liars too, then deadlines pass; until somebody has decided."""
         up = [elector for elector in self._electors if elector.name not in self._down]
         first = max(elector.machine.own.ballot for elector in self._electors)
+        for elector in up:
+            elector.take(Allowed(True))
         while not any(elector.decided for elector in up):
             for _ in range(3):
                 for listener, speaker in itertools.permutations(up, 2):

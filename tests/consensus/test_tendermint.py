@@ -10,6 +10,7 @@ from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import (
     Accuse,
     Action,
+    Allowed,
     Built,
     DeadlinePassed,
     Decide,
@@ -318,6 +319,30 @@ def test_own_words_that_the_record_does_not_know_make_it_mute() -> None:
     scene.judges(V)
     scene.waits(0, Step.PROPOSE)
     assert scene.record == VoteRecord(PARENT)
+
+
+def test_who_still_asks_what_became_of_the_run_votes_only_then() -> None:
+    scene = Scene(B)
+    scene.take(scene.elector.handle(Allowed(False)))
+    scene.asked.clear()
+    scene.proposed(0, V)
+    scene.judges(V)
+    scene.waits(0, Step.PROPOSE)
+    assert scene.record == VoteRecord(PARENT)
+    scene.take(scene.elector.handle(Allowed(True)))
+    assert scene.prevote == (0, V)
+    assert StartDeadline(0, Step.PROPOSE) in scene.asked
+
+
+def test_who_is_no_elector_looks_on() -> None:
+    scene = Scene(PeerId("stranger"))
+    scene.take(scene.elector.handle(Allowed(True)))
+    scene.proposed(0, V)
+    scene.judges(V)
+    scene.waits(0, Step.PROPOSE)
+    assert scene.record == VoteRecord(PARENT)
+    scene.precommitted(0, V, A, B, C)
+    assert scene.elector.decided is not None
 
 
 def test_who_votes_twice_is_accused_and_counted_once() -> None:
