@@ -25,7 +25,7 @@ from spes_p2p.consensus.rules import (
     capped_tokens,
     counts,
 )
-from spes_p2p.consensus.slices import plan_slices, reducer_order
+from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.consensus.state import (
     State,
 )
@@ -210,10 +210,8 @@ class RoundPlan:
         uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
         tiles = self._rules.block_tiles if self._rules.exchange else (0,) * len(self._rules.block_tiles)
         shared = due_tiles(tiles[0], self._state.tip.round + 1, self._rules.fragments)
-        slices = plan_slices(
-            peers, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, self._due_columns(now), private,
-            helpers, servers=servers, shared=shared,
-        )  # fmt: skip
+        turn, reach = Turn(self._due_columns(now), shared), Reach(private, helpers, servers)
+        slices = plan_slices(peers, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)
         return Plan(
             self._rules.fingerprint, self._state.round.tip_hash, self._state.round.view, self._me, roster, slices
         )

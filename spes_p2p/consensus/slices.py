@@ -7,10 +7,36 @@ whole roster as contributors, an expert column has its owners. Groups for large 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from spes_p2p.consensus.messages import Slice
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What of the state a round brings: columns, and (first, number) of the shared tiles; None for all."""
+
+    columns: Collection[int] | None = None
+    shared: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Who can be dialled, as far as that matters to who reduces.
+
+    `private` peers cannot: they reduce only what they alone contribute to, and what is of several of them goes to
+    `helpers`, who can be dialled and contribute nothing themselves. `servers` can be dialled, train nothing, and get
+    their share of all that has several contributors.
+    """
+
+    private: Collection[PeerId] = ()
+    helpers: Sequence[PeerId] = ()
+    servers: Sequence[PeerId] = ()
+
+
+ALL, ANYBODY = Turn(), Reach()
 
 
 def plan_slices(
@@ -19,22 +45,14 @@ def plan_slices(
     uplinks: Mapping[PeerId, int],
     block_tiles: Sequence[int],
     slice_tiles: int,
-    due: Collection[int] | None = None,
-    private: Collection[PeerId] = (),
-    helpers: Sequence[PeerId] = (),
-    shared: tuple[int, int] | None = None,
-    servers: Sequence[PeerId] = (),
+    turn: Turn = ALL,
+    reach: Reach = ANYBODY,
 ) -> tuple[Slice, ...]:
     """All slices of a round, in block order.
 
     `roster` is in protocol order (it is the order of summation). `block_tiles[b]` is the number of tiles of block b
     (0 is shared, 1 + e is column e). Reducers get slices in proportion to `uplinks` (bytes a second; missing ones count
-    as the median of the others). `due` are the columns whose turn it is, `shared` the (first, number) of shared tiles,
-    by default all. A column without an owner in the roster has no slice: nobody has values for it.
-
-    `private` peers cannot be dialled: they reduce only what they alone contribute to, and what is of several of them
-    goes to `helpers`, who can be dialled and contribute nothing themselves. `servers` can be dialled, train nothing,
-    and get their share of all that has several contributors.
+    as the median of the others). A column without an owner in the roster has no slice: nobody has values for it.
     """
     slices: list[Slice] = []
     usual = sorted(uplinks.values())[(len(uplinks) - 1) // 2] if uplinks else 1
@@ -42,13 +60,13 @@ def plan_slices(
     for block, tiles in enumerate(block_tiles):
         owners = None if block == 0 else ownership[block - 1]
         contributors = tuple(peer for peer in roster if owners is None or peer in owners)
-        if contributors and (block == 0 or due is None or block - 1 in due):
-            reducers = tuple(peer for peer in contributors if peer not in private)
+        if contributors and (block == 0 or turn.columns is None or block - 1 in turn.columns):
+            reducers = tuple(peer for peer in contributors if peer not in reach.private)
             if len(contributors) > 1:
-                reducers = (*reducers, *servers) or tuple(helpers)
+                reducers = (*reducers, *reach.servers) or tuple(reach.helpers)
             reducers = reducers or contributors
             dealer = _deal(reducers, [max(1, uplinks.get(peer, usual)) for peer in reducers])
-            offset, number = (0, tiles) if block or shared is None else shared
+            offset, number = (0, tiles) if block or turn.shared is None else turn.shared
             for start, count in _cut(number, slice_tiles, len(reducers)):
                 slices.append(Slice(block, first_tile + offset + start, count, next(dealer), contributors))
         first_tile += tiles

@@ -30,7 +30,7 @@ from spes_p2p.consensus.rules import (
     renewed_manifest,
     tokens_gone,
 )
-from spes_p2p.consensus.slices import plan_slices
+from spes_p2p.consensus.slices import Turn, plan_slices
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.ownership.assign import Wish
@@ -157,7 +157,7 @@ def test_only_the_part_of_the_shared_block_that_is_due_may_be_brought(shift: int
     tiles = rules.block_tiles[0]
     parts = [due_tiles(tiles, round, 3) for round in range(3)]
     shared = parts[(PARENT.round + 1 + shift) % 3]
-    slices = plan_slices([A, B], PARENT.ownership, {}, rules.block_tiles, rules.slice_tiles, shared=shared)
+    slices = plan_slices([A, B], PARENT.ownership, {}, rules.block_tiles, rules.slice_tiles, turn=Turn(shared=shared))
     outcome = Outcome(CHILD.roster, slices, CHILD.wire_root, CHILD.state_root, None)
     made = child_manifest(rules, PARENT, outcome, MEMBERS, WISHES)
     whole = replace(made, slices=CHILD.slices)
@@ -232,7 +232,7 @@ def rounds_of(roster: Sequence[PeerId], parent: Manifest, count: int, rules: Run
         work = tuple(Contribution(peer, LENGTH, 1, 1) for peer in roster)
         overdue = {at for at, last in enumerate(parent.column_rounds) if parent.round + 1 - last >= rules.expert_rounds}
         due = due_columns(parent.ownership, parent.round + 1, rules.expert_rounds) | overdue
-        slices = plan_slices(roster, parent.ownership, {}, rules.block_tiles, rules.slice_tiles, due)
+        slices = plan_slices(roster, parent.ownership, {}, rules.block_tiles, rules.slice_tiles, Turn(due))
         outcome = Outcome(work, slices, sha256(b"wire"), sha256(b"state"), None)
         parent = child_manifest(rules, parent, outcome, MEMBERS, WISHES)
         made.append(parent)

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.messages import Slice
-from spes_p2p.consensus.slices import plan_slices, reducer_order
+from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
 
@@ -53,10 +53,10 @@ def reduced_by(slices: tuple[Slice, ...]) -> Counter[PeerId]:
 
 def test_who_cannot_be_dialled_reduces_only_what_nobody_else_can() -> None:
     ownership = ((NAMES[0],), (NAMES[0], NAMES[1]))
-    slices = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, private={NAMES[0], NAMES[2]})
+    slices = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, reach=Reach({NAMES[0], NAMES[2]}))
     by_block = [reduced_by(tuple(piece for piece in slices if piece.block == block)) for block in range(3)]
     assert [set(found) for found in by_block] == [{NAMES[1]}, {NAMES[0]}, {NAMES[1]}]
-    everybody = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, private=set(NAMES[:3]))
+    everybody = plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16, reach=Reach(set(NAMES[:3])))
     assert everybody == plan_slices(NAMES[:3], ownership, {}, [30, 4, 4], 16)
 
 
@@ -125,7 +125,7 @@ def test_no_uplink_carries_a_round_of_turns_alone(peers: int, columns: int, ever
 
 
 def test_a_part_of_the_shared_block_is_planned_where_it_stands() -> None:
-    slices = plan_slices(NAMES[:2], ((NAMES[0],),), {}, [9, 3], 2, shared=(3, 3))
+    slices = plan_slices(NAMES[:2], ((NAMES[0],),), {}, [9, 3], 2, turn=Turn(shared=(3, 3)))
     assert [piece.key for piece in slices if piece.block == 0] == [(3, 2), (5, 1)]
     assert [piece.key for piece in slices if piece.block == 1] == [(9, 2), (11, 1)]
 
@@ -137,5 +137,5 @@ def test_columns_take_turns() -> None:
     assert due_columns((mine, theirs, ()), 7, 1) == {0, 1, 2}
     uneven = [len(due_columns(5 * (mine,), round, 3)) for round in range(3)]
     assert sorted(uneven) == [1, 2, 2]
-    slices = plan_slices(NAMES[:2], ((NAMES[0],), (NAMES[1],)), {}, [4, 4, 4], 16, due={1})
+    slices = plan_slices(NAMES[:2], ((NAMES[0],), (NAMES[1],)), {}, [4, 4, 4], 16, turn=Turn({1}))
     assert {piece.block for piece in slices} == {0, 2}
