@@ -82,8 +82,14 @@ class Following:
         return is_member, -self._others.asked_in_vain[status.peer], status.round, status.peer
 
     def _may_ask(self, peer: PeerId, now: float) -> bool:
-        """Once a deadline; less often who could not give what it says it has."""
-        pause = self._pace.deadline_seconds(0) * 2.0 ** min(self._others.asked_in_vain[peer], 4)
+        """Once a deadline; less often who could not give what it says it has, more often than any member failed us.
+
+        Where all of them fail alike it is our own link: that is no reason to wait once it is better.
+        """
+        vain, tip = self._others.asked_in_vain, self._state.tip
+        others = (member.peer for member in tip.members if member.peer in self._others.contacts)
+        least = min((vain[other] for other in others if self._contacts.alive(other, now)), default=0)
+        pause = self._pace.deadline_seconds(0) * 2.0 ** min(max(0, vain[peer] - least), 4)
         return now - self._others.asked.get(peer, float("-inf")) > pause
 
     def _is_left_behind(self, ahead: list[Contact], now: float) -> bool:
