@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.data.copies import Spans
 from spes_p2p.data.feed import PieceDataset
-from spes_p2p.data.leases import Ranges, count, take
+from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences, count_sequences
 from spes_p2p.data.order import Order
@@ -186,6 +186,10 @@ class LeasedLoader(_Loader):
             )
         self._ranges, self._offset = ranges, agreed if uncounted is None else uncounted
         self._need_rest()
+
+    def uncount(self, ranges: Ranges) -> None:
+        """What was handed out before the held ranges, and counted by a certificate that is void, is uncounted again."""
+        self._ranges, self._offset = joined((*ranges, *self._ranges)), self._offset + count(ranges)
 
     def state_dict(self) -> dict[str, Any]:
         return {"ranges": [list(span) for span in self._ranges], "offset": self._offset}

@@ -185,4 +185,4 @@ class Resumed:
         disk.inputs.take(self.manifest, blocks, trainer.contribution)
         tiles = itertools.chain(shared, *(layout.tile_ids_of(1 + column) for column in columns))
         new, old = disk.store.version(tip.round), self._version
-        return Carried(layout, new, old, disk.inputs, frozenset(tiles), old.is_sound)
+        return Carried(layout, new, old, disk.inputs.snapshot, frozenset(tiles), old.is_sound)

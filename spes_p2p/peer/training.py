@@ -32,6 +32,7 @@ from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
+from spes_p2p.sync.going_over import Parting, Way, told
 from spes_p2p.sync.inputs import Carried, RunAhead
 from spes_p2p.sync.outgoing import Masters
 from spes_p2p.train.loop import RoundWork, run_inner_steps
@@ -130,6 +131,8 @@ class TrainingLoop:
         self._load = LoadMeter()
         self._moments = HandOver(connection, config, trainer, emit)
         self._turn: _Turn | None = None
+        self._parting: Parting | None = None
+        """Where the newest commit may be undone by another history."""
         self._handed_in = NO_HASH
         self._reported = 0.0
         self._explained = ""
@@ -452,7 +455,7 @@ class TrainingLoop:
         used = self._note_counted(events[0])
         lead = self._take_lead()
         self._dump_round(events[0])
-        self._carries = False
+        self._carries, self._parting = False, None
         newest = events[-1].commit.manifest
         self._taken = newest.round
         if turn is not None:
@@ -462,7 +465,9 @@ class TrainingLoop:
             self._gate.use(newest.round)
             return
         if turn is not None and self._keep_place(newest, used):
-            self._begin(newest, self._go_on(turn, newest, uncounted, lead), False, lead)
+            carried = self._go_on(turn, newest, uncounted)
+            self._parting = Parting.after(events[-1], self._me, turn.manifest, turn.owned, carried)
+            self._begin(newest, self._with_lead(turn, newest, carried, lead), False, lead)
         else:
             self._begin(newest, None, False)
 
@@ -473,32 +478,69 @@ class TrainingLoop:
         self.uncounted.steps += lead.steps
         return lead
 
-    def _go_on(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int], lead: _Lead) -> BlockSource:
-        """What training goes on from after `newest`."""
-        inputs, owned = self._connection.disk.inputs, columns_of(newest.ownership, self._me)
-        blocks = (0, *(1 + column for column in turn.owned if column in owned))
-        uncounted &= self._tiles_of(blocks)  # a column that another one owns now is the same for everybody
+    def _go_on(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int]) -> Carried:
+        """What training goes on from after `newest`, but for what was trained ahead."""
+        uncounted &= self._tiles_of(self._stay(turn, newest))  # a column of another owner is the same for everybody
         self._carries = bool(uncounted)
-        carried = self._carried(turn, newest, uncounted)
+        return self._carried(turn, newest, uncounted)
+
+    def _with_lead(self, turn: _Turn, newest: Manifest, carried: Carried, lead: _Lead) -> BlockSource:
         if not lead.steps:
             return carried
-        ahead = RunAhead(carried, self._trainer.contribution, inputs, blocks)
-        stays = owned == turn.owned and not self._may_evaluate(newest)
+        inputs, blocks = self._connection.disk.inputs, self._stay(turn, newest)
+        ahead = RunAhead(carried, self._trainer.contribution, inputs.snapshot, blocks)
+        stays = columns_of(newest.ownership, self._me) == turn.owned and not self._may_evaluate(newest)
         return ahead if stays else inputs.freeze(ahead, blocks)  # else the model changes before it is read
 
+    def _stay(self, turn: _Turn, newest: Manifest) -> tuple[int, ...]:
+        """Blocks that are trained here before and after."""
+        owned = columns_of(newest.ownership, self._me)
+        return (0, *(1 + column for column in turn.owned if column in owned))
+
     def _go_over(self, events: tuple[Applied, ...]) -> None:
-        """Another history of the run won: what was trained on ours, and not counted before, has no place in it."""
-        if not events[0].switched:
-            self._note_counted(events[0])
+        """Another history of the run won: this peer's work goes over to it, where its data is still this peer's."""
+        newest, turn = events[-1].commit.manifest, self._turn
+        if events[0].switched:
+            own, parting = sum(event.own_tokens for event in events), self._parting
+            steps = newest.steps_per_round if self._lead.steps else self._trainer.round_steps
+            lead = _Lead(steps=steps, seconds=turn.seconds_before if turn is not None else 0.0)
+        else:  # what came of the turn, and that it is undone, is heard of in one moment
+            own, parting, lead = 0, self._parting_of(turn), self._lead
         self._take_lead()
-        self._carries = False
-        if self.uncounted.tokens:
-            self._emit(Warning(f"{self.uncounted.tokens:,} tokens that no round had counted are lost with it"))
-        newest = events[-1].commit.manifest
-        self._taken, self._turn = newest.round, None
+        own += self.uncounted.tokens
+        way = parting.way(self._connection.disk.chain) if parting is not None else None
+        carried = self._bring_over(way, newest) if way is not None and self._connection.is_member() else None
+        kept = self.uncounted.tokens if carried is not None else 0
+        for text in told(own, kept, way):
+            self._emit(Warning(text))
+        self._taken, self._parting, self._carries = newest.round, None, carried is not None
+        if carried is None:
+            self._turn = None
         self._gate.use(newest.round)
         if self._connection.is_member():
-            self._begin(newest, None, resumed=False)
+            lead.steps = min(lead.steps, newest.steps_per_round)
+            self._begin(newest, carried, False, lead if carried is not None else None)
+
+    def _parting_of(self, turn: _Turn | None) -> Parting | None:
+        """That of a turn whose outcome was not heard before another history won."""
+        if turn is None:
+            return None
+        if self._handed_in != turn.head:
+            self._snapshot(turn)
+        layout, trained = self._connection.layout, self._connection.disk.inputs.snapshot
+        work = Carried(layout, turn.masters, turn.masters, trained, self._own_tiles(turn), turn.base.is_sound)
+        return Parting(self._me, turn.manifest, turn.owned, work, None)
+
+    def _bring_over(self, way: Way, newest: Manifest) -> BlockSource | None:
+        """What training goes on from, and `uncounted` with it; None where the data of the work is somebody else's."""
+        tokens, steps = way.uncounted(self.uncounted.tokens, self.uncounted.steps)
+        if isinstance(self._loader, LeasedLoader):
+            self._loader.uncount(way.undone)
+        self.uncounted = Uncounted(tokens, steps)
+        if not self._move_lease(newest, way.sequences):
+            return None
+        values = way.values(newest, self._masters(newest), self._trainer.contribution, self._trainer.owned)
+        return self._connection.disk.inputs.freeze(values, way.blocks(newest))
 
     def _masters(self, manifest: Manifest) -> Masters:
         """What is trained on after `manifest`, where it counted all that was trained before."""
@@ -509,7 +551,7 @@ class TrainingLoop:
     def _carried(self, turn: _Turn, newest: Manifest, uncounted: frozenset[int]) -> Carried:
         """What is trained on after `newest`, which did not count what was trained of these tiles."""
         layout, inputs = self._connection.layout, self._connection.disk.inputs
-        return Carried(layout, self._masters(newest), turn.masters, inputs, uncounted, turn.base.is_sound)
+        return Carried(layout, self._masters(newest), turn.masters, inputs.snapshot, uncounted, turn.base.is_sound)
 
     def _own_tiles(self, turn: _Turn) -> frozenset[int]:
         return self._tiles_of((0, *(1 + column for column in turn.owned)))
@@ -533,16 +575,21 @@ class TrainingLoop:
         return event.counted.sequences
 
     def _keep_place(self, newest: Manifest, used: int) -> bool:
-        """Moves the loader to the new lease; False where our uncounted work lost its place in the data."""
+        """Moves the loader to the new lease; False where our uncounted work lost its place in the data, and is gone."""
+        tokens = self.uncounted.tokens
+        if self._move_lease(newest, used):
+            return True
+        if tokens:
+            self._emit(Warning(f"{tokens:,} tokens were lost: their data was leased to others"))
+        return False
+
+    def _move_lease(self, newest: Manifest, used: int) -> bool:
         if not isinstance(self._loader, LeasedLoader):
             return True
         ranges = newest.leases.of(self._me)
-        left = self._loader.consumed - used
         try:
-            self._loader.set_lease(ranges, left)
+            self._loader.set_lease(ranges, self._loader.consumed - used)
         except LocalProtocolError:
-            if left and self.uncounted.tokens:
-                self._emit(Warning(f"{self.uncounted.tokens:,} tokens were lost: their data was leased to others"))
             self._restart_loader(ranges)
             return False
         return True

@@ -105,6 +105,8 @@ class Applied:
     switched: bool = False
     """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
     lost_tokens: int = 0
+    own_tokens: int = 0
+    """This peer's among them."""
     stale_columns: tuple[int, ...] = ()
     """Columns that missed their turn."""
     refused: tuple[PeerId, ...] = ()
@@ -452,7 +454,7 @@ class Driver:
             if meeting is not None:
                 self._disk.votes.leave(self.core.state.own.record)
                 await self._tasks.in_thread(partial(self._disk.chain.switch, meeting.theirs))
-                await self._tasks.in_thread(partial(self._disk.residuals.clear, newest.manifest))
+                await self._tasks.in_thread(partial(self._bring_residuals_over, meeting))
                 await self._tasks.in_thread(staging.publish)
                 await self._switched(newest, meeting, action.holder)
             else:
@@ -530,13 +532,27 @@ class Driver:
         later = (self._disk.chain.commit(round).manifest for round in rounds)
         self._disk.residuals.settle(first, manifest_hash(newest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
 
+    def _bring_residuals_over(self, meeting: Meeting) -> None:
+        """What lossy codecs left until the last common manifest, if it is our tip's parent: older ones are not here."""
+        residuals, (first, *later) = self._disk.residuals, [commit.manifest for commit in meeting.theirs]
+        newest = meeting.theirs[-1].manifest
+        if len(meeting.ours) > 1:
+            residuals.clear(newest)
+            return
+        try:
+            residuals.settle(first, manifest_hash(newest), lambda tile_id: NO_HASH, later)
+        except StorageFull:  # the chain has gone over already: on with less
+            residuals.clear(newest)
+
     async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
-        """We stand on another history now: what we had since the two parted is lost, and so is our unsynced work."""
+        """We stand on another history now: the rounds that ours had since the two parted are lost."""
         self._retention.clear()  # what is kept for others is of the history that lost
         lost = tokens_lost(meeting.common, meeting.ours)
+        rosters = [entry for left in meeting.ours for entry in left.manifest.roster]
+        own = sum(entry.tokens for entry in rosters if entry.peer == self.core.me)
         text = f"{len(meeting.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
         self._hooks.notice(do.Notice("fork", f"{text} (they parted after round {meeting.common.round})", holder))
-        event = replace(self._event(commit, None), caught_up=True, lost_tokens=lost, switched=True)
+        event = replace(self._event(commit, None), caught_up=True, lost_tokens=lost, own_tokens=own, switched=True)
         votes = self._disk.votes
         votes.leave(
             self.core.state.own.record

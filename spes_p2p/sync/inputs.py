@@ -7,7 +7,7 @@ copy in memory. It is lost with a restart: then this peer's work since its last 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,19 @@ _FROZEN = "frozen"
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class Snapshot:
+    """Trained values by block; stays readable when the next one was taken."""
+
     parent: Hash
     arrays: Mapping[int, Values]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(self.arrays)
+
+    def block(self, index: int) -> Values:
+        """The trained values of a block. KeyError for one that was not trained here."""
+        return self.arrays[index]
 
 
 class Inputs:
@@ -35,7 +45,7 @@ class Inputs:
         directory.mkdir(parents=True)
         self._directory = directory
         self._layout = layout
-        self._snapshot = _Snapshot(NO_HASH, {})
+        self._snapshot = Snapshot(NO_HASH, {})
         self._count = 0
 
     def take(self, parent: Hash, blocks: Sequence[int], values: Callable[[int], Values]) -> None:
@@ -46,7 +56,7 @@ class Inputs:
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
-        self._snapshot = _Snapshot(parent, arrays)  # at once: readers see the one or the other
+        self._snapshot = Snapshot(parent, arrays)  # at once: readers see the one or the other
         for older in self._directory.iterdir():
             if older != folder:
                 shutil.rmtree(older)
@@ -65,17 +75,22 @@ class Inputs:
         )
 
     @property
+    def snapshot(self) -> Snapshot:
+        """The newest one."""
+        return self._snapshot
+
+    @property
     def parent(self) -> Hash:
         """The manifest that the snapshot was trained on; NO_HASH when there is none."""
         return self._snapshot.parent
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        return tuple(self._snapshot.arrays)
+        return self._snapshot.blocks
 
     def block(self, index: int) -> Values:
         """The trained values of a block. KeyError for one that was not trained here."""
-        return self._snapshot.arrays[index]
+        return self._snapshot.block(index)
 
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""
@@ -111,26 +126,38 @@ class Carried:
         layout: Layout,
         new: BlockSource,
         old: BlockSource | None,
-        inputs: Inputs,
+        trained: Snapshot,
         uncounted: frozenset[int],
         is_sound: Callable[[int], bool] = lambda tile_id: True,
     ) -> None:
         self._layout = layout
         self._new = new
         self._old = old
-        self._inputs = inputs
+        self._trained = trained
         self._uncounted = uncounted
         self._is_sound = is_sound
+
+    @property
+    def parent(self) -> Hash:
+        """The manifest that the work was trained on."""
+        return self._trained.parent
+
+    def onto(self, new: BlockSource, uncounted: frozenset[int]) -> Carried:
+        """The same work on top of another commit, which did not count it in these tiles."""
+        return Carried(self._layout, new, self._old, self._trained, uncounted, self._is_sound)
+
+    def tiles_of(self, blocks: Iterable[int]) -> frozenset[int]:
+        return frozenset(tile_id for block in blocks for tile_id in self._layout.tile_ids_of(block))
 
     def block(self, index: int) -> Values:
         new = self._new.block(index)
         tiles = [
             tile for tile in self._layout.tiles_of(index) if tile.id in self._uncounted and self._is_sound(tile.id)
         ]
-        if self._old is None or not tiles or index not in self._inputs.blocks:
+        if self._old is None or not tiles or index not in self._trained.blocks:
             return new
         carried = np.array(new)
-        trained, old = self._inputs.block(index), self._old.block(index)
+        trained, old = self._trained.block(index), self._old.block(index)
         for tile in tiles:
             part = slice(tile.start, tile.stop)
             change = trained[part] - old[part]
@@ -140,23 +167,23 @@ class Carried:
 
 
 class RunAhead:
-    """The state to go on from after a commit where training went on meanwhile: theta <- new + (theta - snapshot).
+    """The state to go on from after a commit where training went on meanwhile: theta <- new + (theta - since).
 
-    `trained(block)` is theta now, for each of `blocks`, which are in the snapshot too (design section 4, overlap). What
-    is not finite in a block drops all that was trained ahead in it.
+    `trained(block)` is theta now, for each of `blocks`, and `since` what it went on from: with overlap the snapshot
+    (design section 4). What is not finite in a block drops all that was trained ahead in it.
     """
 
     def __init__(
-        self, new: BlockSource, trained: Callable[[int], Values], inputs: Inputs, blocks: Collection[int]
+        self, new: BlockSource, trained: Callable[[int], Values], since: BlockSource, blocks: Collection[int]
     ) -> None:
         self._new = new
         self._trained = trained
-        self._inputs = inputs
+        self._since = since
         self._blocks = frozenset(blocks)
 
     def block(self, index: int) -> Values:
         new = self._new.block(index)
         if index not in self._blocks:
             return new
-        ahead = self._trained(index) - self._inputs.block(index)
+        ahead = self._trained(index) - self._since.block(index)
         return new + ahead if np.isfinite(ahead).all() else new

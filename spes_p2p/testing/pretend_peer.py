@@ -29,6 +29,7 @@ from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
+from spes_p2p.sync.going_over import Parting, told
 from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
 from spes_p2p.sync.joining import Joining, Place
 from spes_p2p.sync.outgoing import Masters
@@ -152,6 +153,7 @@ class PretendPeer:
         )  # fmt: skip
         place = await joining.enter(self.intent, self._sources)
         self._turn: Turn | None = None
+        self._parting: Parting | None = None
         self._training: asyncio.Task[None] | None = None
         self._used: Ranges = ()
         self._tokens = self._steps = 0
@@ -222,18 +224,41 @@ class PretendPeer:
         if turn is not None and not turn.handed_in:  # decided without us
             self._snapshot(turn)
             uncounted = frozenset(at for block in turn.started for at in self.swarm.layout.tile_ids_of(block))
-        carried: BlockSource | None = None
-        keeps = self._keeps_its_place(event, lead)
-        if keeps and turn is not None:
-            masters = self._masters(manifest)
-            carried = Carried(self.swarm.layout, masters, turn.masters, self.inputs, uncounted, turn.base.is_sound)
-            if lead.steps:
-                carried = self._ahead(turn, carried)
-        self._turn = None
+        carried, parting, first_steps = None, None, lead.steps
+        if event.switched:
+            first_steps = 0 if turn is None else turn.steps
+            carried = self._go_over(event, turn)
+        elif turn is not None and self._keeps_its_place(event, lead):
+            snapshot, masters = self.inputs.snapshot, self._masters(manifest)
+            work = Carried(self.swarm.layout, masters, turn.masters, snapshot, uncounted, turn.base.is_sound)
+            owned = tuple(block - 1 for block in turn.started if block)
+            parting = Parting.after(event, self.name, turn.manifest, owned, work)
+            carried = self._ahead(turn, work) if lead.steps else work
+        self._turn, self._parting = None, parting
         if self.driver.core.state.is_member():
-            self._begin(manifest, carried, lead.steps if keeps else 0)
+            self._begin(manifest, carried, first_steps if carried is not None else 0)
         else:
             self._gone.set()
+
+    def _go_over(self, event: Applied, turn: Turn | None) -> BlockSource | None:
+        """What was trained since the histories parted goes on, where its data is still ours; else None."""
+        newest, lead = event.commit.manifest, Lead() if turn is None else turn.lead
+        way = self._parting.way(self.chain) if self._parting is not None else None
+        tokens, steps, used = self._tokens + lead.tokens, self._steps + lead.steps, self._used
+        self._used, self._tokens, self._steps = (), 0, 0
+        values: BlockSource | None = None
+        if turn is not None and way is not None and self._is_ours(newest, left := way.left(used)):
+            self._used, (self._tokens, self._steps) = left, way.uncounted(tokens, steps)
+            trains = [block - 1 for block in turn.started if block]
+            ahead = way.values(newest, self._masters(newest), lambda block: self._now(turn, block), trains)
+            values = self.inputs.freeze(ahead, way.blocks(newest))
+        for text in told(event.own_tokens + tokens, self._tokens, way):
+            self.notice(Notice("own", text))
+        return values
+
+    def _is_ours(self, newest: Manifest, used: Ranges) -> bool:
+        """Whether a lease begins with what was used of it."""
+        return joined(take(newest.leases.of(self.name), count(used))[0]) == joined(used)
 
     def _masters(self, manifest: Manifest) -> Masters:
         committed, ahead = self.store.version(manifest.round), self.residuals.ahead(manifest_hash(manifest))
@@ -243,28 +268,25 @@ class PretendPeer:
         """What was trained since the snapshot, on top of what came out of the round."""
         self.ahead[turn.manifest.round] = turn.lead.values
         blocks = tuple(turn.started)
-        return self.inputs.freeze(RunAhead(new, lambda block: self._now(turn, block), self.inputs, blocks), blocks)
+        ahead = RunAhead(new, lambda block: self._now(turn, block), self.inputs.snapshot, blocks)
+        return self.inputs.freeze(ahead, blocks)
 
     def _now(self, turn: Turn, block: int) -> Values:
         """The values of a block while a round is synced."""
         if self.work.learner is not None:
             return self.work.learner.values(block)
-        return self.handed_in[turn.manifest.round].values[block] + turn.lead.values[block]
+        return self.handed_in[turn.manifest.round].values[block] + turn.lead.values.get(block, np.float32(0))
 
     def _keeps_its_place(self, event: Applied, lead: Lead) -> bool:
         """Whether what was trained and not counted still has its place in the data; else it is lost."""
         left = self._used
-        if event.switched:
-            self._used, self._tokens, self._steps = (), 0, 0
-            return False
         if event.counted is not None:
             left = take(left, event.counted.sequences)[1]
             self._tokens = self._steps = 0
         self._tokens += lead.tokens
         self._steps += lead.steps
-        front, _ = take(event.commit.manifest.leases.of(self.name), count(left))
         self._used = left
-        if joined(front) == joined(left):
+        if self._is_ours(event.commit.manifest, left):
             return True
         self._used, self._tokens, self._steps = (), 0, 0
         return False

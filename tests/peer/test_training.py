@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from spes_p2p.consensus.messages import Manifest, Work, manifest_hash
+from spes_p2p.consensus.messages import DEGRADED, Contribution, Manifest, Work, manifest_hash
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import LeasedLoader, held_out_batches, need_held_out, open_dataset
@@ -140,10 +140,10 @@ class Story:
         kept = Uncounted(uncounted.tokens, uncounted.steps)
         self.saved.append((manifest, version, kept, final, self.trainer.round_steps))
 
-    def commit(self, counted: bool, columns: bool = True) -> None:
+    def commit(self, counted: bool, columns: bool = True, kind: str | None = None) -> None:
         """The round is decided: everything moves by MERGED, from what was handed in or from the old state.
 
-        `columns`: whether it is their turn to be handed out.
+        `columns`: whether it is their turn to be handed out. `kind`: of the certificate.
         """
         handed_in = self.inputs.parent == self.head
         base, layout = self.store.version(self.round), self.run.layout
@@ -165,12 +165,37 @@ class Story:
         entry = self.manifest.roster[0] if counted else None
         missed = (tile.id for tile in layout.tiles if not counted or (tile.block and not columns))
         lost = frozenset(missed) if handed_in else frozenset[int]()
+        commit = self.commits[self.round]
+        certificate = replace(commit.certificate, kind=kind or commit.certificate.kind)
         self.gate.applied(
-            Applied(self.commits[self.round], previous, entry, handed_in, lost, False, {}, 0, 0, 1.0, frozenset())
+            Applied(
+                replace(commit, certificate=certificate),
+                previous,
+                entry,
+                handed_in,
+                lost,
+                False,
+                {},
+                0,
+                0,
+                1.0,
+                frozenset(),
+            )
         )
 
-    def switch(self) -> None:
-        """Another history wins: round 1 is another one, with all values moved by twice MERGED from the beginning's."""
+    def counts(self, work: Work) -> None:
+        """The next round that counts us will have counted this."""
+        roster = (Contribution(A, work.tokens, work.steps, work.sequences),)
+        parent, layout = self.manifest, self.run.layout
+        outcome = Outcome(roster, self.run.slices(parent), sha256(b"wire"), sha256(b"counted"), None)
+        child = child_manifest(self.run.rules, parent, outcome, parent.members, {A: Wish(layout.num_columns)})
+        self.commits[self.round + 1] = self.run.certified(child)
+
+    def switch(self, counted: bool = False) -> None:
+        """Another history wins: round 1 is another one, with all values moved by twice MERGED from the beginning's.
+
+        `counted`: it counts of this peer what our round 1 did.
+        """
         base, layout, previous = self.store.version(0), self.run.layout, self.manifest
         staging = self.store.stage(1, 0)
         for tile in layout.tiles:
@@ -178,12 +203,16 @@ class Story:
         staging.finish()
         staging.publish()
         genesis = self.commits[0].manifest
-        empty = Outcome((), (), sha256(b"wire"), sha256(b"another"), None)
-        child = child_manifest(self.run.rules, genesis, empty, genesis.members, {A: Wish(layout.num_columns)})
+        own, slices = self.commits[1].manifest.roster, self.commits[1].manifest.slices
+        outcome = Outcome((), (), sha256(b"wire"), sha256(b"another"), None)
+        if counted:
+            outcome = replace(outcome, roster=own, slices=slices)
+        child = child_manifest(self.run.rules, genesis, outcome, genesis.members, {A: Wish(layout.num_columns)})
         self.commits[1], self.round = self.run.certified(child), 1
         self.driver.core.tip_hash, self.driver.core.tip = self.head, self.manifest
         event = Applied(self.commits[1], previous, None, False, frozenset(), True, {}, 0, 0, 1.0, frozenset())
-        self.gate.applied(replace(event, switched=True, lost_tokens=previous.tokens))
+        tokens = sum(entry.tokens for entry in own) if previous.round else 0
+        self.gate.applied(replace(event, switched=True, lost_tokens=tokens, own_tokens=tokens))
 
     def play(self) -> None:
         self.loop.begin(self.manifest)
@@ -528,18 +557,91 @@ def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(stor
 
 
 def test_another_history_takes_the_place_of_what_was_trained_on_ours(story: Story) -> None:
-    """Counted or not, it is gone; training begins afresh on the other's state, with its lease."""
+    """Counted or not, it is gone where our round had a quorum; training begins afresh on the other's state."""
     story.at_step[STEPS + 1] = story.switch
     story.on_ready = lambda work: story.commit(counted=True) if len(story.ready) == 1 else story.gate.stop()
     started: list[float] = []
     story.at_step[STEPS + 2] = lambda: started.append(float(np.mean(story.values() - story.store.version(0).block(0))))
     story.play()
-    assert [text for text in story.said if "tokens that no round had counted are lost" in text]
+    assert story.said[-1].startswith(f"{8 * 16 + 64:,} tokens of this peer's own are lost with it")
     manifest, _, uncounted, _, _ = story.saved[-1]
     assert (manifest, uncounted) == (story.commits[1].manifest, Uncounted())
     assert story.ready[-1].steps == STEPS
     assert story.ready[-1].sequences == story.ready[0].sequences
     assert started[0] == pytest.approx(2 * MERGED, abs=0.1)
+
+
+class GoneOver:
+    """A peer whose round 1 has no quorum goes over to another child of its parent `steps` steps later."""
+
+    def __init__(self, folder: Path, steps: int, counted: bool = False, *overrides: str) -> None:
+        self.story = story = Story(folder, *overrides)
+        self.brought: dict[int, Values] = {}
+        self.began: dict[int, Values] = {}
+        self.now: dict[int, Values] = {}
+        self.started: dict[int, Values] = {}
+        self.counted, self.steps = counted, steps
+        story.on_ready = self._ready
+        if steps:
+            story.at_step[STEPS + steps] = self._switch
+        self._adopt = story.trainer.adopt
+        story.trainer.adopt = self._note_start  # type: ignore[method-assign]
+
+    def _ready(self, work: Work) -> None:
+        if len(self.story.ready) == 1:
+            self.brought = {block: np.array(self.story.inputs.block(block)) for block in self.story.inputs.blocks}
+            self.story.counts(work)
+            self.story.commit(counted=True, kind=DEGRADED)
+            if not self.steps:
+                self._switch()
+        else:
+            self.story.gate.stop()
+
+    def _switch(self) -> None:
+        self.now = self._values()
+        self.began = {block: np.array(self.story.store.version(1).block(block)) for block in self.now}
+        self.story.switch(self.counted)
+
+    def _values(self) -> dict[int, Values]:
+        return {block: self.story.trainer.contribution(block) for block in self.brought}
+
+    def _note_start(self, *given: Any, **named: Any) -> None:
+        self._adopt(*given, **named)
+        self.started = {block: self.story.trainer.contribution(block) for block in self.brought}
+
+    def check(self, brought: bool) -> None:
+        """What training began from on the other history: its state, with what we `brought` to ours, and since."""
+        for block, started in self.started.items():
+            expected = self.story.store.version(1).block(block)
+            if brought:
+                expected = expected + self.brought[block] - self.story.store.version(0).block(block)
+            if self.steps:
+                since = self.now[block] - self.began[block]
+                assert np.abs(since).max() > 0
+                expected = expected + since
+            np.testing.assert_allclose(started, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_work_of_a_round_without_a_quorum_goes_over_to_the_history_that_won(tmp_path: Path, steps: int) -> None:
+    """Also where both are heard of in one moment."""
+    told = GoneOver(tmp_path, steps)
+    told.story.play()
+    told.check(brought=True)
+    work, kept = told.story.ready[-1], STEPS + steps
+    tokens = work.tokens // work.steps
+    assert (work.steps, work.sequences) == (2 * STEPS, told.story.ready[0].sequences * 2)
+    assert told.story.said == [f"{kept * tokens:,} tokens of this peer's own are kept, for the next round to count"]
+    assert told.story.saved[-1][2] == Uncounted(kept * tokens, kept)
+
+
+def test_what_both_histories_counted_counts_once(tmp_path: Path) -> None:
+    """A peer that hands in and is cut off before it hears of the commit makes the round a second time, alone."""
+    told = GoneOver(tmp_path, 1, True)
+    told.story.play()
+    told.check(brought=False)
+    work = told.story.ready[-1]
+    assert (work.steps, work.sequences) == (STEPS, told.story.ready[0].sequences)
 
 
 def test_who_waits_is_told_for_what(story: Story) -> None:
@@ -670,14 +772,21 @@ def test_the_committed_model_is_evaluated_though_training_went_on(tmp_path: Path
     assert any(np.array_equal(start, told.committed(1, 0) + ahead) for start in starts)
 
 
-def test_another_history_takes_what_was_trained_ahead_too(tmp_path: Path) -> None:
+def test_what_was_trained_ahead_goes_over_to_another_history_too(tmp_path: Path) -> None:
     told = Overlapping(tmp_path, late=2)
-    told._decide = told.story.switch  # type: ignore[method-assign]
+
+    def decide() -> None:
+        told.now.append(told._values())
+        told.story.commit(counted=True, kind=DEGRADED)
+        told.story.switch()
+
+    told._decide = decide  # type: ignore[method-assign]
     told.story.at_step[STEPS + 3] = told.story.gate.stop
     told.story.play()
-    np.testing.assert_array_equal(told.started[1][0], told.committed(1, 0))
-    lost = [text for text in told.story.said if "lost with it" in text]
-    assert lost == [f"{(STEPS + 2) * 64:,} tokens that no round had counted are lost with it"]
+    own = told.now[0][0] - told.committed(0, 0)
+    np.testing.assert_allclose(told.started[1][0], told.committed(1, 0) + own, atol=1e-6)
+    kept = f"{(STEPS + 2) * 64:,} tokens of this peer's own are kept, for the next round to count"
+    assert told.story.said == [kept]
 
 
 def test_who_leaves_hands_in_what_it_trained_ahead(tmp_path: Path) -> None:
