@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.data.copies import Spans
 from spes_p2p.data.feed import PieceDataset
-from spes_p2p.data.leases import Ranges, count, joined, take
+from spes_p2p.data.leases import Ranges, count, take
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences, count_sequences
 from spes_p2p.data.order import Order
@@ -134,6 +134,11 @@ class LeasedLoader(_Loader):
         self._need_rest()
 
     @property
+    def ranges(self) -> Ranges:
+        """What this peer holds by the newest certificate."""
+        return self._ranges
+
+    @property
     def consumed(self) -> int:
         """Sequences at the front of the held ranges that were handed out by `next_batch`."""
         return self._offset
@@ -172,24 +177,10 @@ class LeasedLoader(_Loader):
             unread = take(take(self._ranges, self._offset)[1], MOST_AHEAD)[0]
             self._reader.sequences.need(self._order.sequences_at(_positions(unread)))
 
-    def set_lease(self, ranges: Ranges, uncounted: int | None = None) -> None:
-        """Goes on with what a new certificate says that this peer holds.
-
-        The first `uncounted` positions of `ranges` are what this loader has handed out last and no certificate has
-        counted; the next batch comes after them. None: as many as agree (after a resume, when nobody remembers).
-        Raises LocalProtocolError when they are something else.
-        """
-        agreed = _overlap(_positions(take(self._ranges, self._offset)[0]), ranges)
-        if uncounted not in (None, 0, agreed):
-            raise LocalProtocolError(
-                f"{uncounted} uncounted sequences should begin the lease {ranges[:3]}, not {agreed}"
-            )
-        self._ranges, self._offset = ranges, agreed if uncounted is None else uncounted
+    def use(self, ranges: Ranges, consumed: int) -> None:
+        """Goes on with what a new certificate says that this peer holds, after the first `consumed` positions of it."""
+        self._ranges, self._offset = ranges, consumed
         self._need_rest()
-
-    def uncount(self, ranges: Ranges) -> None:
-        """What was handed out before the held ranges, and counted by a certificate that is void, is uncounted again."""
-        self._ranges, self._offset = joined((*ranges, *self._ranges)), self._offset + count(ranges)
 
     def state_dict(self) -> dict[str, Any]:
         return {"ranges": [list(span) for span in self._ranges], "offset": self._offset}
@@ -200,8 +191,7 @@ class LeasedLoader(_Loader):
             ranges, offset = tuple((int(start), int(stop)) for start, stop in state["ranges"]), int(state["offset"])
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged_state(error) from error
-        self._ranges, self._offset = ranges, offset
-        self._need_rest()
+        self.use(ranges, offset)
 
 
 class LocalLoader(_Loader):
@@ -270,15 +260,6 @@ def spans_of(dataset: PieceDataset, config: Config) -> Spans:
 
 def _positions(ranges: Ranges) -> NDArray[np.int64]:
     return np.concatenate([np.arange(*span, dtype=np.int64) for span in ranges] or [np.empty(0, np.int64)])
-
-
-def _overlap(consumed: NDArray[np.int64], ranges: Ranges) -> int:
-    """How many positions at the front of `ranges` are the last ones of `consumed`, in the same order."""
-    found = np.flatnonzero(consumed == ranges[0][0] if ranges else [])
-    if len(found) == 0:
-        return 0
-    tail = consumed[found[-1] :]
-    return len(tail) if np.array_equal(tail, _positions(take(ranges, len(tail))[0])) else 0
 
 
 def _damaged_state(error: Exception) -> CheckpointError:

@@ -18,12 +18,12 @@ from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.expert_map import columns_of
-from spes_p2p.peer.training import Uncounted
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.sync.driver import Disk
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Carried
+from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack
 

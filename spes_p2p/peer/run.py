@@ -28,6 +28,7 @@ from spes_p2p.observe.sinks import file_sinks, unfailing
 from spes_p2p.peer.checks import Check, checkpoint_check, insist
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA, check_dataset
+from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure_ranks, wanted_columns
@@ -38,7 +39,7 @@ from spes_p2p.peer.pausing import PauseSwitch, Watch
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.task_runner import TaskRunner
-from spes_p2p.peer.training import TrainingLoop
+from spes_p2p.peer.training import Learning, LoopOptions, TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.planning.disk import checkpoint_bytes
 from spes_p2p.state.layout import Layout
@@ -50,6 +51,7 @@ from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.own import own_trainer
+from spes_p2p.train.stages import Place, Restored
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks, ranks_from_environment, serve
 
@@ -191,18 +193,18 @@ def _train(
         outer = outer_optimizer(connection.driver.core.state.rules)
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
     tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
-    loop = TrainingLoop(
-        connection, config, trainer, loader, dataset, bus.emit, saver, dump, options.rounds, tasks, pause
-    )
-    exactly = _restore(resumed, tip, loop, trainer, loader)
+    learning = Learning(config, trainer, loader, dataset)
+    loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.rounds, tasks, pause))
+    restored = _restore(resumed, tip, learning)
     carried = None
-    if resumed is not None and not exactly and config.sync.column_rounds > 1:
+    if resumed is not None and restored is None and config.sync.column_rounds > 1:
         carried = resumed.values_ahead(tip.manifest, me, connection.layout, connection.disk, trainer, config.sync)
     del resumed  # it maps a checkpoint that may be removed while training goes on
     try:
-        loop.begin(tip.manifest, exactly, carried)
+        loop.begin(tip.manifest, restored, carried)
         del carried
         loop.run()
+        Departure(loop).run()
         if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
             say(f"the run is over; its model: spes-p2p export --checkpoint {options.output} --output MODEL")
     finally:
@@ -266,16 +268,15 @@ def _ranks(
         yield local.ranks
 
 
-def _restore(
-    resumed: Resumed | None, tip: Commit, loop: TrainingLoop, trainer: Trainer, loader: LeasedLoader | LocalLoader
-) -> bool:
-    """Puts saved training state back; whether it is exactly that of the tip."""
+def _restore(resumed: Resumed | None, tip: Commit, learning: Learning) -> Restored | None:
+    """Puts saved training state back; None where it is not exactly that of the tip."""
     if resumed is None:
-        return False
+        return None
+    trainer, loader = learning.trainer, learning.loader
     if not resumed.restore(trainer, loader) or resumed.manifest != tip.certificate.manifest:
-        return False  # the moments are kept, the values are those of the newest commit
-    loop.uncounted = resumed.uncounted
-    return True
+        return None  # the moments are kept, the values are those of the newest commit
+    place = Place(loader.ranges, loader.consumed) if isinstance(loader, LeasedLoader) else Place()
+    return Restored(place, resumed.uncounted, trainer.round_steps)
 
 
 def _open_data(

@@ -7,7 +7,7 @@ copy in memory. It is lost with a restart: then this peer's work since its last 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,17 +137,9 @@ class Carried:
         self._uncounted = uncounted
         self._is_sound = is_sound
 
-    @property
-    def parent(self) -> Hash:
-        """The manifest that the work was trained on."""
-        return self._trained.parent
-
     def onto(self, new: BlockSource, uncounted: frozenset[int]) -> Carried:
         """The same work on top of another commit, which did not count it in these tiles."""
         return Carried(self._layout, new, self._old, self._trained, uncounted, self._is_sound)
-
-    def tiles_of(self, blocks: Iterable[int]) -> frozenset[int]:
-        return frozenset(tile_id for block in blocks for tile_id in self._layout.tile_ids_of(block))
 
     def block(self, index: int) -> Values:
         new = self._new.block(index)

@@ -1,8 +1,8 @@
 """One peer of a MemorySwarm: the real driver and disk, and a pretended trainer that does arithmetic on the state.
 
 Each inner step adds a seeded change to the values that the peer owns, so that a test can compute what a round must
-give. What a round does not count is carried as design section 4 says, and training data is used up position by
-position, as far as it is leased. There is no model and no thread, unless a `Learner` is given.
+give. What to train on, and when, the trainer's machine says, as in a real peer. There is no model and no thread, unless
+a `Learner` is given.
 """
 
 from __future__ import annotations
@@ -19,22 +19,41 @@ import numpy as np
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.machine import Consensus, Start
-from spes_p2p.consensus.messages import Intent, Manifest, Work, manifest_hash
+from spes_p2p.consensus.messages import DEGRADED, Intent, Manifest, Work
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.data.leases import Ranges, count, joined, take
+from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import BlockSource, Values
-from spes_p2p.state.version import Version
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
-from spes_p2p.sync.going_over import Parting, told
-from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
+from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, Place
-from spes_p2p.sync.outgoing import Masters
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.train.machine import TrainerMachine
+from spes_p2p.train.stages import (
+    Action,
+    Begin,
+    Committed,
+    Depart,
+    GoAhead,
+    GoOver,
+    Leave,
+    Load,
+    RoundEnded,
+    Say,
+    SayReady,
+    Stage,
+    StandAside,
+    StartAhead,
+    StepMade,
+    Switched,
+    TakeSnapshot,
+    TrainingRules,
+    Turn,
+)
+from spes_p2p.train.values import TrainedValues
 
 if TYPE_CHECKING:
     from spes_p2p.testing.memory_swarm import MemorySwarm
@@ -98,27 +117,14 @@ class HandedIn:
 
 
 @dataclass
-class Lead:
-    """What was trained since a snapshot whose round is still being synced (`sync.overlap`), block by block."""
+class Pretended:
+    """What was trained in a turn: the values that it began with, and so many steps since, ahead of it too."""
 
-    steps: int = 0
-    tokens: int = 0
-    values: dict[int, Values] = field(default_factory=dict)
-
-
-@dataclass
-class Turn:
-    """`first_steps` of the `steps` were made while the round before was synced: they are in `started`."""
-
-    manifest: Manifest
-    base: Version
-    masters: Masters
+    turn: Turn
     started: dict[int, Values]
     steps: int = 0
-    handed_in: bool = False
+    steps_ahead: int = 0
     closing: bool = False
-    first_steps: int = 0
-    lead: Lead = field(default_factory=Lead)
 
 
 @dataclass
@@ -136,6 +142,8 @@ class PretendPeer:
     handed_in: dict[int, HandedIn] = field(default_factory=dict)
     ahead: dict[int, dict[int, Values]] = field(default_factory=dict)
     """By round that it stood on: what it trained since its snapshot, until the round's commit came."""
+    went_over: dict[int, Values] = field(default_factory=dict)
+    """What it had trained on top of its newest commit when another history won."""
     is_up: bool = True
     joined: bool = False
     _ended: bool = False
@@ -152,11 +160,8 @@ class PretendPeer:
             self.net.verifier, sealer, self.said.append, swarm.new_incarnation, self.folder / "checkpoints",
         )  # fmt: skip
         place = await joining.enter(self.intent, self._sources)
-        self._turn: Turn | None = None
-        self._parting: Parting | None = None
+        self._pretended: Pretended | None = None
         self._training: asyncio.Task[None] | None = None
-        self._used: Ranges = ()
-        self._tokens = self._steps = 0
         self._gone = asyncio.Event()
         await self._drive(place, sealer)
 
@@ -165,6 +170,8 @@ class PretendPeer:
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)
         self.residuals = Residuals(self.folder / "residuals", swarm.layout)
+        self.machine = TrainerMachine(self._training_rules(), swarm.layout)
+        self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now)
         first = int(1000 * (DAY_SECONDS + now - swarm.clock_behind_seconds))
         identity = Identity(self.name, swarm.rules, sealer, self.checker.check)
         start = Start(
@@ -181,8 +188,19 @@ class PretendPeer:
         await self.driver.start()
         self.joined = True
         swarm.watch(self, place.tip.manifest)
-        if core.state.is_member():
-            self._begin(place.tip.manifest, None)
+        self._do(self.machine.handle(Begin(place.tip.manifest, core.state.is_member())))
+
+    def _training_rules(self) -> TrainingRules:
+        config, rules = self.swarm.config, self.swarm.rules
+        return TrainingRules(
+            self.name,
+            config.optimizer.batch_sequences,
+            config.data.sequence_length,
+            leased=rules.leased,
+            overlaps=config.sync.overlap,
+            overlap_steps=config.sync.overlap_steps,
+            takes_turns=rules.expert_rounds > 1,
+        )
 
     async def _sources(self) -> Iterable[PeerId]:
         return [
@@ -199,8 +217,8 @@ class PretendPeer:
     # ---- Hooks ----
 
     def close_training(self) -> None:
-        if self._turn is not None and self._training is not None and self.work.finishes_steps:
-            self._turn.closing = True
+        if self._pretended is not None and self._training is not None and self.work.finishes_steps:
+            self._pretended.closing = True
         else:
             self._hand_in()
 
@@ -217,218 +235,163 @@ class PretendPeer:
         """Goes on from a commit: with the new values, and what it did not count."""
         self.applied_events.append(event)
         self.swarm.watch(self, event.commit.manifest)
-        manifest, turn, uncounted = event.commit.manifest, self._turn, event.uncounted
-        lead = Lead() if turn is None else turn.lead
         if self._training is not None:
             self._training.cancel()
-        if turn is not None and not turn.handed_in:  # decided without us
-            self._snapshot(turn)
-            uncounted = frozenset(at for block in turn.started for at in self.swarm.layout.tile_ids_of(block))
-        carried, parting, first_steps = None, None, lead.steps
+        turn = self.machine.turn
+        if turn is not None and self.machine.lead.steps:
+            self.ahead[turn.manifest.round] = {block: self._lead(block) for block in turn.blocks}
+        self._do(self.machine.handle(self._news_of(event)))
+
+    def _news_of(self, event: Applied) -> Committed | Switched:
+        turn, newest = self.machine.turn, event.commit.manifest
+        is_member, parent = self.driver.core.state.is_member(), None if turn is None else turn.manifest
         if event.switched:
-            first_steps = 0 if turn is None else turn.steps
-            carried = self._go_over(event, turn)
-        elif turn is not None and self._keeps_its_place(event, lead):
-            snapshot, masters = self.inputs.snapshot, self._masters(manifest)
-            work = Carried(self.swarm.layout, masters, turn.masters, snapshot, uncounted, turn.base.is_sound)
-            owned = tuple(block - 1 for block in turn.started if block)
-            parting = Parting.after(event, self.name, turn.manifest, owned, work)
-            carried = self._ahead(turn, work) if lead.steps else work
-        self._turn, self._parting = None, parting
-        if self.driver.core.state.is_member():
-            self._begin(manifest, carried, first_steps if carried is not None else 0)
-        else:
-            self._gone.set()
+            parent = None if self.machine.parting is None else self.machine.parting.parent
+        child = None if parent is None else self.chain.child_of(parent)
+        if event.switched:
+            return Switched(newest, is_member, child, event.own_tokens)
+        is_degraded = event.commit.certificate.kind == DEGRADED
+        return Committed(newest, is_member, event.counted, event.handed_in, event.uncounted, child, is_degraded)
 
-    def _go_over(self, event: Applied, turn: Turn | None) -> BlockSource | None:
-        """What was trained since the histories parted goes on, where its data is still ours; else None."""
-        newest, lead = event.commit.manifest, Lead() if turn is None else turn.lead
-        way = self._parting.way(self.chain) if self._parting is not None else None
-        tokens, steps, used = self._tokens + lead.tokens, self._steps + lead.steps, self._used
-        self._used, self._tokens, self._steps = (), 0, 0
-        values: BlockSource | None = None
-        if turn is not None and way is not None and self._is_ours(newest, left := way.left(used)):
-            self._used, (self._tokens, self._steps) = left, way.uncounted(tokens, steps)
-            trains = [block - 1 for block in turn.started if block]
-            ahead = way.values(newest, self._masters(newest), lambda block: self._now(turn, block), trains)
-            values = self.inputs.freeze(ahead, way.blocks(newest))
-        for text in told(event.own_tokens + tokens, self._tokens, way):
-            self.notice(Notice("own", text))
-        return values
+    # ---- what the trainer's machine says ----
 
-    def _is_ours(self, newest: Manifest, used: Ranges) -> bool:
-        """Whether a lease begins with what was used of it."""
-        return joined(take(newest.leases.of(self.name), count(used))[0]) == joined(used)
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case TakeSnapshot(turn):
+                    self._snapshot(turn)
+                case SayReady():
+                    self.driver.ready(self._report(ready=True))
+                case StartAhead():
+                    if self.work.learner is not None:
+                        self.work.learner.run_ahead()
+                    self._training = asyncio.get_running_loop().create_task(self._train())
+                case Load():
+                    self._begin(action)
+                case Say(text):
+                    self.notice(Notice("own", text))
+                case StandAside() | Depart():
+                    self.values.end()
+                    self._gone.set()
 
-    def _masters(self, manifest: Manifest) -> Masters:
-        committed, ahead = self.store.version(manifest.round), self.residuals.ahead(manifest_hash(manifest))
-        return Masters(self.swarm.layout, committed, ahead)
-
-    def _ahead(self, turn: Turn, new: BlockSource) -> BlockSource:
-        """What was trained since the snapshot, on top of what came out of the round."""
-        self.ahead[turn.manifest.round] = turn.lead.values
-        blocks = tuple(turn.started)
-        ahead = RunAhead(new, lambda block: self._now(turn, block), self.inputs.snapshot, blocks)
-        return self.inputs.freeze(ahead, blocks)
-
-    def _now(self, turn: Turn, block: int) -> Values:
-        """The values of a block while a round is synced."""
-        if self.work.learner is not None:
-            return self.work.learner.values(block)
-        return self.handed_in[turn.manifest.round].values[block] + turn.lead.values.get(block, np.float32(0))
-
-    def _keeps_its_place(self, event: Applied, lead: Lead) -> bool:
-        """Whether what was trained and not counted still has its place in the data; else it is lost."""
-        left = self._used
-        if event.counted is not None:
-            left = take(left, event.counted.sequences)[1]
-            self._tokens = self._steps = 0
-        self._tokens += lead.tokens
-        self._steps += lead.steps
-        self._used = left
-        if self._is_ours(event.commit.manifest, left):
-            return True
-        self._used, self._tokens, self._steps = (), 0, 0
-        return False
-
-    # ---- training ----
-
-    def _begin(self, manifest: Manifest, carried: BlockSource | None, first_steps: int = 0) -> None:
-        base = self.store.version(manifest.round)
-        masters = self._masters(manifest)
+    def _begin(self, load: Load) -> None:
+        """Trains on top of a manifest."""
+        turn = load.turn
+        if isinstance(load.rebase, GoOver):
+            self.went_over = {block: self._now(block) - start for block, start in self._present.started.items()}
+        carried = None if load.rebase is None else self.values.rebased(turn.manifest, load.rebase, is_read_late=True)
+        masters = self.values.begin(turn)
         source = carried or masters
-        owned = columns_of(manifest.ownership, self.name)
         if self.work.learner is not None:
-            self.work.learner.begin(owned, source, manifest.step, first_steps)
-        blocks = (0, *(1 + column for column in owned))
-        for block in blocks:
+            self.work.learner.begin(turn.owned, source, turn.manifest.step, load.own_steps)
+        base = self.values.base
+        for block in turn.blocks:
             base.block(block)  # maps it: the store may drop this version while we still need it
         if self.work.saves:
-            save_checkpoint(self.folder / "checkpoints", base, manifest.step, {"round": manifest.round}, {}, 2)
+            save_checkpoint(
+                self.folder / "checkpoints", base, turn.manifest.step, {"round": turn.manifest.round}, {}, 2
+            )
         self._started = self._told = self.swarm.clock.now()
-        started = {block: np.array(source.block(block)) for block in blocks}
-        self._turn = Turn(manifest, base, masters, started, steps=first_steps, first_steps=first_steps)
-        if self.intent.leaving and self.swarm.rules.expert_rounds > 1:  # named again: there is something to hand out
-            self._hand_in_a_step()
+        self._pretended = Pretended(turn, {block: np.array(source.block(block)) for block in turn.blocks})
+        if self.intent.leaving:  # named again: there is something to hand out
+            self._leave_with_a_step()
         else:
-            self._training = asyncio.get_running_loop().create_task(self._train(self._turn))
+            self._training = asyncio.get_running_loop().create_task(self._train())
 
-    async def _train(self, turn: Turn) -> None:
-        """H steps, or as far as the lease goes. Ended from outside when the round closes."""
-        while turn.steps < turn.manifest.steps_per_round and not turn.closing:
-            data = self._next_data(turn)
-            if data is None:
-                break
+    async def _train(self) -> None:
+        """All steps that are to be made, or as far as the lease goes. Ended from outside by the close or the commit."""
+        now = self._present
+        while self.machine.steps_left and not now.closing and (data := self.machine.next_positions()) is not None:
             await asyncio.sleep(self.work.step_seconds)
-            self._step(turn, data)
-            self._tell(turn)
+            self._step(data)
+            self._tell()
         self._training = None
         self._hand_in()
 
-    def _next_data(self, turn: Turn) -> Ranges | None:
-        """What the next step trains on; None where the lease ends."""
-        batch = self.swarm.config.optimizer.batch_sequences
-        data, _ = take(take(turn.manifest.leases.of(self.name), count(self._used))[1], batch)
-        return None if self.swarm.rules.leased and count(data) < batch else data
-
-    async def _run_ahead(self, turn: Turn) -> None:
-        """Steps of the next round, from the snapshot on; ended from outside by its commit."""
-        sync, lead = self.swarm.config.sync, turn.lead
-        most = min(sync.overlap_steps or turn.manifest.steps_per_round, turn.manifest.steps_per_round)
-        while lead.steps < most and (data := self._next_data(turn)) is not None:
-            await asyncio.sleep(self.work.step_seconds)
-            self._step_ahead(turn, data)
-
-    def _step_ahead(self, turn: Turn, data: Ranges) -> None:
-        lead = turn.lead
-        if self.work.learner is not None and not lead.steps:
-            self.work.learner.run_ahead()
-        lead.steps += 1
-        lead.tokens += self._step_tokens
-        self._use(data)
+    def _step(self, data: Ranges) -> None:
+        now = self._present
         if self.work.learner is not None:
             self.work.learner.train(data)
-            return
-        lead.values = {
-            block: np.float32(self.work.change * lead.steps) * self._change(turn, block, "ahead/")
-            for block in turn.started
-        }
+        if self.machine.stage is Stage.AHEAD:
+            now.steps_ahead += 1
+        else:
+            now.steps += 1
+        sequences = self.swarm.config.optimizer.batch_sequences
+        self.machine.handle(StepMade(sequences * self.swarm.config.data.sequence_length, sequences))
 
-    @property
-    def _step_tokens(self) -> int:
-        return self.swarm.config.optimizer.batch_sequences * self.swarm.config.data.sequence_length
-
-    def _use(self, data: Ranges) -> None:
-        self._used = joined((*self._used, *data)) if self.swarm.rules.leased else ()
-
-    def _step(self, turn: Turn, data: Ranges) -> None:
-        turn.steps += 1
-        if self.work.learner is not None:
-            self.work.learner.train(data)
-        self._use(data)
-        self._steps += 1
-        self._tokens += self._step_tokens
-
-    def _tell(self, turn: Turn) -> None:
+    def _tell(self) -> None:
         now = self.swarm.clock.now()
-        if now - self._told >= self.swarm.config.swarm.heartbeat_seconds:
+        if self.machine.stage is Stage.TRAINING and now - self._told >= self.swarm.config.swarm.heartbeat_seconds:
             self._told = now
-            self.driver.training(self._report(turn, ready=False))
+            self.driver.training(self._report(ready=False))
 
-    def _report(self, turn: Turn, ready: bool) -> Work:
-        config = self.swarm.config
-        full_round = turn.manifest.steps_per_round * config.optimizer.batch_sequences * config.data.sequence_length
-        return Work(
-            ready, self._tokens, self._steps, count(self._used), self.swarm.clock.now() - self._started,
-            0.0 if ready else self.work.step_seconds, full_round,
-        )  # fmt: skip
+    def _report(self, ready: bool) -> Work:
+        return self.machine.report(ready, self.swarm.clock.now() - self._started, self.work.step_seconds)
 
     def _hand_in(self) -> None:
         """Snapshots what was trained and says READY; once a round."""
-        turn = self._turn
-        if turn is None or turn.handed_in:
+        if self.machine.stage is not Stage.TRAINING:
             return
         if self._training is not None:
             self._training.cancel()
-        self._snapshot(turn)
-        self.driver.ready(self._report(turn, ready=True))
-        if self.swarm.config.sync.overlap and not self.intent.leaving:
-            self._training = asyncio.get_running_loop().create_task(self._run_ahead(turn))
+        self._do(self.machine.handle(RoundEnded()))
+        if not self.intent.leaving:
+            self._do(self.machine.handle(GoAhead()))
 
     def _snapshot(self, turn: Turn) -> None:
         round = turn.manifest.round
-        values = {block: self.work.alter(round, block, self._trained(turn, block)) for block in turn.started}
-        turn.handed_in = True
-        self.handed_in[round] = HandedIn(turn.manifest, turn.started, values)
-        self.inputs.take(manifest_hash(turn.manifest), tuple(values), values.__getitem__)
+        values = {block: self.work.alter(round, block, self._trained(block)) for block in turn.blocks}
+        self.handed_in[round] = HandedIn(turn.manifest, self._present.started, values)
+        self.inputs.take(turn.tip_hash, turn.blocks, values.__getitem__)
 
-    def _trained(self, turn: Turn, block: int) -> Values:
+    # ---- values ----
+
+    @property
+    def _present(self) -> Pretended:
+        assert self._pretended is not None
+        return self._pretended
+
+    def _now(self, block: int) -> Values:
+        """The values of a block: as they are trained, or while a round is synced."""
+        handed = self.handed_in.get(self._present.turn.manifest.round)
+        if self.work.learner is not None or handed is None or handed.manifest != self._present.turn.manifest:
+            return self._trained(block)
+        return handed.values[block] + self._lead(block)
+
+    def _lead(self, block: int) -> Values:
+        """What was trained of a block since the snapshot; nothing where a learner keeps that to itself."""
+        if self.work.learner is not None:
+            return np.zeros_like(self._present.started[block])
+        return np.float32(self.work.change * self._present.steps_ahead) * self._change(block, "ahead/")
+
+    def _trained(self, block: int) -> Values:
         if self.work.learner is not None:
             return self.work.learner.values(block)
-        steps = turn.steps - turn.first_steps
-        return turn.started[block] + np.float32(self.work.change * steps) * self._change(turn, block)
+        now = self._present
+        return now.started[block] + np.float32(self.work.change * now.steps) * self._change(block)
 
-    def _change(self, turn: Turn, block: int, kind: str = "") -> Values:
-        seed = zlib.crc32(f"{self.work.seed}/{self.name}/{turn.manifest.round}/{kind}{block}".encode())
-        return np.random.default_rng(seed).standard_normal(turn.started[block].shape, dtype=np.float32)
-
-    def _hand_in_a_step(self) -> None:
-        turn = self._turn
-        if turn is not None and not turn.handed_in and not self._tokens and self.swarm.rules.expert_rounds > 1:
-            leased = turn.manifest.leases.of(self.name)
-            data, _ = take(take(leased, count(self._used))[1], self.swarm.config.optimizer.batch_sequences)
-            self._step(turn, data)
-        self._hand_in()
+    def _change(self, block: int, kind: str = "") -> Values:
+        now = self._present
+        seed = zlib.crc32(f"{self.work.seed}/{self.name}/{now.turn.manifest.round}/{kind}{block}".encode())
+        return np.random.default_rng(seed).standard_normal(now.started[block].shape, dtype=np.float32)
 
     # ---- the end ----
+
+    def _leave_with_a_step(self) -> None:
+        """With turns columns are handed out with work that a round counts."""
+        if self.machine.needs_a_step and (data := self.machine.next_positions()) is not None:
+            self._step(data)
+        self._hand_in()
+        if self.machine.stage in (Stage.HANDED_IN, Stage.AHEAD):
+            self.machine.handle(Leave())
 
     async def leave(self) -> None:
         """Hands in what was trained, says goodbye, and goes when a manifest without this peer is committed.
 
-        With turns that is a step at least: columns are handed out with work that a round counts.
+        With turns that is a step at least.
         """
-        self._hand_in_a_step()
         self.intent = replace(self.intent, leaving=True)
+        self._leave_with_a_step()
         self.driver.wish(self.intent)
         try:
             async with asyncio.timeout(LEAVE_SECONDS):

@@ -15,15 +15,15 @@ from typing import cast
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import Manifest, manifest_hash
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, OwnStart
-from spes_p2p.state.layout import BlockSource
 from spes_p2p.testing.learning import TrainerOf
 from spes_p2p.testing.memory_swarm import MemorySwarm
-from spes_p2p.testing.pretend_peer import PretendPeer, Turn
+from spes_p2p.testing.pretend_peer import PretendPeer
 from spes_p2p.testing.virtual_time import run_virtual
+from spes_p2p.train.stages import Load, Turn
 
 LOOK_SECONDS = 0.1
 
@@ -51,16 +51,15 @@ class TrainingPeer(PretendPeer):
         self.work = replace(self.work, learner=self.learner)
         await super().start()
 
-    def _begin(self, manifest: Manifest, carried: BlockSource | None, first_steps: int = 0) -> None:
-        is_committed = not self._tokens or self.swarm.config.sync.overlap
+    def _begin(self, load: Load) -> None:
+        is_committed = not self.machine.work.tokens or self.swarm.config.sync.overlap
         if is_committed and self.name == min(self.swarm.peers):
-            self._measure(manifest)
-        super()._begin(manifest, carried, first_steps)
+            self._measure(load.turn.manifest)
+        super()._begin(load)
 
     def _snapshot(self, turn: Turn) -> None:
         """Without keeping what was handed in for ever."""
-        turn.handed_in = True
-        self.inputs.take(manifest_hash(turn.manifest), tuple(turn.started), self.learner.values)
+        self.inputs.take(turn.tip_hash, turn.blocks, self.learner.values)
 
     def _measure(self, manifest: Manifest) -> None:
         """The held-out loss of the committed model."""

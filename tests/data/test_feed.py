@@ -41,7 +41,7 @@ def test_batches_are_those_of_the_files(tmp_path: Path) -> None:
         batch, other = there.next_batch(2), ours.next_batch(2)
         assert np.array_equal(batch.tokens, other.tokens)
         assert np.array_equal(batch.positions, other.positions)
-    ours.set_lease(((24, 28),))
+    ours.use(((24, 28),), 0)
     assert not ours.wait_for_data(2, at_once)
     hand_over(pieces, feed)
     assert ours.wait_for_data(4, at_once)

@@ -60,39 +60,8 @@ def test_a_new_lease_goes_on_after_what_was_consumed_but_not_counted(counting: C
         reported = loader.consumed
         seen += loader.next_batch(3).positions.tolist()  # while the commit is under way
         leases = next_leases(leases, {peer: reported}, [peer], {peer: 6}, 5)
-        loader.set_lease(leases.of(peer), loader.consumed - reported)
+        loader.use(leases.of(peer), loader.consumed - reported)
     assert seen == list(range(70))
-
-
-def test_a_lease_that_does_not_begin_with_the_uncounted_sequences_is_refused(counting: Counting) -> None:
-    loader = LeasedLoader(counting(40), tiny_config(), ((0, 8),))
-    loader.next_batch(4)
-    with pytest.raises(LocalProtocolError, match="2 uncounted"):
-        loader.set_lease(((3, 8),), 2)
-    with pytest.raises(LocalProtocolError, match="5 uncounted"):
-        loader.set_lease(((0, 8),), 5)
-    loader.set_lease(((20, 28),), 0)
-    assert loader.next_batch(1).positions.tolist() == [20]
-
-
-@pytest.mark.parametrize(
-    ("held_now", "following"),
-    [
-        (((4, 8), (0, 2)), 6),
-        (((5, 8), (0, 2)), 6),
-        (((6, 8), (0, 2)), 6),
-        (((0, 2), (9, 12)), 0),
-        (((30, 40),), 30),
-        ((), None),
-    ],
-)
-def test_after_a_resume_the_loader_finds_its_place_in_a_newer_lease(
-    counting: Counting, held_now: tuple[tuple[int, int], ...], following: int | None
-) -> None:
-    """The checkpoint had consumed 4 and 5; commits since then may have counted less or more than that."""
-    loader = LeasedLoader(counting(40), tiny_config(), ((4, 8), (0, 2)), offset=2)
-    loader.set_lease(held_now)
-    assert (loader.next_batch(1).positions[0] if loader.remaining() else None) == following
 
 
 @pytest.mark.parametrize("kind", ["leased", "local"])

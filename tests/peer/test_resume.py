@@ -23,9 +23,9 @@ from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer import resume
 from spes_p2p.peer.resume import Resumed, Saver
-from spes_p2p.peer.training import Uncounted
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.inputs import Inputs
+from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from tests.sync.chains import A, MadeRun
 from tests.sync.swarm_cases import Blocks, small_config

@@ -16,15 +16,16 @@ import torch
 from spes_p2p.consensus.messages import DEGRADED, Contribution, Manifest, Work, manifest_hash
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.feed import PieceDataset
-from spes_p2p.data.loader import LeasedLoader, held_out_batches, need_held_out, open_dataset
+from spes_p2p.data.loader import AnyDataset, LeasedLoader, held_out_batches, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.exchange.moments import MomentShelf
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Eval, Event, ExpertLoad, Step, Warning
 from spes_p2p.ownership.assign import Wish
-from spes_p2p.peer import training
+from spes_p2p.peer import departure, training
+from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.pausing import PauseSwitch
-from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, TrainingLoop, Uncounted
+from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, Learning, LoopOptions, TrainingLoop
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.driver import Applied
@@ -32,6 +33,7 @@ from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.schedule import learning_rate
+from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from tests.data.piece_makers import hand_over, make_feed
 from tests.peer.test_resume import config_with_data
@@ -46,7 +48,8 @@ MERGED = 0.25
 @pytest.fixture(autouse=True)
 def nobody_answers_a_leaver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of these peers leave a swarm that the test does not play on: they need not wait long for a last commit."""
-    monkeypatch.setattr(training, "LEAVE_SECONDS", 1.0)
+    for module in (training, departure):
+        monkeypatch.setattr(module, "LEAVE_SECONDS", 1.0)
 
 
 class Story:
@@ -89,11 +92,16 @@ class Story:
         loop: Any = SimpleNamespace(call_soon_threadsafe=lambda work: work())
         self.gate.attach(driver, loop)
         self.task_rounds: list[int] = []
+        self.connection = self._connection()
+        self.learn_from(open_dataset(config))
+
+    def learn_from(self, dataset: AnyDataset, last_round: int | None = None) -> None:
+        """Makes the loop."""
         tasks: Any = SimpleNamespace(start=lambda: self.task_rounds.append(self.round))
-        self.loop = TrainingLoop(
-            self._connection(), config, self.trainer, LeasedLoader(open_dataset(config), config),
-            open_dataset(config), self._emit, self._save, None, None, tasks, self.pause,
-        )  # fmt: skip
+        self.dataset, self.loader = dataset, LeasedLoader(dataset, self.config)
+        learning = Learning(self.config, self.trainer, self.loader, dataset)
+        options = LoopOptions(None, last_round, tasks, self.pause)
+        self.loop = TrainingLoop(self.connection, learning, self._emit, self._save, options)
 
     @property
     def manifest(self) -> Manifest:
@@ -217,6 +225,7 @@ class Story:
     def play(self) -> None:
         self.loop.begin(self.manifest)
         self.loop.run()
+        Departure(self.loop).run()
 
     def values(self) -> Values:
         return self.trainer.contribution(0)
@@ -375,8 +384,7 @@ def test_a_leaver_stays_until_one_of_the_others_has_the_newest_state(story: Stor
         rounds.append(round)
         return answers[len(rounds) - 1]
 
-    connection: Any = story.loop._connection
-    connection.are_others_behind = are_behind
+    story.connection.are_others_behind = are_behind
     story.play()
     assert rounds == [1, 1, 1]
 
@@ -403,7 +411,7 @@ def test_the_last_to_leave_keeps_its_place_in_the_data(story: Story) -> None:
     story.play()
     newest = story.saved[-1][0]
     assert newest.round == 1
-    assert story.loop._loader.state_dict()["ranges"] == [list(span) for span in newest.leases.of(A)]
+    assert story.loader.state_dict()["ranges"] == [list(span) for span in newest.leases.of(A)]
 
 
 def test_the_last_to_leave_keeps_what_its_columns_are_ahead(tmp_path: Path) -> None:
@@ -434,12 +442,14 @@ def test_with_turns_a_leaver_trains_a_step_so_that_its_columns_are_handed_out(tm
     assert [work.steps for work in story.ready] == [STEPS, 1]
 
 
-def test_with_turns_a_leaver_that_is_still_named_hands_in_again(tmp_path: Path) -> None:
+def test_with_turns_a_leaver_that_is_still_named_hands_in_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its wish came after the round was planned: its columns go out with the next one, all that was trained in them."""
     story = Story(tmp_path, "sync.expert_rounds=3")
     story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
     answers = iter((False, True, True))
-    story.loop._nobody_counts_on_us = lambda newest: next(answers)  # type: ignore[method-assign]
+    monkeypatch.setattr(Departure, "_nobody_counts_on_us", lambda self, newest: next(answers))
     brought: list[Values] = []
 
     def note(work: Work) -> None:
@@ -806,7 +816,7 @@ def test_who_leaves_hands_in_what_it_trained_ahead(tmp_path: Path) -> None:
 
 def test_the_last_round_is_not_run_beyond(tmp_path: Path) -> None:
     story = Story(tmp_path, "sync.overlap=true")
-    story.loop._last_round = 1
+    story.learn_from(story.dataset, last_round=1)
     story.play()
     assert story.steps == STEPS
     assert not story.left
@@ -816,7 +826,7 @@ def test_the_last_round_is_not_run_beyond(tmp_path: Path) -> None:
 def test_who_stops_while_others_go_on_leaves_as_always(story: Story, round: int, expected_tokens: int) -> None:
     work = Work(expected_tokens=expected_tokens)
     story.others = [SimpleNamespace(round=round, peer=PeerId("b"), work=work, intent=SimpleNamespace(leaving=False))]
-    story.loop._last_round = 1
+    story.learn_from(story.dataset, last_round=1)
     story.play()
     assert story.steps == STEPS
     assert story.left
@@ -824,7 +834,7 @@ def test_who_stops_while_others_go_on_leaves_as_always(story: Story, round: int,
 
 def test_where_the_organiser_ends_the_run_nobody_is_told_of_leaving(story: Story) -> None:
     story.others = [SimpleNamespace(round=1, work=Work(expected_tokens=99), intent=SimpleNamespace(leaving=False))]
-    story.loop._connection.last_round = 1
+    story.connection.last_round = 1
     story.play()
     assert not story.left
 
@@ -834,26 +844,25 @@ def test_where_the_organiser_ends_the_run_nobody_is_told_of_leaving(story: Story
 
 def without_data(story: Story, folder: Path, sequences: int) -> Callable[[], int]:
     """Takes the peer's data away; what this gives hands over what it misses."""
-    config = story.loop._config
+    config = story.config
     pieces = FolderPieces.open(open_dataset(config), folder / "own", story.said.append, piece_bytes=64)
     feed, _ = make_feed(folder / "cache", pieces)
     dataset = PieceDataset(feed)
     need_held_out(dataset, config, sequences)
-    story.loop._dataset, story.loop._loader = dataset, LeasedLoader(dataset, config)
+    story.learn_from(dataset)
     feed.changed = lambda: None
     return lambda: hand_over(pieces, feed)
 
 
 def feed_of(story: Story) -> Any:
-    return story.loop._dataset.feed  # type: ignore[union-attr]
+    return story.dataset.feed  # type: ignore[union-attr]
 
 
 def test_data_that_comes_in_time_changes_nothing(story: Story, tmp_path: Path) -> None:
     bring = without_data(story, tmp_path, 4)
     feed_of(story).changed = bring
     story.on_ready = lambda work: story.gate.stop()
-    story.loop.begin(story.manifest)
-    story.loop.run()
+    story.play()
     assert story.steps == STEPS
     assert story.ready[0].tokens > 0
 
@@ -862,8 +871,7 @@ def test_a_round_that_closes_ends_the_wait_for_data(story: Story, tmp_path: Path
     without_data(story, tmp_path, 4)
     feed_of(story).changed = story.gate.close_training
     story.on_ready = lambda work: story.gate.stop()
-    story.loop.begin(story.manifest)
-    story.loop.run()
+    story.play()
     assert story.steps == 0
     assert [(work.tokens, work.sequences) for work in story.ready] == [(0, 0)]
 
@@ -871,22 +879,20 @@ def test_a_round_that_closes_ends_the_wait_for_data(story: Story, tmp_path: Path
 def test_who_waits_for_data_can_be_stopped(story: Story, tmp_path: Path) -> None:
     without_data(story, tmp_path, 4)
     feed_of(story).changed = story.gate.stop
-    story.loop.begin(story.manifest)
-    story.loop.run()
+    story.play()
     assert story.steps == 0
 
 
 def test_without_the_held_out_data_there_is_no_evaluation_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spes_p2p.peer.training.EVALUATION_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("spes_p2p.peer.evaluator.WAIT_SECONDS", 0.0)
     story = Story(tmp_path, "eval.every_rounds=1", "data.held_out_fraction=0.2")
     bring = without_data(story, tmp_path, 4)
     story.on_ready = lambda work: story.gate.stop()
     waits = iter([lambda: None])
     feed_of(story).changed = lambda: next(waits, bring)()
-    story.loop.begin(story.manifest)
-    story.loop.run()
+    story.play()
     assert any("round 0 was not evaluated" in text for text in story.said)
     assert story.steps == STEPS
 
@@ -914,8 +920,7 @@ def test_who_is_asked_to_stop_gives_the_running_step_up(tmp_path: Path) -> None:
     story.play()
     _, _, uncounted, final, round_steps = story.saved[-1]
     assert (uncounted, final, round_steps) == (Uncounted(tokens=4 * 16, steps=1), True, 1)
-    loader: Any = story.loop._loader
-    assert loader.consumed == 4
+    assert story.loader.consumed == 4
 
 
 @pytest.mark.parametrize(("done", "steps"), [(0, 1), (1, 2)])

@@ -119,7 +119,7 @@ def test_a_round_made_alone_is_counted_by_the_others_next_one(
         await back(swarm)
         switch = switch_of(life)
         newest = switch.commit.manifest
-        kept = life._tokens
+        kept = life.machine.work.tokens
         assert switch.commit.certificate.kind == MAJORITY
         assert newest.parent == alone.manifest.parent
         assert kept >= own.tokens
@@ -136,14 +136,14 @@ def test_a_round_made_alone_is_counted_by_the_others_next_one(
 
 async def check_values(swarm: MemorySwarm, life: PretendPeer, parent: Manifest, alone: Manifest, new: Manifest) -> None:
     """Training goes on from the other history's state, with this peer's work in the columns that are still its own."""
-    assert life._turn is not None
+    assert life._pretended is not None
     kept = owned_by(parent, "e") & owned_by(new, "e")
     assert owned_by(alone, "e") > kept  # alone it had to train them all
-    masters = life._masters(new)
-    for block, started in life._turn.started.items():
+    masters = life.values.masters(new)
+    for block, started in life._pretended.started.items():
         expected = np.array(masters.block(block))
         if block == 0 or block - 1 in kept:
-            expected += work_of(life, parent.round, block) + work_of(life, alone.round, block)
+            expected += work_of(life, parent.round, block) + life.went_over[block]
         np.testing.assert_allclose(started, expected, atol=1e-5)
 
 
@@ -186,8 +186,8 @@ def test_two_rounds_made_alone_are_lost_and_told(folder: Path) -> None:
         [text] = said(life)
         assert text.endswith("tokens of this peer's own are lost with it")
         assert int(text.split()[0].replace(",", "")) >= switch.own_tokens
-        assert life._turn is not None
-        for block, started in life._turn.started.items():
+        assert life._pretended is not None
+        for block, started in life._pretended.started.items():
             np.testing.assert_array_equal(started, life.store.version(switch.commit.manifest.round).block(block))
         await swarm.until_round(switch.commit.manifest.round + 2)
         check_agreement(swarm)

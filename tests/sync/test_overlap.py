@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import Manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.state.layout import BlockSource
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from spes_p2p.train.stages import Load, Stage
 from tests.sync.books import Books
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 
@@ -111,9 +110,9 @@ def test_the_bound_on_steps_ahead(folder: Path, steps: int, monkeypatch: pytest.
     leads: set[int] = set()
     begin = PretendPeer._begin
 
-    def noted(self: PretendPeer, manifest: Manifest, carried: BlockSource | None, first_steps: int = 0) -> None:
-        leads.add(first_steps)
-        begin(self, manifest, carried, first_steps)
+    def noted(self: PretendPeer, load: Load) -> None:
+        leads.add(load.own_steps)
+        begin(self, load)
 
     monkeypatch.setattr(PretendPeer, "_begin", noted)
 
@@ -158,7 +157,7 @@ def test_a_peer_is_killed_while_a_round_is_synced(folder: Path, victim: str, aft
         await swarm.start(["a", "b", "c", "d"])
         await swarm.until_round(2)
         turn = swarm.peers[PeerId(victim)]
-        while not (turn._turn and turn._turn.handed_in):
+        while turn.machine.stage not in (Stage.HANDED_IN, Stage.AHEAD):
             await asyncio.sleep(0.01)
         await asyncio.sleep(after)
         await turn.kill()

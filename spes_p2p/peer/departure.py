@@ -1,0 +1,138 @@
+"""How a peer takes its leave: what it trained is handed in, what only it has is handed over, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+
+from spes_p2p.consensus.messages import Manifest
+from spes_p2p.observe.events import Warning
+from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS
+from spes_p2p.peer.training import TrainingLoop
+from spes_p2p.sync.driver import Applied
+from spes_p2p.train.stages import Depart, Leave, Stage
+
+LOOK_SECONDS = 0.2
+
+
+class Departure:
+    """The end of a training loop, whose thread it runs in; `run` follows that of the loop."""
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+        self._machine = loop.machine
+        self._gate = loop.gate
+        self._connection = loop.connection
+
+    def run(self) -> None:
+        """Leaves, or where the run is over stays until the others have its end too."""
+        if not self._loop.is_over():
+            self._leave()
+            return
+        self._save_end()
+        if self._do_others_go_on():
+            self._leave()
+
+    def _save_end(self) -> None:
+        """A run that is over is kept, however seldom checkpoints are saved."""
+        turn = self._machine.turn
+        if turn is not None and self._connection.last_round is not None:
+            self._loop.save(turn.manifest, self._loop.values.base, self._machine.work, final=True)
+
+    def _do_others_go_on(self) -> bool:
+        """Serves the others until they have the last round too; the bootstrap node hears of it with a heartbeat.
+
+        True as soon as one trains on: then it was the last round by our own choice alone, and we leave as always.
+        """
+        now, end = time.monotonic(), self._machine.newest
+        told, until = now + 2 * self._loop.config.swarm.heartbeat_seconds, now + LINGER_SECONDS
+        while time.monotonic() < until and not self._gate.stopping:
+            others = self._connection.others()
+            ended = self._connection.last_round == end
+            if not ended and any(o.round > end or (o.round == end and o.work.expected_tokens) for o in others):
+                return True
+            if time.monotonic() > told and all(other.round >= end for other in others):
+                break
+            self._gate.wait(time.monotonic() + LOOK_SECONDS)
+        return False
+
+    def _leave(self) -> None:
+        """Hands in what was trained, and goes when a manifest without us is committed, or after a while.
+
+        Where nobody else is there, nothing is handed in: a later life goes on from this very step.
+        """
+        loop, machine = self._loop, self._machine
+        until = time.monotonic() + LEAVE_SECONDS
+        if machine.lead.tokens:  # it is handed in on top of the round that is being synced
+            self._take_next(time.monotonic() + LEAVE_SECONDS / 2)
+        turn = machine.turn
+        if turn is None or not self._connection.is_member():
+            return
+        if (machine.stage is Stage.TRAINING or not machine.work.tokens) and not self._connection.others():
+            loop.save(turn.manifest, loop.values.base, machine.work, final=True)
+            return
+        self._hand_in(until)
+        self._connection.leave()
+        self._offer_moments()
+        while machine.stage is Stage.LEAVING and time.monotonic() < until:
+            news = self._gate.wait(until, heed_stop=False)
+            if news.applied:
+                self._follow(news.applied, until)
+
+    def _take_next(self, until: float) -> None:
+        """Goes on from the round that is being synced, if it comes in time."""
+        news = self._gate.wait(until, heed_stop=False)
+        if news.applied:
+            self._loop.take(news.applied)
+        else:
+            tokens = self._machine.lead.tokens
+            text = f"{tokens:,} tokens are lost: the round that they came after was not synced in time"
+            self._loop.emit(Warning(text))
+
+    def _hand_in(self, until: float) -> None:
+        if self._machine.stage is Stage.TRAINING:
+            self._loop.train_one_step(until)
+            self._loop.hand_in()
+        self._machine.handle(Leave())
+
+    def _offer_moments(self) -> None:
+        if self._machine.turn is not None:
+            self._loop.moments.offer_all(self._machine.turn.manifest)
+
+    def _follow(self, events: tuple[Applied, ...], until: float) -> None:
+        """Rounds were committed since this peer said that it leaves."""
+        newest = events[-1].commit.manifest
+        counts_on_us = not self._nobody_counts_on_us(newest)
+        actions = self._machine.handle(self._loop.news_of(events, counts_on_us))
+        if (
+            self._machine.stage is not Stage.LEAVING and self._machine.stage is not Stage.LEFT
+        ):  # it still had columns to hand out that the round did not take
+            self._loop.do(actions, events)
+            self._hand_in(until)
+            self._offer_moments()
+            return
+        self._loop.dump_round(events[0])
+        self._loop.moments.still_stand(events)
+        self._loop.do([action for action in actions if not isinstance(action, Depart)], events)
+        for action in actions:
+            if isinstance(action, Depart):
+                self._depart(action, until)
+
+    def _depart(self, action: Depart, until: float) -> None:
+        """Keeps what a later life goes on from: the state that we leave behind, and moments as new as it.
+
+        With turns also what our columns are ahead: where nobody stays, nobody has taken them over. And work that is
+        saved as uncounted is in the values, too: a later life would hand in its tokens without it.
+        """
+        loop, newest = self._loop, action.newest
+        values = loop.values.masters(newest) if action.rebase is None else loop.values.rebased(newest, action.rebase)
+        loop.trainer.adopt(action.turn.owned, values, newest.step)
+        loop.save(newest, self._connection.disk.store.version(newest.round), self._machine.work, final=True)
+        loop.moments.wait_until_taken(newest, until)
+        while time.monotonic() < until and self._connection.are_others_behind(newest.round):
+            self._gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)  # the others get it from who has it
+
+    def _nobody_counts_on_us(self, newest: Manifest) -> bool:
+        """The manifest does not name us, or names nobody who stays: the last to leave stay named."""
+        members, me = {member.peer for member in newest.members}, self._connection.peer_id
+        leaving = {status.peer for status in self._connection.others() if status.intent.leaving}
+        return me not in members or members <= leaving | {me}

@@ -1,0 +1,80 @@
+"""Work that goes over to another history with its peer: what it brought into a round without a quorum, and since.
+
+The other history has another child of the same parent, and to that child the work is what any work is that a round left
+out: it is carried, with what was trained since on top. Its data is the lease that the parent dealt, which the other
+child leaves to a member that it has heard; whoever trains looks whether it did. Where the histories parted earlier, the
+state that the work was begun on is not here any more, and all of it is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.consensus.messages import Contribution, Manifest
+from spes_p2p.data.leases import Ranges, joined, take
+from spes_p2p.ids import PeerId
+from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.train.stages import Uncounted
+
+
+@dataclass(frozen=True)
+class Parting:
+    """What `me` has brought into a child of `parent` that has no quorum, while that child is the newest.
+
+    `owned`: the columns that were trained; `counted`: what the child counted of us.
+    """
+
+    me: PeerId
+    parent: Manifest
+    owned: tuple[int, ...]
+    counted: Contribution | None
+
+
+@dataclass(frozen=True)
+class Way:
+    """From a parting to `child` of its parent, which has won."""
+
+    parting: Parting
+    child: Manifest
+
+    @property
+    def counted(self) -> Contribution | None:
+        """What the child counts of the very work that ours did: who was cut off may have handed it in before."""
+        return next((entry for entry in self.child.roster if entry.peer == self.parting.me), None)
+
+    def uncounted(self, work: Uncounted) -> Uncounted:
+        """Of what was trained since the parting, `work` after our child included, what the winner does not count."""
+        ours, theirs = self.parting.counted, self.counted
+        had = work + Uncounted(ours.tokens, ours.steps) if ours is not None else work
+        if theirs is None:
+            return had
+        return Uncounted(max(0, had.tokens - theirs.tokens), max(0, had.steps - theirs.steps))
+
+    def left(self, used: Ranges) -> Ranges:
+        """Positions trained on since the parting, `used` after our child, that the winner does not count."""
+        ours, theirs = self.parting.counted, self.counted
+        lease = self.parting.parent.leases.of(self.parting.me)
+        undone = take(lease, ours.sequences)[0] if ours is not None else ()
+        return take(joined((*undone, *used)), theirs.sequences if theirs is not None else 0)[1]
+
+    def blocks(self, newest: Manifest) -> tuple[int, ...]:
+        """What was trained when the histories parted, and is ours to train by `newest`."""
+        owned = columns_of(newest.ownership, self.parting.me)
+        return (0, *(1 + column for column in self.parting.owned if column in owned))
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """Tiles of our work that went into the winner."""
+        slices = (piece for piece in self.child.slices if self.parting.me in piece.contributors)
+        return frozenset(tile_id for piece in slices for tile_id in piece.tile_ids)
+
+
+def told(own: int, kept: int, way: Way | None) -> list[str]:
+    """For a person: what became of the tokens that this peer had trained since the histories parted."""
+    counted = way.counted.tokens if way is not None and way.counted is not None else 0
+    texts = []
+    if kept:
+        texts.append(f"{kept:,} tokens of this peer's own are kept, for the next round to count")
+    if (lost := own - kept - counted) > 0:
+        texts.append(f"{lost:,} tokens of this peer's own are lost with it")
+    return texts

@@ -1,0 +1,87 @@
+"""The values that one peer trains on: the committed state, and what of its own work no round has counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from spes_p2p.consensus.messages import Manifest, manifest_hash
+from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.state.store import StateStore
+from spes_p2p.state.version import Version
+from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
+from spes_p2p.sync.outgoing import Masters
+from spes_p2p.sync.residuals import Residuals
+from spes_p2p.train.stages import GoOver, Rebase, Turn
+
+
+class TrainedValues:
+    """What the actions of the trainer's machine mean for tensors. `trained(block)`: the values as they are now."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        store: StateStore,
+        inputs: Inputs,
+        residuals: Residuals,
+        trained: Callable[[int], Values],
+    ) -> None:
+        self._layout = layout
+        self._store = store
+        self._inputs = inputs
+        self._residuals = residuals
+        self._trained = trained
+        self._base: Version | None = None
+        self._masters: Masters | None = None
+        self._work: Carried | None = None
+        """What training went on from, but for what was trained ahead."""
+
+    @property
+    def base(self) -> Version:
+        """The committed state that is trained on."""
+        assert self._base is not None
+        return self._base
+
+    def masters(self, manifest: Manifest) -> Masters:
+        """What is trained on after `manifest`, where it counted all that was trained before."""
+        ahead = self._residuals.ahead(manifest_hash(manifest))
+        return Masters(self._layout, self._store.version(manifest.round), ahead)
+
+    def begin(self, turn: Turn) -> Masters:
+        """A turn on top of its manifest: what it starts from, without work of its own."""
+        self._base = self._store.version(turn.manifest.round)
+        self._masters = self.masters(turn.manifest)
+        return self._masters
+
+    def end(self) -> None:
+        """Nothing is trained any more."""
+        self._base = self._masters = self._work = None
+
+    def snapshot(self, turn: Turn) -> None:
+        """Keeps what was trained in a turn, to be handed in."""
+        self._inputs.take(turn.tip_hash, turn.blocks, self._trained)
+
+    def rebased(self, newest: Manifest, rebase: Rebase | GoOver, is_read_late: bool = False) -> BlockSource:
+        """What to train on after `newest`; to be asked for before `begin` of the turn on top of it.
+
+        `is_read_late`: the trained values change before it is read.
+        """
+        if isinstance(rebase, GoOver):
+            return self._gone_over(newest, rebase)
+        work = self._work = self._carried(self.masters(newest), rebase.tiles)
+        if not rebase.ahead:
+            return work
+        ahead = RunAhead(work, self._trained, self._inputs.snapshot, rebase.ahead)
+        return self._inputs.freeze(ahead, rebase.ahead) if is_read_late else ahead
+
+    def _gone_over(self, newest: Manifest, over: GoOver) -> BlockSource:
+        """theta <- new + (work - its base) + (theta - work), where the work is what training went on from before."""
+        work = self._work
+        if over.at_once or work is None:
+            assert self._masters is not None
+            work = self._carried(self._masters, frozenset(tile.id for tile in self._layout.tiles))
+        values = RunAhead(work.onto(self.masters(newest), over.tiles), self._trained, work, over.ahead)
+        return self._inputs.freeze(values, over.blocks)
+
+    def _carried(self, new: BlockSource, tiles: frozenset[int]) -> Carried:
+        """What was handed in on top of the present base, carried on to `new` in these tiles."""
+        return Carried(self._layout, new, self._masters, self._inputs.snapshot, tiles, self.base.is_sound)

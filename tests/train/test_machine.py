@@ -1,0 +1,272 @@
+"""What the trainer's machine decides, by the manifests of a made-up run of peer a."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spes_p2p.consensus.messages import Contribution, Manifest
+from spes_p2p.consensus.rules import Outcome, child_manifest
+from spes_p2p.data.leases import Leases, count
+from spes_p2p.ids import sha256
+from spes_p2p.ownership.assign import Wish
+from spes_p2p.train.machine import TRANSITIONS, TrainerMachine
+from spes_p2p.train.stages import (
+    Action,
+    Begin,
+    CloseTurn,
+    Committed,
+    Depart,
+    Event,
+    GoAhead,
+    GoOver,
+    Leave,
+    Load,
+    Place,
+    Rebase,
+    Restored,
+    RoundEnded,
+    Say,
+    SayReady,
+    Stage,
+    StandAside,
+    StartAhead,
+    StepMade,
+    Switched,
+    TakeSnapshot,
+    TrainingRules,
+    Turn,
+    Uncounted,
+    UseLease,
+)
+from tests.sync.chains import A, MadeRun
+
+RUN = MadeRun()
+GENESIS = RUN.genesis(sha256(b"state 0")).manifest
+BATCH, SEQUENCE = RUN.config.optimizer.batch_sequences, RUN.config.data.sequence_length
+TOKENS = BATCH * SEQUENCE
+RULES = TrainingRules(A, BATCH, SEQUENCE)
+EVENTS = (Begin, StepMade, RoundEnded, GoAhead, Leave, Committed, Switched)
+
+
+def started(rules: TrainingRules = RULES) -> TrainerMachine:
+    machine = TrainerMachine(rules, RUN.layout)
+    assert [type(action) for action in machine.handle(Begin(GENESIS, True))] == [UseLease, Load]
+    return machine
+
+
+def turn_of(machine: TrainerMachine) -> Turn:
+    assert machine.turn is not None
+    return machine.turn
+
+
+def train(machine: TrainerMachine, steps: int) -> None:
+    for _ in range(steps):
+        assert machine.handle(StepMade(TOKENS, BATCH)) == []
+
+
+def after(parent: Manifest, counted: Contribution | None) -> Manifest:
+    """The child that counts this much of peer a."""
+    roster = () if counted is None else (counted,)
+    slices = RUN.slices(parent) if counted is not None else ()
+    outcome = Outcome(roster, slices, sha256(b"wire"), sha256(b"state"), None)
+    return child_manifest(RUN.rules, parent, outcome, parent.members, {A: Wish(RUN.layout.num_columns)})
+
+
+def commit(machine: TrainerMachine, counted: Contribution | None, **other: object) -> list[Action]:
+    """A round is decided; nothing of the snapshot went in where nothing was counted."""
+    lost = frozenset(tile.id for tile in RUN.layout.tiles) if counted is None else frozenset[int]()
+    newest = after(turn_of(machine).manifest, counted)
+    event = Committed(newest, True, counted, machine.stage is not Stage.TRAINING, lost, newest)
+    return machine.handle(replace(event, **other))  # type: ignore[arg-type]
+
+
+def contribution(machine: TrainerMachine) -> Contribution:
+    work = machine.report(True, 1.0, 0.0)
+    return Contribution(A, work.tokens, work.steps, work.sequences)
+
+
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_is_not_in_the_table_is_refused(stage: Stage, event: type) -> None:
+    machine = started()
+    machine.stage = stage
+    events: dict[type, Event] = {
+        Begin: Begin(GENESIS, True), StepMade: StepMade(TOKENS, BATCH), RoundEnded: RoundEnded(), GoAhead: GoAhead(),
+        Leave: Leave(), Committed: Committed(GENESIS, True, None, True, frozenset()),
+        Switched: Switched(GENESIS, True, None, 0),
+    }  # fmt: skip
+    if (stage, event) in TRANSITIONS:
+        machine.handle(events[event])
+        assert machine.stage in TRANSITIONS[stage, event]
+    else:
+        with pytest.raises(LookupError, match=stage.value):
+            machine.handle(events[event])
+
+
+def test_a_round_that_counts_the_work_ends_without_anything_to_carry() -> None:
+    machine = started()
+    train(machine, 2)
+    assert machine.report(False, 1.0, 0.5).tokens == 2 * TOKENS  # who still trains says how far it is
+    turn = turn_of(machine)
+    assert machine.handle(RoundEnded()) == [TakeSnapshot(turn), SayReady(turn)]
+    assert machine.handle(RoundEnded()) == []
+    close, lease, load = commit(machine, contribution(machine))
+    assert isinstance(close, CloseTurn)
+    assert isinstance(load, Load)
+    assert load.rebase == Rebase(frozenset())
+    assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 0))
+    assert (machine.work, machine.carries, machine.stage) == (Uncounted(), False, Stage.TRAINING)
+
+
+def test_what_a_round_left_out_is_carried_and_counted_once() -> None:
+    machine = started()
+    train(machine, 2)
+    machine.handle(RoundEnded())
+    *_, lease, load = commit(machine, None)
+    assert isinstance(load, Load)
+    assert load.rebase == Rebase(frozenset(tile.id for tile in RUN.layout.tiles))
+    assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 2 * BATCH))
+    assert (machine.carries, machine.own_steps) == (True, 0)
+    train(machine, 1)
+    machine.handle(RoundEnded())
+    entry = contribution(machine)
+    assert entry == Contribution(A, 3 * TOKENS, 3, 3 * BATCH)
+    commit(machine, entry)
+    assert (machine.work, machine.carries) == (Uncounted(), False)
+
+
+def test_what_is_decided_while_a_peer_trains_is_carried_from_a_snapshot_of_that_moment() -> None:
+    machine = started()
+    train(machine, 1)
+    turn = turn_of(machine)
+    snapshot, _, _, load = commit(machine, None)
+    assert snapshot == TakeSnapshot(turn)
+    assert isinstance(load, Load)
+    assert load.rebase is not None
+    assert load.rebase.tiles
+
+
+def test_a_skipped_step_uses_data_and_counts_for_nothing() -> None:
+    machine = started()
+    machine.handle(StepMade(TOKENS, BATCH, skipped=True))
+    assert (machine.work, machine.own_steps, machine.place.consumed) == (Uncounted(), 0, BATCH)
+
+
+def test_work_whose_data_was_leased_to_others_is_lost_and_said() -> None:
+    machine = started()
+    train(machine, 1)
+    machine.handle(RoundEnded())
+    newest = after(turn_of(machine).manifest, None)
+    size = count(newest.leases.of(A))
+    newest = replace(newest, leases=Leases(9 * size, (), ((A, ((8 * size, 9 * size),)),)))
+    *_, lost, lease, load = commit(machine, None, newest=newest)
+    assert lost == Say(f"{TOKENS:,} tokens are lost: their data was leased to others")
+    assert lease == UseLease(Place(((8 * size, 9 * size),), 0))
+    assert isinstance(load, Load)
+    assert load.rebase is None
+
+
+def test_steps_made_ahead_belong_to_the_next_round() -> None:
+    machine = started(replace(RULES, overlaps=True, overlap_steps=3))
+    train(machine, 2)
+    machine.handle(RoundEnded())
+    ready = contribution(machine)
+    assert machine.handle(GoAhead()) == [StartAhead()]
+    assert machine.steps_left == 3
+    train(machine, 2)
+    assert (machine.steps_left, machine.work.tokens) == (1, 2 * TOKENS)
+    *_, lease, load = commit(machine, ready)
+    assert isinstance(load, Load)
+    assert load.rebase == Rebase(frozenset(), load.turn.blocks)
+    assert load.own_steps == machine.own_steps == 2
+    assert (machine.work, lease) == (Uncounted(2 * TOKENS, 2), UseLease(machine.place))
+    assert machine.place.consumed == 2 * BATCH
+
+
+def test_who_is_not_named_any_more_stands_aside_until_it_is() -> None:
+    machine = started()
+    train(machine, 1)
+    actions = commit(machine, None, is_member=False)
+    assert isinstance(actions[-1], StandAside)
+    assert any(isinstance(action, Say) for action in actions)
+    assert machine.steps_left == 0
+    load = machine.handle(Committed(GENESIS, True, None, False, frozenset()))[-1]
+    assert isinstance(load, Load)
+    assert load.rebase is None
+
+
+def test_another_history_that_parted_earlier_is_begun_as_it_is() -> None:
+    machine = started()
+    train(machine, 2)
+    said, lease, load = machine.handle(Switched(after(GENESIS, None), True, None, 5))
+    assert said == Say(f"{2 * TOKENS + 5:,} tokens of this peer's own are lost with it")
+    assert isinstance(lease, UseLease)
+    assert isinstance(load, Load)
+    assert (load.rebase, machine.work) == (None, Uncounted())
+
+
+@pytest.mark.parametrize("since", [0, 1])
+def test_what_a_round_without_a_quorum_counted_goes_over_to_the_history_that_won(since: int) -> None:
+    machine = started()
+    train(machine, 2)
+    machine.handle(RoundEnded())
+    ready = contribution(machine)
+    commit(machine, ready, is_degraded=True)
+    train(machine, since)
+    winner = after(GENESIS, None)
+    said, lease, load = machine.handle(Switched(winner, True, winner, ready.tokens))
+    kept = 2 + since
+    assert said == Say(f"{kept * TOKENS:,} tokens of this peer's own are kept, for the next round to count")
+    assert lease == UseLease(Place(winner.leases.of(A), kept * BATCH))
+    assert isinstance(load, Load)
+    blocks = load.turn.blocks
+    assert load.rebase == GoOver(frozenset(tile.id for tile in RUN.layout.tiles), blocks, blocks, at_once=False)
+    assert (machine.work, load.own_steps) == (Uncounted(kept * TOKENS, kept), since)
+
+
+def test_what_both_histories_counted_counts_once() -> None:
+    machine = started()
+    train(machine, 2)
+    machine.handle(RoundEnded())
+    ready = contribution(machine)
+    commit(machine, ready, is_degraded=True)
+    winner = after(GENESIS, ready)
+    machine.handle(Switched(winner, True, winner, ready.tokens))
+    assert (machine.work, machine.place) == (Uncounted(), Place(winner.leases.of(A), 0))
+
+
+def test_a_checkpoint_is_gone_on_from_in_the_middle_of_its_round() -> None:
+    machine = TrainerMachine(RULES, RUN.layout)
+    place = Place(GENESIS.leases.of(A), BATCH)
+    (load,) = machine.handle(Begin(GENESIS, True, Restored(place, Uncounted(TOKENS, 1), 1)))
+    assert isinstance(load, Load)
+    assert load.restored
+    assert machine.steps_left == GENESIS.steps_per_round - 1
+    train(machine, 1)
+    assert contribution(machine) == Contribution(A, 2 * TOKENS, 2, 2 * BATCH)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_leaver_goes_when_nobody_counts_on_it_with_what_was_not_counted(counted: bool) -> None:
+    machine = started()
+    train(machine, 1)
+    machine.handle(RoundEnded())
+    machine.handle(Leave())
+    entry = contribution(machine) if counted else None
+    assert commit(machine, entry) == []
+    assert machine.stage is Stage.LEAVING
+    depart = commit(machine, None, is_member=False)[-1]
+    assert isinstance(depart, Depart)
+    assert (depart.rebase is None) == counted
+    assert (machine.stage, machine.work.tokens) == (Stage.LEFT, 0 if counted else TOKENS)
+
+
+def test_with_turns_a_leaver_that_is_still_named_hands_in_again() -> None:
+    machine = started(replace(RULES, takes_turns=True))
+    train(machine, 1)
+    machine.handle(RoundEnded())
+    machine.handle(Leave())
+    commit(machine, contribution(machine))
+    assert (machine.stage, machine.needs_a_step) == (Stage.TRAINING, True)
