@@ -25,10 +25,10 @@ from pathlib import Path
 
 from spes_p2p.codecs.sizes import CODECS, Codec
 from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.failpoints import INNER_STEP
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Spread, Traffic, round_traffic
-from spes_p2p.steps import INNER_STEP
 from spes_p2p.testing.faults import SLOW, Fault
 from spes_p2p.testing.namespaces import Lab, may_limit_links
 from spes_p2p.testing.processes import LocalSwarm, Process

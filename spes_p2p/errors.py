@@ -5,9 +5,9 @@ traceback. What is not in this tree is a bug of ours and keeps its traceback.
 
     SpesError
     ├── ConfigError          the user's YAML, overrides or flags
-    │   └── LastingError     what the same command would meet again, however often it is started
+    │   └── PermanentError     what the same command would meet again, however often it is started
     ├── DataError            corpus, tokenizer, shards
-    │   └── DataLate         pieces of the dataset that have not come from other peers yet
+    │   └── DataNotReady         pieces of the dataset that have not come from other peers yet
     ├── CheckpointError      a saved file is missing, cut short or does not fit
     ├── StateError           the committed state on disk is damaged or does not fit
     │   └── TileDamaged      some of its values do not hash to what was committed
@@ -38,7 +38,7 @@ class ConfigError(SpesError):
     """A wrong value, an unknown key, or settings that do not go together."""
 
 
-class LastingError(ConfigError):
+class PermanentError(ConfigError):
     """The same command can never succeed: another config than the run's, another run's folder, a run that is over."""
 
 
@@ -46,7 +46,7 @@ class DataError(SpesError):
     """Text, tokenizer or token shards that cannot be used."""
 
 
-class DataLate(DataError):
+class DataNotReady(DataError):
     """Tokens that were to be read have not come from other peers yet."""
 
 

@@ -24,13 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.checkpoint.private import FileRecord, write_private
+from spes_p2p.failpoints import reached
 from spes_p2p.files import recover_folders, remove_folder, storing, whole_folder, write_whole
 from spes_p2p.ids import sha256
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.version import HASHES_FILE, Version, block_file
-from spes_p2p.steps import reached
 
 FORMAT = 1
 METADATA_FILE = "metadata.json"
@@ -55,9 +55,9 @@ def save_checkpoint(
         state = folder / STATE_FOLDER
         state.mkdir()
         version.link_into(state)
-        reached(steps.CHECKPOINT_LINKED, folder=folder, round=version.round)
+        reached(failpoints.CHECKPOINT_LINKED, folder=folder, round=version.round)
         files = _state_records(version) | write_private(folder, private)
-        reached(steps.CHECKPOINT_WRITTEN, folder=folder, round=version.round)
+        reached(failpoints.CHECKPOINT_WRITTEN, folder=folder, round=version.round)
         metadata = {
             "format": FORMAT,
             "step": step,
@@ -67,7 +67,7 @@ def save_checkpoint(
             "files": {name: dataclasses.asdict(record) for name, record in files.items()},
         }
         write_whole(folder / METADATA_FILE, sealed_json(metadata))
-        reached(steps.CHECKPOINT_SEALED, folder=folder, round=version.round)
+        reached(failpoints.CHECKPOINT_SEALED, folder=folder, round=version.round)
     _prune(root, step, keep_checkpoints)
     return target
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from spes_p2p.peer.options import Meeting
+    from spes_p2p.peer.options import JoinTarget
 
 MADDRS = "MADDR [MADDR ...]"
 
@@ -69,7 +69,7 @@ TokenizerOption = Annotated[
 
 def met(
     invitation: str | None, initial_peers: Sequence[str] | None, run_id: str | None, fingerprint: str | None
-) -> Meeting:
+) -> JoinTarget:
     """Where the run is found. Raises ConfigError where neither an invitation nor an address is given."""
     from spes_p2p.errors import ConfigError
     from spes_p2p.peer.options import meeting

@@ -16,7 +16,7 @@ import typer
 
 from spes_p2p import __version__
 from spes_p2p.cli.arguments import Command
-from spes_p2p.errors import LastingError, SpesError
+from spes_p2p.errors import PermanentError, SpesError
 
 COMMANDS: Mapping[str, str] = {
     "quickstart": "spes_p2p.cli.quickstart:quickstart",
@@ -120,7 +120,7 @@ def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(*args, **kwargs)
         except SpesError as error:
             typer.echo(error_line(error), err=True)
-            raise typer.Exit(LASTING if isinstance(error, LastingError) else 1) from error
+            raise typer.Exit(LASTING if isinstance(error, PermanentError) else 1) from error
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(INTERRUPTED) from interrupt
 

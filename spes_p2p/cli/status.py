@@ -17,7 +17,7 @@ import typer
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 
 if TYPE_CHECKING:
-    from spes_p2p.peer.options import Meeting, NetworkOptions
+    from spes_p2p.peer.options import JoinTarget, NetworkOptions
     from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 
 WATCH_SECONDS = 5.0
@@ -51,7 +51,7 @@ def status(
                 raise typer.Exit(0 if watch else INTERRUPTED) from stopped
 
 
-async def _read_and_show(options: NetworkOptions, run: Meeting, as_json: bool, watch: bool) -> None:
+async def _read_and_show(options: NetworkOptions, run: JoinTarget, as_json: bool, watch: bool) -> None:
     from spes_p2p.errors import NetworkError
     from spes_p2p.peer.connection import open_network
     from spes_p2p.sync.report import read_report

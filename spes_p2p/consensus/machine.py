@@ -48,8 +48,8 @@ from spes_p2p.consensus.table import (
 )
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.steps import reached
 
 Observer = Callable[[on.Event, float, list[Action]], None]
 """Is told of an event, its time, and what came of it."""

@@ -23,7 +23,7 @@ from spes_p2p.consensus.state import (
     State,
 )
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 
 
 class Members:
@@ -104,7 +104,7 @@ class Members:
 
     def next_members(
         self, now: float, needed: Collection[PeerId] = ()
-    ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
+    ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
         """Who would be a member after this round, and what they want: everyone heard, newcomers, but no leavers.
 
         Leavers that are `needed` count as heard.
@@ -112,7 +112,7 @@ class Members:
         heard: list[Member] = []
         newcomers: list[Member] = []
         leavers: set[PeerId] = set()
-        wishes: dict[PeerId, Wish] = {}
+        wishes: dict[PeerId, OwnershipRequest] = {}
         known = {member.peer: member.incarnation for member in self._state.tip.members}
         trains = {member.peer: member.trains for member in self._state.tip.members}
         statuses = [self.own_status()] + [
@@ -128,7 +128,11 @@ class Members:
                 heard.append(member)
             elif status.intent.joining and status.head == self._state.round.tip_hash:  # who has caught up
                 newcomers.append(member)
-            wishes[status.peer] = Wish(intent.max_columns, intent.claims, intent.releases) if does_train else Wish(0)
+            wishes[status.peer] = (
+                OwnershipRequest(intent.max_columns, intent.claims, intent.releases)
+                if does_train
+                else OwnershipRequest(0)
+            )
         if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
             heard = [m for m in self._state.tip.members if m.peer in leavers]
             leavers = set()

@@ -26,7 +26,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.ownership.assign import Wish, assign
+from spes_p2p.ownership.assign import OwnershipRequest, assign
 from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
 
 NOBODY = PeerId("")
@@ -143,7 +143,11 @@ class Outcome:
 
 
 def child_manifest(
-    rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], wishes: Mapping[PeerId, Wish]
+    rules: RunRules,
+    parent: Manifest,
+    outcome: Outcome,
+    members: tuple[Member, ...],
+    wishes: Mapping[PeerId, OwnershipRequest],
 ) -> Manifest:
     """The manifest that commits `outcome` on top of `parent`, with `members` for the next round."""
     idle = idle_members(parent, outcome.roster, members)
@@ -175,7 +179,7 @@ def neglected_columns(rules: RunRules, parent: Manifest, idle: Collection[PeerId
     return frozenset(at for at, (owners, last) in columns if owners and last <= oldest and set(owners) <= set(idle))
 
 
-def _without_more(wish: Wish, owned: Collection[int], neglected: Collection[int]) -> Wish:
+def _without_more(wish: OwnershipRequest, owned: Collection[int], neglected: Collection[int]) -> OwnershipRequest:
     """The wish of one that is idle: what it has, less what it neglects; else it would be the first to be given more."""
     left = set(owned) - set(neglected)
     releases = tuple(sorted({*wish.releases, *set(owned) & set(neglected)}))
@@ -210,7 +214,7 @@ def _derived(
 
 
 def genesis_manifest(
-    rules: RunRules, state_root: Hash, members: Sequence[Member], wishes: Mapping[PeerId, Wish]
+    rules: RunRules, state_root: Hash, members: Sequence[Member], wishes: Mapping[PeerId, OwnershipRequest]
 ) -> Manifest:
     """Manifest 0: the initial state, the first members (all of them electors), ownership and leases."""
     first = tuple(sorted(replace(member, elector=True) for member in members))
@@ -235,7 +239,11 @@ def genesis_manifest(
 
 
 def renewed_manifest(
-    rules: RunRules, parent: Manifest, state_root: Hash, members: Sequence[Member], wishes: Mapping[PeerId, Wish]
+    rules: RunRules,
+    parent: Manifest,
+    state_root: Hash,
+    members: Sequence[Member],
+    wishes: Mapping[PeerId, OwnershipRequest],
 ) -> Manifest:
     """The child with which a run goes on where no elector is left: new members, no work, a state that somebody has.
 

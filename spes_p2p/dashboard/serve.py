@@ -19,7 +19,7 @@ from spes_p2p.dashboard.source import Known, Look, SwarmSource
 from spes_p2p.dashboard.web import make_app
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.connection import open_network
-from spes_p2p.peer.options import Meeting, NetworkOptions
+from spes_p2p.peer.options import JoinTarget, NetworkOptions
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 class DashboardOptions:
     """`meeting` None: the history in `database` is shown as it is. `replays`: files of a past run, kept nowhere."""
 
-    meeting: Meeting | None
+    meeting: JoinTarget | None
     host: str = "127.0.0.1"
     port: int = 8080
     database: Path = Path("dashboard.sqlite")
@@ -89,7 +89,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
 
 
-def _opener(meeting: Meeting) -> Open:
+def _opener(meeting: JoinTarget) -> Open:
     async def open_source() -> NetworkSource:
         folder = TemporaryDirectory(prefix="spes-p2p-dashboard-")
         options = NetworkOptions(meeting.addresses, client_mode=True)
@@ -106,7 +106,7 @@ def _opener(meeting: Meeting) -> Open:
 class NetworkSource:
     """A `SwarmSource` with a network of its own and a throw-away identity."""
 
-    def __init__(self, network: HivemindNetwork, folder: TemporaryDirectory[str], meeting: Meeting) -> None:
+    def __init__(self, network: HivemindNetwork, folder: TemporaryDirectory[str], meeting: JoinTarget) -> None:
         self._network, self._folder = network, folder
         parts = (network.directory, network.transport, network.verifier)
         self._source = SwarmSource(*parts, meeting.run_id, meeting.fingerprint)

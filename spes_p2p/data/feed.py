@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
-from spes_p2p.errors import DataLate, StorageFull
+from spes_p2p.errors import DataNotReady, StorageFull
 
 PATIENCE_SECONDS = 2.0
 """A shorter wait is not worth a word."""
@@ -124,12 +124,12 @@ class Feed:
         return True
 
     def read_into(self, row: NDArray[np.int64], start: int) -> None:
-        """The tokens from `start` on. Raises DataLate where they are not here (see `wait`)."""
+        """The tokens from `start` on. Raises DataNotReady where they are not here (see `wait`)."""
         grid, filled = self.grid, 0
         for piece in grid.of_tokens(np.array([start]), len(row)).tolist():
             joined = self._at_hand.get(piece) or self.cache.find(piece)
             if joined is None:
-                raise DataLate(f"piece {piece} of the dataset is not here")
+                raise DataNotReady(f"piece {piece} of the dataset is not here")
             data = np.frombuffer(joined, f"<u{grid.item_bytes}", grid.place(piece).size // grid.item_bytes)
             inside = start + filled - grid.first_token(piece)
             part = data[inside : inside + len(row) - filled]

@@ -22,7 +22,7 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences, count_sequences
 from spes_p2p.data.order import Order
 from spes_p2p.data.repetition import has_repetition
-from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataLate, LocalProtocolError
+from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataNotReady, LocalProtocolError
 from spes_p2p.ids import PeerId
 
 AnyDataset = Dataset | PieceDataset
@@ -223,7 +223,7 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """At most `max_sequences` held-out sequences, spread evenly, in batches of `optimizer.micro_batch_sequences`.
 
-    The same at every peer with the same dataset; nothing where nothing is held out. Raises DataLate where data that
+    The same at every peer with the same dataset; nothing where nothing is held out. Raises DataNotReady where data that
     comes from others is not here when `should_stop` says so.
     """
     reader = _Reader(dataset, config)
@@ -232,7 +232,7 @@ def held_out_batches(
     for start in range(0, len(chosen), size):
         sequences = chosen[start : start + size]
         if not reader.sequences.wait(sequences, should_stop):
-            raise DataLate(f"{len(chosen) - start} held-out sequences have not come yet")
+            raise DataNotReady(f"{len(chosen) - start} held-out sequences have not come yet")
         yield reader.batch(sequences, sequences)
 
 

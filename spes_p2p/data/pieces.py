@@ -71,7 +71,7 @@ class Catalogue:
 
 
 @dataclass(frozen=True)
-class Place:
+class PieceLocation:
     """Where one piece stands."""
 
     shard: int
@@ -117,12 +117,12 @@ class PieceGrid:
         """Of the longest piece with its proof."""
         return self.catalogue.piece_bytes + self.max_proof_bytes
 
-    def place(self, piece: int) -> Place:
+    def place(self, piece: int) -> PieceLocation:
         shard = bisect_right(self._ends, piece)
         first, end = int(self._piece_starts[shard]), self._ends[shard]
         index = piece - first
         left = self.catalogue.shards[shard].tokens - index * self.piece_tokens
-        return Place(shard, index, min(left, self.piece_tokens) * self.item_bytes, end - first)
+        return PieceLocation(shard, index, min(left, self.piece_tokens) * self.item_bytes, end - first)
 
     def first_token(self, piece: int) -> int:
         """The token at which a piece begins, counted through all shards."""

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from spes_p2p.data.manifest import MANIFEST, Manifest
 from spes_p2p.data.merkle import HASH_BYTES, level_sizes, parents, siblings
-from spes_p2p.data.pieces import Catalogue, PieceGrid, Place
+from spes_p2p.data.pieces import Catalogue, PieceGrid, PieceLocation
 from spes_p2p.data.shards import HEADER_BYTES
 from spes_p2p.data.trees import HEAD_START_BYTES, TREES, catalogue_of, first_tree_byte, head_bytes, level_starts
 from spes_p2p.data.web_client import WebClient
@@ -88,7 +88,7 @@ class WebShards:
             raise RemoteProtocolError(f"{MANIFEST} at {self.folder} has names that lead out of its folder")
         return names
 
-    async def _proof(self, place: Place) -> bytes:
+    async def _proof(self, place: PieceLocation) -> bytes:
         """The hashes that lead from a piece to the root of its shard."""
         group, levels = place.index // GROUP, level_sizes(place.pieces)
         lower = _levels(await self._group_leaves(place, group), GROUP_LEVELS)
@@ -100,7 +100,7 @@ class WebShards:
             proof.append(nodes[inside * HASH_BYTES : (inside + 1) * HASH_BYTES])
         return b"".join(proof)
 
-    async def _upper_nodes(self, place: Place) -> bytes:
+    async def _upper_nodes(self, place: PieceLocation) -> bytes:
         shard = place.shard
         async with self._lock(f"upper {shard}"):
             if shard not in self._upper:
@@ -110,7 +110,7 @@ class WebShards:
                 self._upper[shard] = nodes
             return self._upper[shard]
 
-    async def _group_leaves(self, place: Place, group: int) -> bytes:
+    async def _group_leaves(self, place: PieceLocation, group: int) -> bytes:
         key = place.shard, group
         if place.pieces > GROUP:
             nodes = await self._upper_nodes(place)

@@ -32,7 +32,7 @@ class _Offer:
     taken: Counter[int]
 
 
-class MomentShelf:
+class MomentStore:
     """One offer at a time, in `directory`. Written by the trainer's thread, read by any."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:

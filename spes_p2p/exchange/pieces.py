@@ -25,7 +25,7 @@ from spes_p2p.wire import pack
 MAX_GIVEN = 64
 
 
-class PieceShelf(Protocol):
+class PieceSource(Protocol):
     """Where pieces are: a whole dataset on disk, or a cache. Thread-safe."""
 
     @property
@@ -90,7 +90,7 @@ class PieceServing:
     """Answers from a shelf, and where the data lies on the web with what `sources` gives (None: nothing is known)."""
 
     def __init__(
-        self, shelf: PieceShelf, traffic: DataTraffic, sources: Callable[[], bytes | None] = lambda: None
+        self, shelf: PieceSource, traffic: DataTraffic, sources: Callable[[], bytes | None] = lambda: None
     ) -> None:
         self._shelf = shelf
         self._traffic = traffic
@@ -125,7 +125,7 @@ class PieceServing:
         return Blob(b"".join(found), pack(PiecesHead(np.packbits(given).tobytes())), self._traffic.add_sent)
 
 
-def held_by(shelf: PieceShelf | None) -> Held:
+def held_by(shelf: PieceSource | None) -> Held:
     """What a node that keeps no copies for others says: all or nothing."""
     return Held(whole=shelf is not None and shelf.held == shelf.grid.total)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.mlp import experts_of
-from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, Store, Thrifty
+from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, QuantizedStore, Store
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
@@ -60,7 +60,7 @@ class ExpertBank(nn.Module):
         shapes = {part: (num_experts, *shape) for part, shape in self.shapes.items()}
         self.store: Store
         if foreign is not None and foreign.thrifty:
-            self.store = Thrifty(shapes, device, dtype, foreign)
+            self.store = QuantizedStore(shapes, device, dtype, foreign)
         else:
             self.store = Dense(shapes, device, dtype)
         for part in PARTS:

@@ -28,7 +28,7 @@ class _Buffer:
 
 
 @dataclass
-class Courier:
+class HostPrefetcher:
     """Brings what layers have on the host to `device`; one for all layers of a model, registered in their order."""
 
     device: torch.device

@@ -1,7 +1,7 @@
 """How the experts of one layer are held for the forward pass: whole in the compute dtype, or foreign ones cheaper.
 
-`Dense` is the bank itself. `Thrifty` holds owned experts in the compute dtype and foreign ones in int8 or fp8, on the
-device or in pinned host memory (offload.py), and puts the matrices together in a workspace that all layers share
+`Dense` is the bank itself. `QuantizedStore` holds owned experts in the compute dtype and foreign ones in int8 or fp8,
+on the device or in pinned host memory (offload.py), and puts the matrices together in a workspace that all layers share
 whenever they are asked for: some copying each time, for one or two bytes a foreign value less.
 
 Both answer the same calls (`Store`); who is owned, and the fp32 masters, are the bank's business (bank.py). Slots count
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.errors import first_line
-from spes_p2p.experts.offload import Courier
+from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.quantise import Quantised, dequantise, empty, quantise
 
 Part = Literal["gate_up", "down"]
@@ -75,7 +75,7 @@ class Foreign:
     """
 
     dtype: ForeignDtype = "compute"
-    courier: Courier | None = None
+    courier: HostPrefetcher | None = None
     workspace: Workspace = field(default_factory=Workspace)
 
     @property
@@ -112,7 +112,7 @@ class Dense(nn.Module):
             setattr(self, part, self.matrices(part)[torch.tensor(old_slots, device=self.matrices(part).device)])
 
 
-class Thrifty(nn.Module):
+class QuantizedStore(nn.Module):
     """Owned experts in the compute dtype, foreign ones quantised or on the host or both."""
 
     def __init__(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.experts.choice import LayerShape, resolve_backend
-from spes_p2p.experts.offload import Courier
+from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.stores import Foreign
 from spes_p2p.model.attention import Attention, Rotation, rotation
 from spes_p2p.model.checkpointing import recomputed, recomputed_but_products
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
             LayerShape(config.num_experts, config.top_k, config.d_model, config.expert_ffn),
         )
         self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
-        foreign = Foreign(config.foreign_dtype, Courier(device) if config.foreign_offload else None)
+        foreign = Foreign(config.foreign_dtype, HostPrefetcher(device) if config.foreign_offload else None)
         self.layers = nn.ModuleList(
             Layer(config, owned, self.backend, device, dtype, foreign) for _ in range(config.num_layers)
         )

@@ -21,7 +21,7 @@ _Gift = tuple[PeerId, int]
 
 
 @dataclass(frozen=True)
-class Wish:
+class OwnershipRequest:
     """What one member wants of ownership.
 
     `max_columns` is how many fit into its memory. `claims` are columns that it asks for by number (`--owned-experts`):
@@ -35,7 +35,7 @@ class Wish:
 
 
 def assign(
-    ownership: Ownership, wishes: Mapping[PeerId, Wish], target_replicas: int, kept: Collection[int] = ()
+    ownership: Ownership, wishes: Mapping[PeerId, OwnershipRequest], target_replicas: int, kept: Collection[int] = ()
 ) -> Ownership:
     """Ownership of the next round. `wishes` has one entry for each next member, and nobody else.
 
@@ -55,7 +55,7 @@ def assign(
 class _Table:
     """Ownership in the making: `owners` by column, `held` by peer. All is tried in a fixed order."""
 
-    def __init__(self, ownership: Ownership, wishes: Mapping[PeerId, Wish], kept: Collection[int]) -> None:
+    def __init__(self, ownership: Ownership, wishes: Mapping[PeerId, OwnershipRequest], kept: Collection[int]) -> None:
         self.wishes = {peer: wishes[peer] for peer in sorted(wishes)}
         self.claims = {peer: frozenset(wish.claims) - frozenset(wish.releases) for peer, wish in self.wishes.items()}
         self.releases = {peer: frozenset(wish.releases) for peer, wish in self.wishes.items()}

@@ -19,7 +19,7 @@ from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit
 from spes_p2p.errors import ConfigError, NetworkError
-from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceShelf, held_by
+from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
@@ -32,7 +32,7 @@ from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
 from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join_command
 from spes_p2p.peer.mirror import Mirror, kept_run
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
-from spes_p2p.peer.options import DEFAULT_MAX_DISK, Meeting, NetworkOptions, config_path
+from spes_p2p.peer.options import DEFAULT_MAX_DISK, JoinTarget, NetworkOptions, config_path
 from spes_p2p.peer.run_data import open_run_data
 from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
@@ -76,7 +76,7 @@ class BootstrapOptions:
     init_from: Path | None = None
     model: Model | None = None
     serve: bool = False
-    mirror: Meeting | None = None
+    mirror: JoinTarget | None = None
     max_disk: int = DEFAULT_MAX_DISK
     metrics_port: int | None = None
     metrics_host: str = LOCALHOST
@@ -122,7 +122,7 @@ class _Run:
     """`data` None: peers bring data of their own. `mirror`: of a run that somebody else began."""
 
     config: Config
-    data: PieceShelf | None
+    data: PieceSource | None
     mirror: Mirror | None = None
 
 
@@ -159,7 +159,7 @@ async def _serve(options: BootstrapOptions, run: _Run | None, say: Say, ready: C
 
 
 async def _mirror(
-    options: BootstrapOptions, meeting: Meeting, network: HivemindNetwork, say: Say, ready: Callable[[str], None]
+    options: BootstrapOptions, meeting: JoinTarget, network: HivemindNetwork, say: Say, ready: Callable[[str], None]
 ) -> None:
     mirror = await Mirror.find(network, meeting, options.folder, say)
     try:
@@ -356,12 +356,12 @@ async def _herald(chain: Chain, say: Say) -> None:
         await asyncio.sleep(HERALD_SECONDS)
 
 
-def _held(data: PieceShelf | None) -> int:
+def _held(data: PieceSource | None) -> int:
     return data.held if data is not None else 0
 
 
 def _describer(
-    info: RunInfo, network: HivemindNetwork, chain: Chain, data: PieceShelf | None
+    info: RunInfo, network: HivemindNetwork, chain: Chain, data: PieceSource | None
 ) -> Callable[[], PeerRecord]:
     started = int(time.time())
 

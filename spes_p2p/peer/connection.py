@@ -1,6 +1,6 @@
 """One peer's connection to a run: network thread, the run found over it, its place on disk, and the driver.
 
-Everything here runs on the network's thread; the training thread sees the `Gate`. Starting it touches no GPU.
+Everything here runs on the network's thread; the training thread sees the `TrainerBridge`. Starting it touches no GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from spes_p2p.data.loader import spans_of
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_mirrors import WebMirrors
-from spes_p2p.errors import ConfigError, LastingError, NetworkError, RemoteProtocolError
-from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
+from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.piece_fetcher import PieceFetcher, fetch_catalogue
-from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceShelf, held_by
+from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.transfers import Transfers, WrongSize
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
@@ -59,7 +59,6 @@ from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.driver import Arithmetic, Disk, Driver
 from spes_p2p.sync.finding import find_run
-from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import Joining, load_run, rules_of
@@ -68,6 +67,7 @@ from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.tasks import Tasks
+from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.sync.web_sources import SourceKeeper
 from spes_p2p.wire import pack
 
@@ -127,7 +127,7 @@ class Connection:
         self,
         thread: NetworkThread,
         options: PeerOptions,
-        gate: Gate,
+        gate: TrainerBridge,
         say: Callable[[str], None],
         data_traffic: DataTraffic | None = None,
     ) -> None:
@@ -145,7 +145,7 @@ class Connection:
         self._network: HivemindNetwork | None = None
         self._disk: Disk | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._shelf: PieceShelf | None = None
+        self._shelf: PieceSource | None = None
         self._feed: Feed | None = None
         self._copies: Copies | None = None
         self._feeding: Tasks | None = None
@@ -166,7 +166,7 @@ class Connection:
         cls,
         thread: NetworkThread,
         options: PeerOptions,
-        gate: Gate,
+        gate: TrainerBridge,
         say: Callable[[str], None],
         data_traffic: DataTraffic | None = None,
     ) -> tuple[Connection, Config, RunInfo]:
@@ -189,7 +189,7 @@ class Connection:
         """
         return self._thread.run(self._unless_stopped(self._enter(columns_that_fit)))
 
-    def serve_data(self, shelf: PieceShelf) -> None:
+    def serve_data(self, shelf: PieceSource) -> None:
         """From `enter` on others get pieces of the run's dataset from here."""
         self._shelf = shelf
 
@@ -372,7 +372,7 @@ class Connection:
         self._known_nodes = Contacts(options.output, self._info, self.peer_id, addresses)
         await self._check_not_over(group.round)
         if options.rounds is not None and group.round > options.rounds:
-            raise LastingError(
+            raise PermanentError(
                 f"the run is at round {group.round}, and this peer was to stop with round {options.rounds}",
                 fix="give a later round with --rounds, or leave it out",
             )
@@ -399,7 +399,7 @@ class Connection:
             return
         last_round = together(words.values()).last_round
         if last_round is not None and round >= last_round:
-            raise LastingError(
+            raise PermanentError(
                 f"run {self._info.run_id} is over: its organiser has ended it with round {last_round}",
                 fix="take its model with spes-p2p export, or ask for an invitation to another run",
             )
@@ -436,7 +436,7 @@ class Connection:
         )  # fmt: skip
         place = await joining.enter(intent, self._announcer.sources)
         with storing(folder, 0):
-            inputs, moments = Inputs(folder / "inputs", self.layout), MomentShelf(folder / "moments", self.layout)
+            inputs, moments = Inputs(folder / "inputs", self.layout), MomentStore(folder / "moments", self.layout)
             residuals = Residuals(folder / "residuals", self.layout)
         data = None
         if self._shelf is not None:
@@ -611,12 +611,12 @@ def check_organiser(expected: PeerId | None, info: RunInfo) -> None:
 
 
 def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:
-    """Raises LastingError naming the fields in which a local config differs from the run's."""
+    """Raises PermanentError naming the fields in which a local config differs from the run's."""
     wrong = differences(ours, theirs)
     if wrong:
         shown = ", ".join(f"{item.key} is {item.ours!r} here and {item.theirs!r} there" for item in wrong[:3])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise LastingError(
+        raise PermanentError(
             f"--config has another fingerprint than run {info.run_id}: {shown}{more}",
             fix="leave --config out (the run's config comes from the swarm), or join the right run with --run-id",
         )

@@ -35,7 +35,7 @@ from spes_p2p.peer.connection import open_network
 from spes_p2p.peer.devices import choose_cards
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
 from spes_p2p.peer.machine import find_disk, find_machine
-from spes_p2p.peer.options import Meeting, PeerOptions
+from spes_p2p.peer.options import JoinTarget, PeerOptions
 from spes_p2p.peer.web_data import absent_on_web
 from spes_p2p.planning.budget import Device
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
@@ -64,7 +64,7 @@ class _Found:
     """Bytes a second up and down, and against whom."""
 
 
-def examine(options: PeerOptions, meeting: Meeting, device: torch.device, tell: Tell) -> list[Check]:
+def examine(options: PeerOptions, meeting: JoinTarget, device: torch.device, tell: Tell) -> list[Check]:
     """All checks, each told as soon as it is known. Without an address, those of the machine alone."""
     checks: list[Check] = []
 
@@ -110,12 +110,12 @@ def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions,
     )  # fmt: skip
 
 
-def _ask_others(options: PeerOptions, meeting: Meeting, note: Tell) -> _Found:
+def _ask_others(options: PeerOptions, meeting: JoinTarget, note: Tell) -> _Found:
     with NetworkThread() as thread, TemporaryDirectory(prefix="spes-p2p-doctor-") as folder:
         return thread.run(_within(options, meeting, Path(folder), note))
 
 
-async def _within(options: PeerOptions, meeting: Meeting, folder: Path, note: Tell) -> _Found:
+async def _within(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Tell) -> _Found:
     found = _Found()
     try:
         async with asyncio.timeout(NETWORK_SECONDS):
@@ -130,7 +130,7 @@ async def _within(options: PeerOptions, meeting: Meeting, folder: Path, note: Te
     return found
 
 
-async def _ask(options: PeerOptions, meeting: Meeting, folder: Path, note: Tell, found: _Found) -> None:
+async def _ask(options: PeerOptions, meeting: JoinTarget, folder: Path, note: Tell, found: _Found) -> None:
     own = replace(options.network, initial_peers=meeting.addresses, identity_path=folder / "identity.key")
     network = await open_network(own, folder / "identity.key")
     try:

@@ -12,7 +12,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.membership import leader_order, trainers
 from spes_p2p.consensus.messages import Manifest, manifest_hash
 from spes_p2p.data.loader import AnyDataset, Batch, held_out_batches
-from spes_p2p.errors import DataLate
+from spes_p2p.errors import DataNotReady
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Eval, Event, Warning
 from spes_p2p.peer.task_runner import TaskRunner
@@ -67,7 +67,7 @@ class Evaluator:
 
         try:
             loss = self._trainer.evaluate(counted())
-        except DataLate as error:
+        except DataNotReady as error:
             if not self._is_stopping():
                 self._emit(Warning(f"round {manifest.round} was not evaluated: {error}"))
             return

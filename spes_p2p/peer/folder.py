@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from spes_p2p.errors import ConfigError, LastingError
+from spes_p2p.errors import ConfigError, PermanentError
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash
 from spes_p2p.state.layout import Layout
@@ -62,8 +62,8 @@ def holds_run(output: Path) -> bool:
 def claim_folder(folder: Path, info: RunInfo, layout: Layout) -> None:
     """Makes the run's folder that of `info`, from the first start on.
 
-    Raises LastingError where another run has begun in it: it would take part in two, or begin twice. Where nothing has
-    begun, an initial state that was computed for another run is removed; StateError while another process uses it.
+    Raises PermanentError where another run has begun in it: it would take part in two, or begin twice. Where nothing
+    has begun, an initial state that was computed for another run is removed; StateError while another process uses it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any((folder / CHAIN).glob("*.commit")):
@@ -81,14 +81,14 @@ def claim_folder(folder: Path, info: RunInfo, layout: Layout) -> None:
 def claim_archive(folder: Path, info: RunInfo) -> Path:
     """Makes a folder the archive of `info`, for ever; where in it the states are.
 
-    Raises ConfigError where it cannot be made, and LastingError where it is the archive of another run.
+    Raises ConfigError where it cannot be made, and PermanentError where it is the archive of another run.
     """
     make_folder(folder, "--archive")
     marker, name = folder / FINGERPRINT, info.fingerprint.hex()
     if not marker.exists():
         write_whole(marker, name.encode())
     if (found := marker.read_text()) != name:
-        raise LastingError(
+        raise PermanentError(
             f"{folder} is the archive of another run: its fingerprint is {found[:16]}, "
             f"that of {info.run_id} is {name[:16]}",
             fix="choose another --archive",
@@ -98,7 +98,7 @@ def claim_archive(folder: Path, info: RunInfo) -> Path:
 
 def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:
     if found != info.fingerprint:
-        raise LastingError(
+        raise PermanentError(
             f"{folder} holds another run: its fingerprint is {found.hex()[:16]}, "
             f"that of {info.run_id} is {info.fingerprint.hex()[:16]}",
             fix="go on with the config that it began with, or choose another --output",

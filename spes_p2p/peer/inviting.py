@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from spes_p2p.peer.connection import ANSWER_SECONDS, open_network
 from spes_p2p.peer.contacts import invite_of
-from spes_p2p.peer.options import Meeting, NetworkOptions
+from spes_p2p.peer.options import JoinTarget, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.invite import invited_to
@@ -20,7 +20,7 @@ from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.joining import load_run
 
 
-def fresh_invite(meeting: Meeting) -> str:
+def fresh_invite(meeting: JoinTarget) -> str:
     """One with the addresses of nodes that live now. Raises NetworkError, ConfigError."""
     with NetworkThread() as thread:
         stop = asyncio.Event()
@@ -28,7 +28,7 @@ def fresh_invite(meeting: Meeting) -> str:
             return thread.run(until_stopped(stop, _make(meeting)))
 
 
-async def _make(meeting: Meeting) -> str:
+async def _make(meeting: JoinTarget) -> str:
     with TemporaryDirectory(prefix="spes-p2p-invite-") as folder:
         options = NetworkOptions(meeting.addresses, client_mode=True)
         network = await open_network(options, Path(folder) / "identity.key")
@@ -38,7 +38,7 @@ async def _make(meeting: Meeting) -> str:
             await network.close()
 
 
-async def _read(network: HivemindNetwork, meeting: Meeting) -> str:
+async def _read(network: HivemindNetwork, meeting: JoinTarget) -> str:
     group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
     info, _ = await load_run(network.transport, group, ANSWER_SECONDS)
     peers, _ = parse_all(parse_peer, await network.directory.read(peers_key(info.run_id), ANSWER_SECONDS))

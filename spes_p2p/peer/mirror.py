@@ -31,7 +31,7 @@ from spes_p2p.observe.metrics import bytes_text
 from spes_p2p.peer.connection import ANSWER_SECONDS, check_organiser
 from spes_p2p.peer.data_feed import DATA, PAUSE_SECONDS, PIECES_A_PASS, check_dataset, keep_catalogue, kept_catalogue
 from spes_p2p.peer.folder import RUN, claim_folder
-from spes_p2p.peer.options import Meeting
+from spes_p2p.peer.options import JoinTarget
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
@@ -78,7 +78,7 @@ class Mirror:
         self._cache: PieceCache | None = None
 
     @classmethod
-    async def find(cls, network: HivemindNetwork, meeting: Meeting, folder: Path, say: Say) -> Mirror:
+    async def find(cls, network: HivemindNetwork, meeting: JoinTarget, folder: Path, say: Say) -> Mirror:
         """The run that is invited to, by what is kept of it in `folder` or by who answers; claims the folder for it.
 
         Raises NetworkError where nobody serves it, ConfigError where it cannot be mirrored from here.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.config.load import bundled_config
 from spes_p2p.data.web_url import WebAccess
-from spes_p2p.errors import ConfigError, LastingError
+from spes_p2p.errors import ConfigError, PermanentError
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.peer.pausing import Schedule
@@ -43,7 +43,7 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class JoinTarget:
     """Where a run is found, and which one is meant; `organiser` None: whoever the run names."""
 
     addresses: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def meeting(
     initial_peers: Sequence[str],
     run_id: str | None = None,
     fingerprint: str | None = None,
-) -> Meeting:
+) -> JoinTarget:
     """From invitations and addresses (among which may be invitations too), and what was said beside them.
 
     Raises ConfigError for a mistyped invitation, and where two of them, or the flags, mean different runs.
@@ -65,12 +65,12 @@ def meeting(
     found = [decode(word) for word in (*invites, *filter(looks_like_invite, initial_peers))]
     addresses = [word for word in initial_peers if not looks_like_invite(word)]
     if not found:
-        return Meeting(tuple(addresses), run_id, fingerprint)
+        return JoinTarget(tuple(addresses), run_id, fingerprint)
     for one in found:
         _check_one_run(one, found[0], run_id, fingerprint)
     addresses += [address for one in found for address in one.addresses]
     longer = max((fingerprint or "").lower(), found[0].fingerprint.hex(), key=len)
-    return Meeting(tuple(dict.fromkeys(addresses)), found[0].run_id, longer, found[0].organiser)
+    return JoinTarget(tuple(dict.fromkeys(addresses)), found[0].run_id, longer, found[0].organiser)
 
 
 def _check_one_run(invite: Invite, first: Invite, run_id: str | None, fingerprint: str | None) -> None:
@@ -182,10 +182,10 @@ def parse_columns(text: str, num_experts: int | None = None) -> tuple[int, ...]:
 
 
 def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
-    """Raises LastingError where a column is out of the run's range."""
+    """Raises PermanentError where a column is out of the run's range."""
     wrong = [column for column in columns if column >= num_experts]
     if wrong:
-        raise LastingError(
+        raise PermanentError(
             f"--owned-experts names column {wrong[0]}, the run has {num_experts} (0 to {num_experts - 1})",
             fix=f"choose columns below {num_experts}",
         )
@@ -194,14 +194,14 @@ def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
 def column_budget(options: PeerOptions, experts_per_peer: int, fit: int, num_experts: int) -> int:
     """Most columns that this peer may be given. `fit`: how many its memory has room for, by arithmetic.
 
-    What the organiser asks of everybody, and what was claimed by number, is believed to fit. Raises LastingError where
-    more is claimed than `--max-experts` allows.
+    What the organiser asks of everybody, and what was claimed by number, is believed to fit. Raises PermanentError
+    where more is claimed than `--max-experts` allows.
     """
     claimed = len(options.owned_experts or ())
     if options.max_experts is None:
         return min(num_experts, max(fit, claimed or experts_per_peer))
     if claimed > options.max_experts:
-        raise LastingError(
+        raise PermanentError(
             f"--owned-experts names {claimed} columns, --max-experts is {options.max_experts}",
             fix="claim fewer columns, or raise --max-experts",
         )

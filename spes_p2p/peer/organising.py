@@ -18,7 +18,7 @@ from spes_p2p.ownership.expert_map import orphans
 from spes_p2p.peer.connection import open_network
 from spes_p2p.peer.fetching import fetch_chain, fetch_forks
 from spes_p2p.peer.folder import CHAIN, RUN
-from spes_p2p.peer.options import Meeting, NetworkOptions
+from spes_p2p.peer.options import JoinTarget, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
@@ -39,7 +39,7 @@ HEARD_SECONDS = 3 * LOOK_SECONDS
 """How long to wait until a node of the run repeats what was told."""
 
 
-def on_network(meeting: Meeting, work: Callable[[HivemindNetwork], Any]) -> Any:
+def on_network(meeting: JoinTarget, work: Callable[[HivemindNetwork], Any]) -> Any:
     """The result of the coroutine `work(network)`, with a throw-away identity, until Ctrl-C (Stopped)."""
 
     async def run() -> Any:
@@ -76,7 +76,7 @@ class Node(Protocol):
     def signer(self) -> Signer: ...
 
 
-def stop_run(identity: Path, meeting: Meeting, after_round: int | None, say: Callable[[str], None]) -> int:
+def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: Callable[[str], None]) -> int:
     """Ends a run with the organiser's key; the last round: `after_round`, else the one that runs now.
 
     Raises ConfigError where the key is not the organiser's, NetworkError where nobody hears.
@@ -104,7 +104,7 @@ class Parted:
     forks: tuple[Fork, ...]
 
 
-def look_at_histories(meeting: Meeting) -> Parted:
+def look_at_histories(meeting: JoinTarget) -> Parted:
     """Of a live run, by all certificates of those who can be reached. Raises NetworkError, ConfigError."""
     found: Parted = on_network(meeting, lambda network: histories_of(network, meeting.run_id, meeting.fingerprint))
     return found
@@ -118,7 +118,7 @@ async def histories_of(node: Node, run_id: str | None, fingerprint: str | None) 
         return Parted(info, tuple(await fetch_forks(*parts, Path(folder), info, config)))
 
 
-def choose_history(identity: Path, meeting: Meeting, parted: Parted, fork: Fork, side: Side) -> None:
+def choose_history(identity: Path, meeting: JoinTarget, parted: Parted, fork: Fork, side: Side) -> None:
     """Signs with the organiser's key that a run goes on with `side`, and tells it. Raises as `stop_run` does."""
     sealer = _sealer_of(identity, parted.info)
     on_network(meeting, lambda network: decide(network, parted.info, fork, side, sealer))
@@ -210,7 +210,7 @@ def kept_history(folder: Path) -> list[HistoryLine]:
     return list(history(commits, [chain.received_at(round) for round in range(chain.length)]))
 
 
-def live_history(meeting: Meeting) -> list[HistoryLine]:
+def live_history(meeting: JoinTarget) -> list[HistoryLine]:
     """Of a live run: all certificates are fetched and checked. Raises NetworkError, ConfigError."""
 
     async def fetch(network: HivemindNetwork) -> list[Commit]:

@@ -22,7 +22,7 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.sync.driver import Disk
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.inputs import Carried
+from spes_p2p.sync.inputs import RebasedState
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack
@@ -158,7 +158,7 @@ class Resumed:
 
     def values_ahead(
         self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer, sync: SyncConfig
-    ) -> Carried | None:
+    ) -> RebasedState | None:
         """The state of `tip` with what the trainer, restored, is ahead in what has not had its turn since.
 
         None where the checkpoint is of another history, or holds work that no round had counted, whose data was leased
@@ -185,4 +185,4 @@ class Resumed:
         disk.inputs.take(self.manifest, blocks, trainer.contribution)
         tiles = itertools.chain(shared, *(layout.tile_ids_of(1 + column) for column in columns))
         new, old = disk.store.version(tip.round), self._version
-        return Carried(layout, new, old, disk.inputs.snapshot, frozenset(tiles), old.is_sound)
+        return RebasedState(layout, new, old, disk.inputs.snapshot, frozenset(tiles), old.is_sound)

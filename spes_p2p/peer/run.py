@@ -46,9 +46,9 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
-from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.own import own_trainer
 from spes_p2p.train.stages import Place, Restored
@@ -87,7 +87,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     if not prepare_folder(options.output, options.resume) and options.resume:
         say(f"nothing to resume in {options.output}: starting anew")
     traffic = DataTraffic()
-    gate = Gate(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
+    gate = TrainerBridge(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
     pause = pause or PauseSwitch()
     watch = Watch(pause, options.schedule, options.pause_on_battery)
     with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
@@ -103,7 +103,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
 def _run_connected(
     thread: NetworkThread,
     options: PeerOptions,
-    gate: Gate,
+    gate: TrainerBridge,
     traffic: DataTraffic,
     device: torch.device,
     outer: Ranks | None,

@@ -12,7 +12,7 @@ from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.data.web_url import WebAccess, WebFolder, checked_urls, needs_consent
 from spes_p2p.errors import ConfigError
-from spes_p2p.exchange.pieces import EmptyShelf, PieceShelf
+from spes_p2p.exchange.pieces import EmptyShelf, PieceSource
 from spes_p2p.peer.start_state import check_tokenizer
 from spes_p2p.peer.web_data import absent_on_web, open_on_web
 
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 async def open_run_data(
     config: Config, folder: Path, init_from: Path | None, say: Say
-) -> tuple[Config, PieceShelf | None]:
+) -> tuple[Config, PieceSource | None]:
     """The config to publish, whose `data.urls` are those that peers are told, and the data; None: peers bring it.
 
     `folder` may keep what was found; `init_from`: the model that the run starts from. Raises ConfigError, DataError.
@@ -35,7 +35,7 @@ async def open_run_data(
             fix="give the folder of the token shards with --data, say where they lie on the web with data.urls, or let "
             "peers bring their own: data.source=local",
         )
-    shelf: PieceShelf
+    shelf: PieceSource
     if config.data.path:
         dataset = open_dataset(config)
         shelf = FolderPieces.open(dataset, folder, say)

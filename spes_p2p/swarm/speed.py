@@ -46,7 +46,7 @@ class SpeedRequest:
     upload: bool
 
 
-class SpeedDesk:
+class SpeedHandler:
     """The serving side of one peer."""
 
     def __init__(self, traffic: Traffic) -> None:

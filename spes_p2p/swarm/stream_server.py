@@ -16,10 +16,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spes_p2p import steps, wire
+from spes_p2p import failpoints, wire
 from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.failpoints import reached
 from spes_p2p.ids import PeerId
-from spes_p2p.steps import reached
 from spes_p2p.swarm.calls import MAX_WORDS
 from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler, anybody
@@ -196,7 +196,7 @@ class StreamServer:
             if blob.on_sent is not None:
                 blob.on_sent(chunk.nbytes)
             sent = start + chunk.nbytes
-            reached(steps.STREAM, peer=self._me, to=caller, request=request.body, sent=sent, size=data.nbytes)
+            reached(failpoints.STREAM, peer=self._me, to=caller, request=request.body, sent=sent, size=data.nbytes)
         await self._in_time(stream.write(checksum_bytes(checksum)))
 
     @asynccontextmanager

@@ -24,7 +24,7 @@ from spes_p2p.state.layout import VALUE_BYTES, Layout
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.sync.bench import FETCHED
+from spes_p2p.sync.candidate_state import FETCHED
 from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.genesis import RunInfo
@@ -48,7 +48,7 @@ class InThread(Protocol):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ForkPoint:
     """Two histories that meet: the last common manifest, and what each has on top of it."""
 
     common: Manifest
@@ -123,7 +123,7 @@ class CatchUp:
         for commit in part:
             self._chain.append(commit)
 
-    async def meet(self, tip_round: int, holder: PeerId, round: int) -> Meeting:
+    async def meet(self, tip_round: int, holder: PeerId, round: int) -> ForkPoint:
         """What we, at `tip_round`, and `holder`, who says it is at `round`, have on top of our last common manifest.
 
         Its commits are checked; nothing is written. What we know beyond our own state does not count.
@@ -143,7 +143,7 @@ class CatchUp:
                     f"{short(holder)} has {len(theirs)} rounds that are not ours: too many to hold"
                 )
         ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
-        return Meeting(parent.manifest, ours, tuple(theirs))
+        return ForkPoint(parent.manifest, ours, tuple(theirs))
 
     async def _last_common(self, holder: PeerId, newest: int) -> int:
         """The last round at which both have the same manifest, looking back in growing strides."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spes_p2p.errors import RemoteProtocolError, StateError
-from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import (
     MAX_CHAIN_BYTES,
     MAX_COMMITS_AT_ONCE,
@@ -31,7 +31,7 @@ from spes_p2p.exchange.requests import (
 from spes_p2p.ids import NO_HASH, Hash, short
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.bench import whole_state
+from spes_p2p.sync.candidate_state import whole_state
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.wire import pack
@@ -46,7 +46,7 @@ class Serving:
         chain: Chain,
         store: StateStore | None,
         inputs: Callable[[Hash, int, int], memoryview | bytes | None],
-        moments: MomentShelf | None = None,
+        moments: MomentStore | None = None,
         data: Callable[[DataRequest], Blob] | None = None,
     ) -> None:
         """`inputs(parent, first tile, count)` gives own contributed values as bytes, or None.

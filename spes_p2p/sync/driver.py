@@ -2,7 +2,7 @@
 
 One event goes into `Consensus` at a time, and its actions are begun in their order; a voting record is fsynced before
 anything that follows from it leaves. Long work (reducing, fetching, building) runs beside, and comes back as an event.
-Messages go through the `Outbox`, the new state is made on the `Bench`, what was missed comes by `CatchUp`. Knows no
+Messages go through the `Outbox`, the new state is a `CandidateState`, what was missed comes by `CatchUp`. Knows no
 trainer: `Hooks` is what the peer around it provides.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.events import placed
@@ -26,31 +26,31 @@ from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Intent, 
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.consensus.rules import lost_columns, stale_columns, tokens_gone
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, StorageFull, TileDamaged
-from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.patience import Patience
 from spes_p2p.exchange.rates import Rates
 from spes_p2p.exchange.requests import DataRequest, ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.exchange.transfers import Transfers
+from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore, Version
-from spes_p2p.steps import reached
 from spes_p2p.swarm.ports import Blob, Clock, Transport
-from spes_p2p.sync.bench import Bench, wire_tiles
-from spes_p2p.sync.catch_up import CatchUp, Meeting, Parted
+from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
+from spes_p2p.sync.catch_up import CatchUp, ForkPoint, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.keeping_up import KeepingUp
-from spes_p2p.sync.making import Making
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_optimizer
 from spes_p2p.sync.outgoing import Outgoing, check_asker
 from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.scrub import Mender, Scrubber
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -142,7 +142,7 @@ class Disk:
     votes: VoteBook
     inputs: Inputs
     residuals: Residuals
-    moments: MomentShelf | None = None
+    moments: MomentStore | None = None
     """What is handed over to new owners of columns; none where nothing is trained."""
     data: Callable[[DataRequest], Blob] | None = None
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
@@ -201,10 +201,10 @@ class Driver:
             transport, checker, self._tasks, lambda: core.state.pace.suspect_seconds, self._heard, hooks.notice
         )
         outer = outer_optimizer(core.state.rules)
-        self._bench = Bench(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound, outer)
-        self._bench.enter(core.tip.round)
-        self._making = Making(
-            core, self._layout, outgoing, disk.residuals, self._bench, self._transfers, self._tasks, self._tell,
+        self._candidate = CandidateState(disk.store, self._layout, arithmetic.merge_top_k, self._is_bound, outer)
+        self._candidate.enter(core.tip.round)
+        self._executor = RoundExecutor(
+            core, self._layout, outgoing, disk.residuals, self._candidate, self._transfers, self._tasks, self._tell,
             hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round), held_bytes=held_bytes,
         )  # fmt: skip
         later = Transfers(  # the running round of others goes first
@@ -247,7 +247,7 @@ class Driver:
 
     def ready(self, work: Work) -> None:
         """The trainer has stopped, and its snapshot is in `Inputs`."""
-        reached(steps.READY, peer=self.core.me, round=self.core.tip.round + 1)
+        reached(failpoints.READY, peer=self.core.me, round=self.core.tip.round + 1)
         self._times.closed = self._clock.now()
         self._tell(on.TrainingProgressed(work))
 
@@ -286,7 +286,7 @@ class Driver:
             )
             if not self.core.is_counted(asked.parent, asked.entry):
                 raise RemoteProtocolError("the work that is asked for is not what is here")
-        reached(steps.SERVE + kind_of(asked), peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
+        reached(failpoints.SERVE + kind_of(asked), peer=self.core.me, round=self.core.tip.round + 1, caller=caller)
         blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
         if self._is_behind(caller):
             self._retention.asked(caller, asked)
@@ -341,9 +341,9 @@ class Driver:
 
     def _persist(self, action: do.Persist) -> None:
         try:
-            reached(steps.PERSIST, peer=self.core.me, round=self.core.tip.round + 1)
+            reached(failpoints.PERSIST, peer=self.core.me, round=self.core.tip.round + 1)
             self._disk.votes.write(action.record)
-            reached(steps.PERSISTED, peer=self.core.me, round=self.core.tip.round + 1)
+            reached(failpoints.PERSISTED, peer=self.core.me, round=self.core.tip.round + 1)
         except StorageFull as error:
             self._actions.clear()  # whatever follows from a vote that is not on disk
             self._disk_is_full(error)
@@ -362,14 +362,14 @@ class Driver:
         """What needs room on the disk."""
         match action:
             case do.Reduce():
-                self._tasks.spawn(self._making.reduce(action))
+                self._tasks.spawn(self._executor.reduce(action))
             case do.Fetch():
-                self._tasks.spawn(self._making.fetch(action))
+                self._tasks.spawn(self._executor.fetch(action))
             case do.Build():
-                self._tasks.spawn(self._making.build(action))
+                self._tasks.spawn(self._executor.build(action))
             case do.Verify():
                 self._times.proposed = self._times.proposed or self._clock.now()
-                self._tasks.spawn(self._making.verify(action.proposal.value))
+                self._tasks.spawn(self._executor.verify(action.proposal.value))
             case do.Adopt():
                 self._times.decided = self._clock.now()
                 self._tasks.spawn(self._adopt(action.commit))
@@ -402,26 +402,26 @@ class Driver:
             self._fetching.cancel()
             await asyncio.wait((self._fetching,))
             self._tell(on.CatchUpFailed())
-        async with self._making.lock:
+        async with self._executor.lock:
             if commit.manifest.parent != self.core.tip_hash:
                 return
-            if self._bench.finished(root) is None:
-                self._tell(on.StateLost(self._bench.lost(self.core.state.round.verified_roots())))
+            if self._candidate.finished(root) is None:
+                self._tell(on.StateLost(self._candidate.lost(self.core.state.round.verified_roots())))
                 self._tell(on.AdoptFailed())
                 return
             await self._tasks.in_thread(lambda: self._commit(commit))
             await self._applied(commit, commit.manifest)
 
     def _commit(self, commit: Commit) -> None:
-        made = self._bench.finished(commit.manifest.state_root)
+        made = self._candidate.finished(commit.manifest.state_root)
         assert made is not None
         self._disk.residuals.settle(
             commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire_hashes[tile_id]
         )
         self._disk.chain.append(commit)
-        reached(steps.APPENDED, peer=self.core.me, round=commit.manifest.round)
-        self._bench.publish(commit.manifest.state_root)
-        reached(steps.PUBLISHED, peer=self.core.me, round=commit.manifest.round)
+        reached(failpoints.APPENDED, peer=self.core.me, round=commit.manifest.round)
+        self._candidate.publish(commit.manifest.state_root)
+        reached(failpoints.PUBLISHED, peer=self.core.me, round=commit.manifest.round)
 
     async def _catch_up(self, action: do.CatchUp) -> None:
         """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
@@ -432,10 +432,10 @@ class Driver:
             if newest is None:
                 self._tell(on.ForkRejected(action.head, way is Way.WAIT))
                 return
-            reached(steps.HEADERS, peer=self.core.me, round=newest.manifest.round)
+            reached(failpoints.HEADERS, peer=self.core.me, round=newest.manifest.round)
             self._check_link()
             newest, staging = await self._state(newest, tip, action.holder, is_ours=meeting is None)
-            reached(steps.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
+            reached(failpoints.CAUGHT_UP, peer=self.core.me, round=newest.manifest.round)
         except LinkTooSlow:
             raise
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
@@ -445,7 +445,7 @@ class Driver:
         finally:
             if self._fetching is asyncio.current_task():
                 self._fetching = None
-        async with self._making.lock:
+        async with self._executor.lock:
             if self.core.tip_hash != head:  # our own child was committed meanwhile
                 return
             if meeting is None and not self.core.still_takes(self._disk.chain.commit(tip + 1)):
@@ -483,7 +483,7 @@ class Driver:
             newest = [chain.commit(round).manifest for round in rounds]
             self._keeping_up.headers(self._clock.now(), chain.length - 1, newest)
 
-    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, Meeting | None, Way]:
+    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, ForkPoint | None, Way]:
         """The commit to go to, None where we stay; and the meeting, if it is on another history than ours."""
         chain = self._disk.chain
         if action.round >= chain.length or (action.round > tip and chain.has(action.head, action.round)):
@@ -507,7 +507,7 @@ class Driver:
         """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""
         tip = self.core.tip.round
         staging = await self._catching_up.state(commit.manifest, tip, ())
-        async with self._making.lock:
+        async with self._executor.lock:
             if self.core.tip.round == tip:
                 await self._follow(tip, commit, staging)
 
@@ -532,7 +532,7 @@ class Driver:
         later = (self._disk.chain.commit(round).manifest for round in rounds)
         self._disk.residuals.settle(first, manifest_hash(newest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
 
-    def _bring_residuals_over(self, meeting: Meeting) -> None:
+    def _bring_residuals_over(self, meeting: ForkPoint) -> None:
         """What lossy codecs left until the last common manifest, if it is our tip's parent: older ones are not here."""
         residuals, (first, *later) = self._disk.residuals, [commit.manifest for commit in meeting.theirs]
         newest = meeting.theirs[-1].manifest
@@ -544,7 +544,7 @@ class Driver:
         except StorageFull:  # the chain has gone over already: on with less
             residuals.clear(newest)
 
-    async def _switched(self, commit: Commit, meeting: Meeting, holder: PeerId) -> None:
+    async def _switched(self, commit: Commit, meeting: ForkPoint, holder: PeerId) -> None:
         """We stand on another history now: the rounds that ours had since the two parted are lost."""
         self._retention.clear()  # what is kept for others is of the history that lost
         lost = tokens_lost(meeting.common, meeting.ours)
@@ -598,14 +598,14 @@ class Driver:
     async def _enter(self, event: Applied, change: on.CommitApplied | on.HistorySwitched) -> None:
         """The state machine and the trainer go on from a new committed state."""
         round = event.commit.manifest.round
-        self._bench.enter(round)
+        self._candidate.enter(round)
         self._tell(on.UplinkMeasured(int(self._transport.measured_uplink())))
         keep = self._hooks.rounds_in_use()  # before the trainer goes on
         self._times = self._fresh_times()
         self._room_again()
         self._tell(change)
         self._hooks.applied(event)
-        reached(steps.APPLIED, peer=self.core.me, round=round)
+        reached(failpoints.APPLIED, peer=self.core.me, round=round)
         keep |= self._hooks.rounds_in_use()  # it may have taken what was pending just before this commit
         await self._drop_all_but(keep | {round, round - 1})
 
@@ -660,9 +660,9 @@ class Driver:
 
     def _recover(self) -> None:
         """After a restart or a full disk: we go on standing by the state that we have signed for."""
-        self._bench.recover()
+        self._candidate.recover()
         for manifest in self._binding():
-            if self._bench.finished(manifest.state_root) is not None:
+            if self._candidate.finished(manifest.state_root) is not None:
                 self._tell(on.StateVerified(manifest_hash(manifest)))
 
     def _disk_is_full(self, error: StorageFull) -> None:
@@ -678,7 +678,7 @@ class Driver:
         self._tell(on.DiskFull(self._disk.votes.record))
 
     async def _make_room(self) -> None:
-        async with self._making.lock:  # a state that is being committed is no one to drop
+        async with self._executor.lock:  # a state that is being committed is no one to drop
             tip = self.core.tip.round
             await self._drop_all_but(self._hooks.rounds_in_use() | {tip, tip - 1})
 
@@ -688,7 +688,7 @@ class Driver:
             self._hooks.notice(do.Notice("disk", "there is room again: this peer takes part in the votes"))
 
     def _try_disk_again(self) -> None:
-        if self._full_until is not None and self._clock.now() > self._full_until and not self._making.lock.locked():
+        if self._full_until is not None and self._clock.now() > self._full_until and not self._executor.lock.locked():
             self._full_until = None
             self._tell(on.DiskHasRoom())
             self._recover()

@@ -10,7 +10,7 @@ from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import seconds_text
-from spes_p2p.sync.catch_up import Meeting
+from spes_p2p.sync.catch_up import ForkPoint
 
 LEAST_DIGITS = 6
 """Of a child's hash, so that no other has them by chance."""
@@ -41,7 +41,7 @@ class Choices:
         """What the organiser has chosen, by parent."""
         self._organisers = dict(children)
 
-    def meet(self, meeting: Meeting) -> bool:
+    def meet(self, meeting: ForkPoint) -> bool:
         """Whether this peer's own word, which names a child by its first digits, speaks of this meeting for once."""
         parent = manifest_hash(meeting.common)
         names = [line[0].certificate.manifest for line in (meeting.ours, meeting.theirs) if line]

@@ -112,13 +112,13 @@ class _Frozen:
         return self.arrays[index] if index in self.arrays else self.source.block(index)
 
 
-class Carried:
+class RebasedState:
     """The state to go on from after a commit: the new values, plus own work that the round did not count.
 
     theta <- new + (theta - old) for what was not counted (design section 4): for every tile if the round left this peer
     out, else for the tiles of slices that lost it. `new` and `old` are what is trained on after a commit that counted
-    everything (`Masters`): so what a sole owner is ahead counts once, whoever comes to own the column beside it. Work
-    in a tile whose old values are damaged (`is_sound(tile id)`) is lost: nobody knows what it was.
+    everything (`LocalParameters`): so what a sole owner is ahead counts once, whoever owns the column beside it then.
+    Work in a tile whose old values are damaged (`is_sound(tile id)`) is lost: nobody knows what it was.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class Carried:
         self._uncounted = uncounted
         self._is_sound = is_sound
 
-    def onto(self, new: BlockSource, uncounted: frozenset[int]) -> Carried:
+    def onto(self, new: BlockSource, uncounted: frozenset[int]) -> RebasedState:
         """The same work on top of another commit, which did not count it in these tiles."""
-        return Carried(self._layout, new, self._old, self._trained, uncounted, self._is_sound)
+        return RebasedState(self._layout, new, self._old, self._trained, uncounted, self._is_sound)
 
     def block(self, index: int) -> Values:
         new = self._new.block(index)
@@ -158,7 +158,7 @@ class Carried:
         return carried
 
 
-class RunAhead:
+class OverlapRebase:
     """The state to go on from after a commit where training went on meanwhile: theta <- new + (theta - since).
 
     `trained(block)` is theta now, for each of `blocks`, and `since` what it went on from: with overlap the snapshot

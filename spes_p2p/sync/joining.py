@@ -26,7 +26,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Signer, Transport, Verifier
 from spes_p2p.swarm.records import RunGroup
 from spes_p2p.sync import merge
-from spes_p2p.sync.bench import staged_state, whole_state
+from spes_p2p.sync.candidate_state import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
@@ -92,7 +92,7 @@ async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float
 
 
 @dataclass
-class Place:
+class JoinedRun:
     """A peer's place in a run, on disk: ready for a Driver."""
 
     store: StateStore
@@ -139,7 +139,7 @@ class Joining:
             transport, layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds), patient=True
         )
 
-    async def enter(self, intent: Intent, sources: Sources) -> Place:
+    async def enter(self, intent: Intent, sources: Sources) -> JoinedRun:
         """Opens the disk and waits for genesis if there is none yet; `sources` finds peers that may be asked.
 
         Raises StateError where the disk holds what does not fit, NetworkError where the initial state came out
@@ -152,7 +152,7 @@ class Joining:
             store.close()
             raise
 
-    async def _enter(self, store: StateStore, intent: Intent, sources: Sources) -> Place:
+    async def _enter(self, store: StateStore, intent: Intent, sources: Sources) -> JoinedRun:
         chain = Chain(self._folder / "chain")
         votes = VoteBook(self._folder / "votes", self._new_incarnation)
         for problem in store.problems:
@@ -167,7 +167,7 @@ class Joining:
             chain.append(await self._genesis(intent, votes.incarnation, sources))
         return await self._settled(store, chain, votes, sources, is_new)
 
-    async def settle(self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources) -> Place:
+    async def settle(self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources) -> JoinedRun:
         """The place of somebody who has genesis and a state on disk: whole, and at its newest commit.
 
         Raises as `enter` does; the store stays open.
@@ -175,7 +175,9 @@ class Joining:
         _drop_uncommitted(store, chain)
         return await self._settled(store, chain, votes, sources, is_new=False)
 
-    async def _settled(self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources, is_new: bool) -> Place:
+    async def _settled(
+        self, store: StateStore, chain: Chain, votes: VoteBook, sources: Sources, is_new: bool
+    ) -> JoinedRun:
         tip = await self._tip(store, chain, sources)
         if not is_new:
             tip = await self._whole(store, chain, tip, sources)
@@ -183,7 +185,7 @@ class Joining:
         if not _stands_by(votes.record, store, chain, tip):
             self._say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
             votes.forget()
-        return Place(store, chain, votes, tip)
+        return JoinedRun(store, chain, votes, tip)
 
     async def _make_initial(self, store: StateStore, sources: Sources) -> None:
         run, model = self._config.run, self._config.model

@@ -12,7 +12,7 @@ from spes_p2p.checkpoint.load import load_checkpoint
 from spes_p2p.checkpoint.save import STATE_FOLDER, checkpoint_folders
 from spes_p2p.errors import CheckpointError, StateError
 from spes_p2p.state.store import StateStore, Version
-from spes_p2p.sync.bench import whole_state
+from spes_p2p.sync.candidate_state import whole_state
 from spes_p2p.sync.chain import Chain
 
 

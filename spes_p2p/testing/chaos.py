@@ -22,11 +22,11 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import SpesError
+from spes_p2p.failpoints import INNER_STEP
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.store import StateStore
-from spes_p2p.steps import INNER_STEP
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.chaos_report import ChaosOptions, Findings, Sample, judge
 from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault

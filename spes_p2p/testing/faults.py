@@ -1,4 +1,4 @@
-"""Faults at named steps (`spes_p2p.steps`), planned beforehand and repeated exactly from a seed.
+"""Faults at named steps (`spes_p2p.failpoints`), planned beforehand and repeated exactly from a seed.
 
 A `Fault` says who is hurt, where, in which round and how. The same faults work in memory (`MemoryFaults`, on the
 virtual clock) and in real processes (`testing/faulty_peer.py`, started by `LocalSwarm.peer(..., faults=...)`). What
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.exchange.requests import kind_of, unpack_request
 from spes_p2p.ids import PeerId
@@ -46,9 +46,11 @@ ACTIONS = (KILL, FREEZE, SLOW, FAIL, FULL, JUMP, MUTE)
 
 LEADER_STEPS = ("close", "plan", "build", "propose")
 MEMBER_STEPS = (
-    "stop_training", steps.READY, "reduce", steps.COLLECTED, steps.STAGE, steps.STAGED, "fetch", "verify", "accept",
-    steps.PERSIST, steps.PERSISTED, "certify", "adopt", steps.APPENDED, steps.PUBLISHED, steps.APPLIED,
-    steps.SERVE + "values", steps.STREAM + " values", steps.SERVE + "tiles", steps.STREAM + " tiles",
+    "stop_training", failpoints.READY, "reduce", failpoints.COLLECTED, failpoints.STAGE, failpoints.STAGED,
+    "fetch", "verify", "accept", failpoints.PERSIST, failpoints.PERSISTED,
+    "certify", "adopt", failpoints.APPENDED, failpoints.PUBLISHED, failpoints.APPLIED,
+    failpoints.SERVE + "values", failpoints.STREAM + " values", failpoints.SERVE + "tiles",
+    failpoints.STREAM + " tiles",
 )  # fmt: skip
 """Steps that every member passes in a round; a leader also LEADER_STEPS."""
 
@@ -57,8 +59,8 @@ MEMBER_STEPS = (
 class Fault:
     """`action` happens to `peer` (to whoever comes first, if empty) when it reaches `step` in `round` or later.
 
-    With `to`, only at steps that serve this peer (`steps.SERVE`, `steps.STREAM`). The first `skip` times that the step
-    is reached go well; `times` faults follow (0: always from then on). With `after`, only in rounds in which the same
+    With `to`, only at steps that serve this peer (`failpoints.SERVE`, `failpoints.STREAM`). The first `skip` times that
+    the step is reached go well; `times` faults follow (0: always from then on). With `after`, only in rounds in which the same
     peer has passed that step: `Fault(COLLECTED, after="plan")` is the leader's, right after its plan.
     """
 
@@ -140,7 +142,7 @@ class Faults:
         """(fault, its victim), in the order in which they happened."""
 
     def __call__(self, step: str, facts: Mapping[str, Any]) -> None:
-        if step == steps.STREAM:
+        if step == failpoints.STREAM:
             step = f"{step} {kind_of(unpack_request(facts['request']))}"
         peer = self._me or str(facts.get("peer", ""))
         for fault in self._due(step, peer, facts):
@@ -175,13 +177,13 @@ class Faults:
         return round, self._passed[peer]
 
     def __enter__(self) -> Self:
-        self._before = steps.listen(self)
+        self._before = failpoints.listen(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        steps.listen(self._before)
+        failpoints.listen(self._before)
 
 
 # ---- real processes ----

@@ -28,7 +28,7 @@ from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
 from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.joining import Joining, Place
+from spes_p2p.sync.joining import JoinedRun, Joining
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.train.machine import TrainerMachine
@@ -165,7 +165,7 @@ class PretendPeer:
         self._gone = asyncio.Event()
         await self._drive(place, sealer)
 
-    async def _drive(self, place: Place, sealer: KeySealer) -> None:
+    async def _drive(self, place: JoinedRun, sealer: KeySealer) -> None:
         swarm, now = self.swarm, self.swarm.clock.now()
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs = Inputs(self.folder / "inputs", swarm.layout)

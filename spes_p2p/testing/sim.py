@@ -19,7 +19,7 @@ from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Commit, Envelope, Manifest, manifest_hash
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.testing.judge import Judge, Violation, voters
 from spes_p2p.testing.sim_peer import SimPeer
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
@@ -106,7 +106,7 @@ class World:
             members.append(Member(PeerId(f"s{index}"), self.next_incarnation(), True, 0, trains=False))
         self.has_servers = servers > 0
         self.state = initial_state(self.rules)
-        wishes = {member.peer: Wish(self.max_columns if member.trains else 0) for member in members}
+        wishes = {member.peer: OwnershipRequest(self.max_columns if member.trains else 0) for member in members}
         self.genesis = genesis_manifest(self.rules, root_of(self.state), members, wishes)
         self.judge = Judge(self.rules, self.genesis, self.state)
         for member in self.genesis.members:

@@ -19,7 +19,7 @@ from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Commit, Envelope
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
 from spes_p2p.testing.small_peer import Local, SmallPeers
 from spes_p2p.testing.snapshots import Snapshots
@@ -83,7 +83,9 @@ class SmallWorld:
         serving = self.names[count - servers :]
         members = [Member(name, 1, True, 0, name not in serving) for name in self.names]
         initial = initial_state(self.rules)
-        genesis = genesis_manifest(self.rules, root_of(initial), members, {name: Wish(0) for name in self.names})
+        genesis = genesis_manifest(
+            self.rules, root_of(initial), members, {name: OwnershipRequest(0) for name in self.names}
+        )
         self._peers = SmallPeers(self.names, self.rules, genesis, initial, core_class, self.snapshots, serving)
         self._disks = [Disk(genesis, initial, 1) for _ in self.names]
         self._pairs = [(a, b) for a in range(count) for b in range(count) if a != b]

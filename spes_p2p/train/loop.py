@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
 from spes_p2p.errors import SpesError
+from spes_p2p.failpoints import INNER_STEP, reached
 from spes_p2p.observe.events import Event, Warning
-from spes_p2p.steps import INNER_STEP, reached
 from spes_p2p.train.step import ShouldDrop
 from spes_p2p.train.trainer import StepResult, Trainer
 

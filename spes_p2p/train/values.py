@@ -8,8 +8,8 @@ from spes_p2p.consensus.messages import Manifest, manifest_hash
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.sync.inputs import Carried, Inputs, RunAhead
-from spes_p2p.sync.outgoing import Masters
+from spes_p2p.sync.inputs import Inputs, OverlapRebase, RebasedState
+from spes_p2p.sync.outgoing import LocalParameters
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.stages import GoOver, Rebase, Turn
 
@@ -31,8 +31,8 @@ class TrainedValues:
         self._residuals = residuals
         self._trained = trained
         self._base: Version | None = None
-        self._masters: Masters | None = None
-        self._work: Carried | None = None
+        self._masters: LocalParameters | None = None
+        self._work: RebasedState | None = None
         """What training went on from, but for what was trained ahead."""
 
     @property
@@ -41,12 +41,12 @@ class TrainedValues:
         assert self._base is not None
         return self._base
 
-    def masters(self, manifest: Manifest) -> Masters:
+    def masters(self, manifest: Manifest) -> LocalParameters:
         """What is trained on after `manifest`, where it counted all that was trained before."""
         ahead = self._residuals.ahead(manifest_hash(manifest))
-        return Masters(self._layout, self._store.version(manifest.round), ahead)
+        return LocalParameters(self._layout, self._store.version(manifest.round), ahead)
 
-    def begin(self, turn: Turn) -> Masters:
+    def begin(self, turn: Turn) -> LocalParameters:
         """A turn on top of its manifest: what it starts from, without work of its own."""
         self._base = self._store.version(turn.manifest.round)
         self._masters = self.masters(turn.manifest)
@@ -70,7 +70,7 @@ class TrainedValues:
         work = self._work = self._carried(self.masters(newest), rebase.tiles)
         if not rebase.ahead:
             return work
-        ahead = RunAhead(work, self._trained, self._inputs.snapshot, rebase.ahead)
+        ahead = OverlapRebase(work, self._trained, self._inputs.snapshot, rebase.ahead)
         return self._inputs.freeze(ahead, rebase.ahead) if is_read_late else ahead
 
     def _gone_over(self, newest: Manifest, over: GoOver) -> BlockSource:
@@ -79,9 +79,9 @@ class TrainedValues:
         if over.at_once or work is None:
             assert self._masters is not None
             work = self._carried(self._masters, frozenset(tile.id for tile in self._layout.tiles))
-        values = RunAhead(work.onto(self.masters(newest), over.tiles), self._trained, work, over.ahead)
+        values = OverlapRebase(work.onto(self.masters(newest), over.tiles), self._trained, work, over.ahead)
         return self._inputs.freeze(values, over.blocks)
 
-    def _carried(self, new: BlockSource, tiles: frozenset[int]) -> Carried:
+    def _carried(self, new: BlockSource, tiles: frozenset[int]) -> RebasedState:
         """What was handed in on top of the present base, carried on to `new` in these tiles."""
-        return Carried(self._layout, new, self._masters, self._inputs.snapshot, tiles, self.base.is_sound)
+        return RebasedState(self._layout, new, self._masters, self._inputs.snapshot, tiles, self.base.is_sound)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.errors import ConfigError, LastingError
+from spes_p2p.errors import ConfigError, PermanentError
 
 
 def greet(name: str, times: Annotated[int, typer.Option(help="How often.")] = 1) -> None:
@@ -21,7 +21,7 @@ def known() -> None:
 
 def lasting() -> None:
     """Fails with an error that it would meet again."""
-    raise LastingError("run x is over", fix="join another")
+    raise PermanentError("run x is over", fix="join another")
 
 
 def bug() -> None:

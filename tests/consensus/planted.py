@@ -35,7 +35,7 @@ from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.consensus.voting import Content, Voting
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 
 
 def machine_with(fault: type) -> type[Consensus]:
@@ -205,7 +205,7 @@ class NamesWhoIsBehind(Members):
 
     def next_members(
         self, now: float, needed: Collection[PeerId] = ()
-    ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
+    ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
         kept = self._others.contacts
         here = {p: replace(c.signed, value=replace(c.status, head=self._state.tip_hash)) for p, c in kept.items()}
         self._others.contacts = {
@@ -281,7 +281,7 @@ class TakesServersForTrainers(Members):
 
     def next_members(
         self, now: float, needed: Collection[PeerId] = ()
-    ) -> tuple[tuple[Member, ...], dict[PeerId, Wish]]:
+    ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
         members, wishes = super().next_members(now, needed)
         known = {(member.peer, member.incarnation) for member in self._state.tip.members}
         return tuple(m if (m.peer, m.incarnation) in known else replace(m, trains=True) for m in members), wishes

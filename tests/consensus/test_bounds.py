@@ -41,7 +41,7 @@ from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ChainPart, PackedRequest, PiecesRequest, TilesRequest, kind_of
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.swarm.fake_keys import FakeKeys
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.sealing import MAX_PARTS, EnvelopeChecker
@@ -306,7 +306,7 @@ class Beginning:
         self.rules, names = run_rules(columns=0), [PeerId(name) for name in ("p0", "p1", "p2")]
         state = initial_state(self.rules)
         members = [Member(name, 1, True, 0) for name in names]
-        tip = genesis_manifest(self.rules, root_of(state), members, {name: Wish(0) for name in names})
+        tip = genesis_manifest(self.rules, root_of(state), members, {name: OwnershipRequest(0) for name in names})
         me, self.honest, self.liar = leader_order(manifest_hash(tip), tip.members)
         identity = Identity(me, self.rules, FakeSealer(me), lambda *_: True)
         self.core = Consensus.begin(identity, Start(1, tip, intent=Intent(True)), Pace(1.0), 0.0)
@@ -638,7 +638,7 @@ def test_a_manifest_names_nobody_at_length(where: str) -> None:
         }
         rules = run_rules(columns=1)
         root = root_of(initial_state(rules))
-        manifest = genesis_manifest(rules, root, [Member(LIAR, 1, True, 0)], {LIAR: Wish(1)})
+        manifest = genesis_manifest(rules, root, [Member(LIAR, 1, True, 0)], {LIAR: OwnershipRequest(1)})
         data = pack(replace(manifest, **{where: named[where]}))
         if is_taken:
             assert pack(unpack(Manifest, data)) == data

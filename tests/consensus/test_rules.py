@@ -33,14 +33,14 @@ from spes_p2p.consensus.rules import (
 from spes_p2p.consensus.slices import Turn, plan_slices
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.sync.genesis import sign_renewal
 from tests.sync.chains import ORGANISER, A, B, MadeRun
 
 RUN = MadeRun()
 MEMBERS = (Member(A, 1, True, 0), Member(B, 1, True, 0))
-WISHES = {A: Wish(4), B: Wish(4)}
+WISHES = {A: OwnershipRequest(4), B: OwnershipRequest(4)}
 PARENT = genesis_manifest(RUN.rules, sha256(b"state 0"), MEMBERS, WISHES)
 LENGTH = RUN.config.data.sequence_length
 
@@ -198,7 +198,7 @@ def test_certificates_need_good_seals_of_enough_electors() -> None:
 def renewal(signer: PeerId = ORGANISER, **wrong: object) -> tuple[Manifest, Commit]:
     """Genesis, and a child by which the organiser names peer b in the place of peer a."""
     parent = RUN.genesis(sha256(b"state 0")).manifest
-    child = renewed_manifest(RUN.rules, parent, parent.state_root, [Member(B, 7, False, 0)], {B: Wish(2)})
+    child = renewed_manifest(RUN.rules, parent, parent.state_root, [Member(B, 7, False, 0)], {B: OwnershipRequest(2)})
     child = replace(child, **wrong)  # type: ignore[arg-type]
     return parent, sign_renewal(child, signer, RUN.sealer(signer))
 
@@ -216,7 +216,7 @@ def test_the_organiser_names_new_members_and_counts_no_work() -> None:
 
 def test_members_are_only_so_many_whoever_names_them() -> None:
     many = [Member(PeerId(f"peer {at:04}"), 1, True, 0) for at in range(MAX_MEMBERS + 1)]
-    wishes = {member.peer: Wish(1) for member in many}
+    wishes = {member.peer: OwnershipRequest(1) for member in many}
     made = renewed_manifest(RUN.rules, PARENT, PARENT.state_root, many, wishes)
     assert len(made.members) == MAX_MEMBERS
     check_child(RUN.rules, PARENT, made)
@@ -303,9 +303,9 @@ def test_with_turns_nobody_takes_over_what_was_not_handed_out() -> None:
     first = sum(rules.block_tiles[:2])
     handed = Slice(2, first, rules.block_tiles[2], A, (A,))
     outcome = Outcome((), (handed,), sha256(b"wire"), sha256(b"state 1"), None)
-    wishes = {A: Wish(1), B: Wish(4, releases=(3,))}
+    wishes = {A: OwnershipRequest(1), B: OwnershipRequest(4, releases=(3,))}
     assert child_manifest(rules, parent, outcome, MEMBERS, wishes).ownership == ((A,), (B,), (A,), (B,))
-    assert child_manifest(rules, parent, outcome, MEMBERS[1:], {B: Wish(4)}).ownership == ((B,),) * 4
+    assert child_manifest(rules, parent, outcome, MEMBERS[1:], {B: OwnershipRequest(4)}).ownership == ((B,),) * 4
     at_once = child_manifest(RUN.rules, parent, outcome, MEMBERS, wishes).ownership
     assert sum(owners == (A,) for owners in at_once) == 1
 

@@ -11,7 +11,7 @@ import pytest
 
 from spes_p2p.data.feed import PATIENCE_SECONDS, Feed, PieceDataset
 from spes_p2p.data.loader import LeasedLoader, held_out_batches, need_held_out
-from spes_p2p.errors import DataLate
+from spes_p2p.errors import DataNotReady
 from tests.data.conftest import tiny_config
 from tests.data.piece_makers import hand_over, make_dataset, make_feed, make_pieces
 from tests.data.test_piece_cache import files_at_most
@@ -57,7 +57,7 @@ def test_held_out_sequences_come_first_and_stay(tmp_path: Path) -> None:
     assert held_out
     LeasedLoader(dataset, CONFIG, ((0, 8),))
     assert feed.missing(100).pieces[: len(held_out)] == held_out
-    with pytest.raises(DataLate):
+    with pytest.raises(DataNotReady):
         list(held_out_batches(dataset, CONFIG, 2, at_once))
     hand_over(pieces, feed)
     there = [batch.tokens.tolist() for batch in held_out_batches(make_dataset(tmp_path), CONFIG, 2)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.errors import NetworkError, RemoteProtocolError
-from spes_p2p.exchange.moments import MomentsHead, MomentShelf
+from spes_p2p.exchange.moments import MomentsHead, MomentStore
 from spes_p2p.exchange.requests import PackedRequest, unpack_request
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId, sha256
@@ -45,7 +45,7 @@ class Giver:
     """Serves what is on a shelf."""
 
     def __init__(self, folder: Path) -> None:
-        self.shelf = MomentShelf(folder / "moments", MADE.layout)
+        self.shelf = MomentStore(folder / "moments", MADE.layout)
         self._serving = Serving(MADE.info, Chain(folder / "chain"), None, lambda *request: None, self.shelf)
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:

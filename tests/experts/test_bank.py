@@ -14,8 +14,8 @@ from spes_p2p.experts import megablocks_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.bank import MATRICES, ExpertBank, Matrix
 from spes_p2p.experts.choice import resolve_backend
-from spes_p2p.experts.offload import Courier
-from spes_p2p.experts.stores import Foreign, ForeignDtype, Thrifty
+from spes_p2p.experts.offload import HostPrefetcher
+from spes_p2p.experts.stores import Foreign, ForeignDtype, QuantizedStore
 
 E, D, FFN, TOP_K = 6, 8, 12, 2
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -117,14 +117,14 @@ def test_foreign_experts_held_otherwise(owned: tuple[int, ...], foreign: Foreign
 
 
 def held(dtype: ForeignDtype, on_host: bool) -> Foreign:
-    return Foreign(dtype, Courier(torch.device("cpu")) if on_host else None)
+    return Foreign(dtype, HostPrefetcher(torch.device("cpu")) if on_host else None)
 
 
 @pytest.mark.parametrize("foreign", ["int8", "fp8"])
 def test_foreign_experts_take_a_byte_a_value(foreign: ForeignDtype) -> None:
     width, ffn = 256, 128
     bank = make_bank((1, 4), Eager(), width, ffn, torch.bfloat16, Foreign(foreign))
-    assert isinstance(bank.store, Thrifty)
+    assert isinstance(bank.store, QuantizedStore)
     values = 3 * width * ffn
     assert bank.store.foreign_bytes == (E - 2) * (values + 4 * values // 128)
     assert sum(buffer.nbytes for buffer in bank.store.buffers()) == 2 * 2 * values
@@ -272,7 +272,7 @@ def test_no_wait_for_the_device_and_the_same_values(backend: str, foreign: Forei
         pytest.skip(reason)
     host = make_bank(owned, Eager(), width, ffn, torch.bfloat16, Foreign(foreign))
     found, _ = resolve_backend(backend, cuda, torch.bfloat16)
-    held_there = Foreign(foreign, Courier(cuda) if on_host else None)
+    held_there = Foreign(foreign, HostPrefetcher(cuda) if on_host else None)
     device = ExpertBank(E, width, ffn, owned, found, cuda, torch.bfloat16, held_there)
     for which in MATRICES:
         for expert in range(E):

@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.assign import Wish, assign
+from spes_p2p.ownership.assign import OwnershipRequest, assign
 from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody, orphans
 
 ANNA, BEA, CARL, DORA = (PeerId(name) for name in ("anna", "bea", "carl", "dora"))
 
 wishes = st.builds(
-    Wish,
+    OwnershipRequest,
     max_columns=st.integers(0, 6),
     claims=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     releases=st.lists(st.integers(0, 9), max_size=2).map(tuple),
@@ -20,14 +20,16 @@ wishes = st.builds(
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Ownership, dict[PeerId, Wish], int]:
+def cases(draw: st.DrawFn) -> tuple[Ownership, dict[PeerId, OwnershipRequest], int]:
     names = st.sampled_from([ANNA, BEA, CARL, DORA])
     present = draw(st.lists(st.sets(names).map(lambda owners: tuple(sorted(owners))), min_size=1, max_size=8))
     return tuple(present), draw(st.dictionaries(names, wishes, min_size=1)), draw(st.integers(1, 3))
 
 
 @given(cases())
-def test_only_members_own_and_nobody_gets_more_than_fits(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
+def test_only_members_own_and_nobody_gets_more_than_fits(
+    case: tuple[Ownership, dict[PeerId, OwnershipRequest], int],
+) -> None:
     before, wanted, replicas = case
     after = assign(before, wanted, replicas)
     assert len(after) == len(before)
@@ -40,7 +42,7 @@ def test_only_members_own_and_nobody_gets_more_than_fits(case: tuple[Ownership, 
 
 @given(cases())
 def test_a_column_stays_without_owner_only_when_nobody_could_take_it(
-    case: tuple[Ownership, dict[PeerId, Wish], int],
+    case: tuple[Ownership, dict[PeerId, OwnershipRequest], int],
 ) -> None:
     before, wanted, replicas = case
     after = assign(before, wanted, replicas)
@@ -51,7 +53,7 @@ def test_a_column_stays_without_owner_only_when_nobody_could_take_it(
 
 @given(cases(), st.sets(st.integers(0, 7)))
 def test_of_kept_columns_no_owner_that_stays_loses_one(
-    case: tuple[Ownership, dict[PeerId, Wish], int], kept: set[int]
+    case: tuple[Ownership, dict[PeerId, OwnershipRequest], int], kept: set[int]
 ) -> None:
     before, wanted, replicas = case
     after = assign(before, wanted, replicas, kept)
@@ -63,79 +65,81 @@ def test_of_kept_columns_no_owner_that_stays_loses_one(
 
 
 @given(cases())
-def test_the_order_in_which_wishes_came_does_not_matter(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
+def test_the_order_in_which_wishes_came_does_not_matter(
+    case: tuple[Ownership, dict[PeerId, OwnershipRequest], int],
+) -> None:
     before, wanted, replicas = case
     backwards = dict(reversed(list(wanted.items())))
     assert assign(before, wanted, replicas) == assign(before, backwards, replicas)
 
 
 @given(cases())
-def test_nothing_moves_when_nothing_changes(case: tuple[Ownership, dict[PeerId, Wish], int]) -> None:
+def test_nothing_moves_when_nothing_changes(case: tuple[Ownership, dict[PeerId, OwnershipRequest], int]) -> None:
     before, wanted, replicas = case
     settled = assign(before, wanted, replicas)
     assert assign(settled, wanted, replicas) == settled
 
 
 def test_the_first_members_share_all_columns_evenly() -> None:
-    after = assign(nobody(8), {peer: Wish(3) for peer in (ANNA, BEA, CARL)}, 1)
+    after = assign(nobody(8), {peer: OwnershipRequest(3) for peer in (ANNA, BEA, CARL)}, 1)
     assert orphans(after) == ()
     assert sorted(len(columns_of(after, peer)) for peer in (ANNA, BEA, CARL)) == [2, 3, 3]
 
 
 def test_columns_of_a_lost_owner_go_to_those_with_room() -> None:
-    before = assign(nobody(4), {peer: Wish(2) for peer in (ANNA, BEA)}, 1)
-    assert orphans(assign(before, {ANNA: Wish(4)}, 1)) == ()
-    assert len(orphans(assign(before, {ANNA: Wish(2)}, 1))) == 2
+    before = assign(nobody(4), {peer: OwnershipRequest(2) for peer in (ANNA, BEA)}, 1)
+    assert orphans(assign(before, {ANNA: OwnershipRequest(4)}, 1)) == ()
+    assert len(orphans(assign(before, {ANNA: OwnershipRequest(2)}, 1))) == 2
 
 
 def test_a_newcomer_takes_its_share_from_who_has_most() -> None:
-    before = assign(nobody(8), {ANNA: Wish(8)}, 1)
-    after = assign(before, {ANNA: Wish(8), BEA: Wish(8)}, 1)
+    before = assign(nobody(8), {ANNA: OwnershipRequest(8)}, 1)
+    after = assign(before, {ANNA: OwnershipRequest(8), BEA: OwnershipRequest(8)}, 1)
     assert [len(columns_of(after, peer)) for peer in (ANNA, BEA)] == [4, 4]
     assert all(len(owners) == 1 for owners in after)
 
 
 def test_replicas_are_of_different_peers() -> None:
-    after = assign(nobody(4), {peer: Wish(4) for peer in (ANNA, BEA, CARL)}, 2)
+    after = assign(nobody(4), {peer: OwnershipRequest(4) for peer in (ANNA, BEA, CARL)}, 2)
     assert all(len(owners) == 2 for owners in after)
 
 
 def test_a_claim_is_granted_beside_the_present_owner() -> None:
-    before = assign(nobody(4), {ANNA: Wish(4)}, 1)
-    after = assign(before, {ANNA: Wish(4), BEA: Wish(1, claims=(2,))}, 1)
+    before = assign(nobody(4), {ANNA: OwnershipRequest(4)}, 1)
+    after = assign(before, {ANNA: OwnershipRequest(4), BEA: OwnershipRequest(1, claims=(2,))}, 1)
     assert columns_of(after, BEA) == (2,)
 
 
 def test_who_named_its_columns_adopts_others_only_where_nobody_else_has_room() -> None:
-    named = Wish(4, claims=(0, 1))
-    before = assign(nobody(4), {ANNA: named, BEA: Wish(2)}, 1)
+    named = OwnershipRequest(4, claims=(0, 1))
+    before = assign(nobody(4), {ANNA: named, BEA: OwnershipRequest(2)}, 1)
     assert (columns_of(before, ANNA), columns_of(before, BEA)) == ((0, 1), (2, 3))
     alone = assign(before, {ANNA: named}, 1)
     assert columns_of(alone, ANNA) == (0, 1, 2, 3)
-    assert columns_of(assign(alone, {ANNA: named, CARL: Wish(4)}, 1), ANNA) == (0, 1)
+    assert columns_of(assign(alone, {ANNA: named, CARL: OwnershipRequest(4)}, 1), ANNA) == (0, 1)
 
 
 def test_a_claim_takes_the_place_of_a_column_that_was_adopted() -> None:
-    before = assign(nobody(4), {ANNA: Wish(2), BEA: Wish(2)}, 1)
-    wanted = {ANNA: Wish(2, claims=columns_of(before, BEA)), BEA: Wish(2)}
+    before = assign(nobody(4), {ANNA: OwnershipRequest(2), BEA: OwnershipRequest(2)}, 1)
+    wanted = {ANNA: OwnershipRequest(2, claims=columns_of(before, BEA)), BEA: OwnershipRequest(2)}
     after = assign(before, wanted, 1)
     assert columns_of(after, ANNA) == columns_of(before, BEA)
     assert orphans(after) == ()  # Bea is relieved of two columns, and takes Anna's
 
 
 def test_a_replica_gives_way_to_a_column_that_has_no_owner() -> None:
-    before = assign(nobody(4), {peer: Wish(4) for peer in (ANNA, BEA)}, 2)
-    assert orphans(assign(before, {ANNA: Wish(2), BEA: Wish(2)}, 2)) == ()
+    before = assign(nobody(4), {peer: OwnershipRequest(4) for peer in (ANNA, BEA)}, 2)
+    assert orphans(assign(before, {ANNA: OwnershipRequest(2), BEA: OwnershipRequest(2)}, 2)) == ()
 
 
 def test_a_peer_with_less_room_than_before_gives_up_the_rest() -> None:
-    before = assign(nobody(4), {ANNA: Wish(4)}, 1)
-    after = assign(before, {ANNA: Wish(1), BEA: Wish(3)}, 1)
+    before = assign(nobody(4), {ANNA: OwnershipRequest(4)}, 1)
+    after = assign(before, {ANNA: OwnershipRequest(1), BEA: OwnershipRequest(3)}, 1)
     assert (len(columns_of(after, ANNA)), orphans(after)) == (1, ())
 
 
 def test_replicas_change_places_where_that_makes_room() -> None:
     """Carl has room, but owns all that lacks a replica: he takes over from Bea, who takes that."""
     before = ((ANNA, BEA), (ANNA, BEA), (CARL,))
-    after = assign(before, {ANNA: Wish(2), BEA: Wish(2), CARL: Wish(2)}, 2)
+    after = assign(before, {ANNA: OwnershipRequest(2), BEA: OwnershipRequest(2), CARL: OwnershipRequest(2)}, 2)
     assert all(len(owners) == 2 for owners in after)

@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from spes_p2p.ids import PeerId
-from spes_p2p.ownership.assign import Wish, assign
+from spes_p2p.ownership.assign import OwnershipRequest, assign
 from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody, orphans
 
 NAMES = [PeerId(name) for name in "abcdef"]
 COLUMNS = 8
 quickly = settings(max_examples=30)
-Members = dict[PeerId, Wish]
+Members = dict[PeerId, OwnershipRequest]
 Change = tuple[Ownership, Members, Ownership, Members]
 """Ownership and members before, and after."""
 
@@ -22,8 +22,8 @@ def histories(draw: st.DrawFn, ample: bool = False, claiming: bool = False) -> t
     """(target replicas, changes): in each one somebody joins, is lost, or says something else than before."""
     rooms = st.just(COLUMNS) if ample else st.integers(0, COLUMNS)
     named = st.lists(st.integers(0, COLUMNS - 1), max_size=3).map(tuple) if claiming else st.just(())
-    wish = st.builds(Wish, rooms, named, named)
-    replicas, members, ownership = draw(st.integers(1, 3)), dict[PeerId, Wish](), nobody(COLUMNS)
+    wish = st.builds(OwnershipRequest, rooms, named, named)
+    replicas, members, ownership = draw(st.integers(1, 3)), dict[PeerId, OwnershipRequest](), nobody(COLUMNS)
     changes: list[Change] = []
     for name, new in draw(st.lists(st.tuples(st.sampled_from(NAMES), st.none() | wish), min_size=1, max_size=12)):
         before = dict(members)

@@ -10,7 +10,7 @@ from typing import Any
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.gate import Gate
+from spes_p2p.sync.trainer_bridge import TrainerBridge
 from tests.sync.chains import MadeRun
 
 RUN = MadeRun()
@@ -20,7 +20,7 @@ COMMITS = RUN.chain(3)
 def connected(chain: Chain, looked: bool) -> tuple[Connection, Any]:
     thread: Any = None
     options: Any = PeerOptions
-    connection = Connection(thread, options, Gate(), lambda text: None)
+    connection = Connection(thread, options, TrainerBridge(), lambda text: None)
     facts = SimpleNamespace(state=SimpleNamespace(own=SimpleNamespace(commit=COMMITS[2])))
     driver: Any = SimpleNamespace(core=facts)
     disk: Any = SimpleNamespace(chain=chain)

@@ -16,7 +16,7 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import NetworkError
 from spes_p2p.exchange.piece_fetcher import PieceFetcher
-from spes_p2p.exchange.pieces import DataTraffic, EmptyShelf, PieceServing, PieceShelf
+from spes_p2p.exchange.pieces import DataTraffic, EmptyShelf, PieceServing, PieceSource
 from spes_p2p.exchange.requests import DataRequest, unpack_request
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.peer.data_feed import CATALOGUE_FILE, DataFeed, keep_catalogue, kept_catalogue
@@ -38,7 +38,7 @@ CONFIG = tiny_config("optimizer.batch_sequences=10", "model.vocab_size=5000")
 class Shelf:
     """Serves a shelf, and counts what it gave."""
 
-    def __init__(self, shelf: PieceShelf) -> None:
+    def __init__(self, shelf: PieceSource) -> None:
         self.traffic = DataTraffic()
         self._serving = PieceServing(shelf, self.traffic)
 

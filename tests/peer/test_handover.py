@@ -13,7 +13,7 @@ import pytest
 
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import Manifest, manifest_hash
-from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Columns, Event, Warning
 from spes_p2p.ownership.expert_map import Ownership
@@ -48,7 +48,7 @@ class Side:
         sides[me] = self
         self.sides = sides
         self.chain = {0: GENESIS, 1: FIRST}
-        self.shelf = MomentShelf(folder / me, LAYOUT)
+        self.shelf = MomentStore(folder / me, LAYOUT)
         self.trainer = trainer_of(CONFIG, owned)
         for seed in range(3):
             self.trainer.train_step(batch_of(seed))

@@ -15,7 +15,7 @@ from spes_p2p.errors import ConfigError, RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.peer.folder import RUN
 from spes_p2p.peer.mirror import INFO_FILE, Mirror, absent_pieces, kept_run
-from spes_p2p.peer.options import Meeting
+from spes_p2p.peer.options import JoinTarget
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.wire import pack
 from tests.data.piece_makers import make_pieces
@@ -29,7 +29,7 @@ def keep(folder: Path, info: RunInfo) -> None:
     (folder / RUN / INFO_FILE).write_bytes(pack(info))
 
 
-def find(folder: Path, me: str, meeting: Meeting) -> Mirror:
+def find(folder: Path, me: str, meeting: JoinTarget) -> Mirror:
     """Without a network: the run is what the folder keeps."""
     network = cast(Any, SimpleNamespace(signer=SimpleNamespace(peer_id=me), directory=NOT_ASKED))
     return asyncio.run(Mirror.find(network, meeting, folder, lambda text: None))
@@ -60,18 +60,18 @@ def test_a_run_that_was_mirrored_is_known_again_and_no_other(tmp_path: Path) -> 
 
 def test_it_starts_from_what_it_keeps_when_nobody_answers(tmp_path: Path) -> None:
     keep(tmp_path, INFO)
-    found = find(tmp_path, "mirror", Meeting((), "tiny", INFO.fingerprint.hex(), INFO.organiser))
+    found = find(tmp_path, "mirror", JoinTarget((), "tiny", INFO.fingerprint.hex(), INFO.organiser))
     assert (found.info, found.config.run.run_id) == (INFO, "tiny")
 
 
 def test_the_organisers_own_folder_is_no_mirror(tmp_path: Path) -> None:
     keep(tmp_path, INFO)
     with pytest.raises(ConfigError, match="holds the organiser's key of run tiny") as caught:
-        find(tmp_path, INFO.organiser, Meeting())
+        find(tmp_path, INFO.organiser, JoinTarget())
     assert "--output" in caught.value.fix
 
 
 def test_another_organisers_invitation_is_refused(tmp_path: Path) -> None:
     keep(tmp_path, INFO)
     with pytest.raises(RemoteProtocolError, match="is of the organiser organiser"):
-        find(tmp_path, "mirror", Meeting((), "tiny", None, PeerId("somebody")))
+        find(tmp_path, "mirror", JoinTarget((), "tiny", None, PeerId("somebody")))

@@ -15,7 +15,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.ids import PeerId
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, Schedule, Watch
-from spes_p2p.sync.gate import Gate
+from spes_p2p.sync.trainer_bridge import TrainerBridge
 
 NIGHT = Schedule.parse("22:00-08:00")
 
@@ -104,7 +104,7 @@ def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
     core = SimpleNamespace(state=state, alive=lambda peer, now: True, tip=SimpleNamespace(round=3))
     driver: Any = SimpleNamespace(core=core, wish=wishes.append)
     unused: Any = None
-    connection = Connection(unused, unused, Gate(), lambda text: None)
+    connection = Connection(unused, unused, TrainerBridge(), lambda text: None)
     connection.config = cast(Any, SimpleNamespace(swarm=SimpleNamespace(heartbeat_seconds=0.001)))
     connection.intent = Intent(joining=True, max_columns=2, claims=(1,))
     connection._driver, connection._is_in = driver, True

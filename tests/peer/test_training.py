@@ -18,10 +18,10 @@ from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, held_out_batches, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.exchange.moments import MomentShelf
+from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Eval, Event, ExpertLoad, Step, Warning
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.pausing import PauseSwitch
@@ -29,9 +29,9 @@ from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, Learning, LoopOptions, T
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.driver import Applied
-from spes_p2p.sync.gate import Gate
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
@@ -68,9 +68,9 @@ class Story:
             parent_of=lambda manifest: self.commits[manifest.round - 1].manifest,
             child_of=lambda manifest: self.commits[manifest.round + 1].manifest,
         )
-        self.moments = MomentShelf(folder / "moments", self.run.layout)
+        self.moments = MomentStore(folder / "moments", self.run.layout)
         self.trainer = Trainer(config, self.run.layout, torch.device("cpu"))
-        self.gate = Gate()
+        self.gate = TrainerBridge()
         self.pause = PauseSwitch()
         self.at_step: dict[int, Callable[[], None]] = {}
         self.ready: list[Work] = []
@@ -165,7 +165,7 @@ class Story:
         previous = self.manifest
         if not counted:
             empty = Outcome((), (), sha256(b"wire"), sha256(b"state"), None)
-            wishes = {A: Wish(layout.num_columns)}
+            wishes = {A: OwnershipRequest(layout.num_columns)}
             child = child_manifest(self.run.rules, previous, empty, previous.members, wishes)
             self.commits[self.round + 1] = self.run.certified(child)
         self.round += 1
@@ -196,7 +196,9 @@ class Story:
         roster = (Contribution(A, work.tokens, work.steps, work.sequences),)
         parent, layout = self.manifest, self.run.layout
         outcome = Outcome(roster, self.run.slices(parent), sha256(b"wire"), sha256(b"counted"), None)
-        child = child_manifest(self.run.rules, parent, outcome, parent.members, {A: Wish(layout.num_columns)})
+        child = child_manifest(
+            self.run.rules, parent, outcome, parent.members, {A: OwnershipRequest(layout.num_columns)}
+        )
         self.commits[self.round + 1] = self.run.certified(child)
 
     def switch(self, counted: bool = False) -> None:
@@ -215,7 +217,9 @@ class Story:
         outcome = Outcome((), (), sha256(b"wire"), sha256(b"another"), None)
         if counted:
             outcome = replace(outcome, roster=own, slices=slices)
-        child = child_manifest(self.run.rules, genesis, outcome, genesis.members, {A: Wish(layout.num_columns)})
+        child = child_manifest(
+            self.run.rules, genesis, outcome, genesis.members, {A: OwnershipRequest(layout.num_columns)}
+        )
         self.commits[1], self.round = self.run.certified(child), 1
         self.driver.core.tip_hash, self.driver.core.tip = self.head, self.manifest
         event = Applied(self.commits[1], previous, None, False, frozenset(), True, {}, 0, 0, 1.0, frozenset())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.peer.kept_invite import kept_invite
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import SLOW, Fault
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 ALONE, TWO = "alone", ("one", "two")
 ALL = (ALONE, *TWO)
 AGREED = ("swarm.min_peers=3", "swarm.final_rounds=2", "swarm.heartbeat_seconds=0.2")
-SLOW_STEPS = Fault(steps.INNER_STEP, SLOW, times=0, factor=20.0)
+SLOW_STEPS = Fault(failpoints.INNER_STEP, SLOW, times=0, factor=20.0)
 """Whoever comes back later counts fewer tokens than the one that went on alone."""
 MORE_ROUNDS = 12
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from spes_p2p import wire
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.hivemind_backend.hello import NOT_SERVING, HelloDesk, HelloReply, HelloRequest
+from spes_p2p.swarm.hivemind_backend.hello import NOT_SERVING, HelloHandler, HelloReply, HelloRequest
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, peer_id_of
-from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, DialBackReply, DialBackRequest
+from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler, DialBackReply, DialBackRequest
 
 DATA = b"what was said"
 
@@ -57,7 +57,7 @@ def test_any_greeting_is_answered(place: int, new: bytes) -> None:
     async def nobody() -> list[Any]:
         return []
 
-    desk = HelloDesk(cast(Any, SimpleNamespace(list_peers=nobody)), lambda: 7.0)
+    desk = HelloHandler(cast(Any, SimpleNamespace(list_peers=nobody)), lambda: 7.0)
     asked = wire.pack(HelloRequest("somebody"))
     answer = asyncio.run(desk.answer(asked[: place % len(asked)] + new))
     assert answer == NOT_SERVING or wire.unpack(HelloReply, answer) == HelloReply(7.0, False)
@@ -73,7 +73,7 @@ def test_any_request_to_be_dialled_is_answered(place: int, new: bytes) -> None:
     async def no_daemon() -> Any:
         raise AssertionError("a daemon was started")
 
-    desk = DialBackDesk(cast(Any, SimpleNamespace(list_peers=nobody)), no_daemon)
+    desk = DialBackHandler(cast(Any, SimpleNamespace(list_peers=nobody)), no_daemon)
     asked = wire.pack(DialBackRequest((4001, 4002)))
     answer = asyncio.run(desk.answer(PeerId("caller"), asked[: place % len(asked)] + new))
     assert answer == NOT_SERVING or wire.unpack(DialBackReply, answer) == DialBackReply(False)

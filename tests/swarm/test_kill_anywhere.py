@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.config.load import config_from_text
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.events import MessageReceived
@@ -41,12 +41,12 @@ pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(900)]
 NAMES = ("p0", "p1", "p2", "p3", "p4")
 OVERRIDES = ("swarm.min_peers=5", "swarm.experts_per_peer=4")
 BEFORE_PLAN = Fault("plan", round=3)
-HALF_A_STREAM = Fault(steps.STREAM + " values", round=3)
-HANDING_OUT = Fault(steps.STREAM + " tiles", round=3)
+HALF_A_STREAM = Fault(failpoints.STREAM + " values", round=3)
+HANDING_OUT = Fault(failpoints.STREAM + " tiles", round=3)
 RIGHT_AFTER_PLAN = Fault("fetch", after="plan", round=3)
 """The leader, as soon as somebody has reduced a slice of its plan."""
-WITH_CERTIFICATE = Fault(steps.APPENDED, round=3)
-WHILE_SAVING = Fault(steps.CHECKPOINT_WRITTEN, round=3)
+WITH_CERTIFICATE = Fault(failpoints.APPENDED, round=3)
+WHILE_SAVING = Fault(failpoints.CHECKPOINT_WRITTEN, round=3)
 LONELY = 8
 """The round that ends with a leader who alone knows of the certificate: whoever verifies its proposal speaks to nobody
 but the leader from then on, so nobody else can count the votes."""

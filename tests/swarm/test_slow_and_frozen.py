@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Manifest
 from spes_p2p.observe.events import Round, Step
@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.thorough, pytest.mark.timeout(600)]
 QUICK, SLOWER, FROZEN, JUMPER = NAMES = ("quick", "slower", "frozen", "jumper")
 H = 20
 OVERRIDES = ("swarm.min_peers=4", "swarm.experts_per_peer=4", f"sync.steps_per_round={H}", "sync.merge_interval=40")
-FOUR_TIMES_SLOWER = Fault(steps.INNER_STEP, SLOW, times=0, factor=4.0)
+FOUR_TIMES_SLOWER = Fault(failpoints.INNER_STEP, SLOW, times=0, factor=4.0)
 STOPPED = Fault("accept", FREEZE)
-CLOCK_JUMPS = Fault(steps.APPLIED, JUMP, seconds=300.0)
+CLOCK_JUMPS = Fault(failpoints.APPLIED, JUMP, seconds=300.0)
 FAULTS = {SLOWER: (FOUR_TIMES_SLOWER,), FROZEN: (STOPPED,), JUMPER: (CLOCK_JUMPS,)}
 
 

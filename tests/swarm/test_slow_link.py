@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.consensus.messages import MAJORITY, Commit
 from spes_p2p.observe.events import Peer
 from spes_p2p.sync.chain import Chain
@@ -29,7 +29,7 @@ pytestmark = [
 NAMES = ("p0", "p1", "slowed")
 OVERRIDES = ("swarm.min_peers=3", "swarm.heartbeat_seconds=1.0")
 KBIT_PER_SECOND = 20_000
-HALF_A_STREAM = Fault(steps.STREAM + " values", SLOW, peer="slowed", round=3, seconds=1.0)
+HALF_A_STREAM = Fault(failpoints.STREAM + " values", SLOW, peer="slowed", round=3, seconds=1.0)
 """It stands still with its values half handed out, for as long as it takes to make its link worse."""
 COMPLETE_SECONDS = 180.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import SLOW, Fault
@@ -24,7 +24,7 @@ from tests.swarm.micro import LOCAL, MICRO, local_swarm
 NAMES = ("p0", "p1", "p2", "p3")
 STAY, CUT_OFF = NAMES[:3], NAMES[3]
 OVERRIDES = ("swarm.min_peers=4", "sync.steps_per_round=20", "sync.merge_interval=40")
-SLOW_STEPS = Fault(steps.INNER_STEP, SLOW, times=0, factor=8.0)
+SLOW_STEPS = Fault(failpoints.INNER_STEP, SLOW, times=0, factor=8.0)
 """A round takes seconds, most of them slept: time enough to notice a cut within one."""
 COMPLETE_SECONDS = 180.0
 

@@ -16,7 +16,7 @@ from spes_p2p import wire
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend import reach
 from spes_p2p.swarm.hivemind_backend.dial import Dialled
-from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, DialBackReply, DialBackRequest, Reach, find_reach
+from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler, DialBackReply, DialBackRequest, Reach, find_reach
 
 NAMES = [PeerId(f"Qm{letter * 44}") for letter in "abcde"]
 HERE = "/ip4/11.0.0.1/tcp/4001"
@@ -98,12 +98,12 @@ def _desk(
     monkeypatch: pytest.MonkeyPatch,
     dialled: Callable[[Any], Awaitable[Dialled]],
     start_scout: Callable[[], Awaitable[Any]] = _no_daemon,
-) -> DialBackDesk:
+) -> DialBackHandler:
     monkeypatch.setattr(reach, "dial", dialled)
-    return DialBackDesk(cast(Any, SimpleNamespace(list_peers=_connected)), start_scout)
+    return DialBackHandler(cast(Any, SimpleNamespace(list_peers=_connected)), start_scout)
 
 
-async def _answer(desk: DialBackDesk, n: int) -> DialBackReply:
+async def _answer(desk: DialBackHandler, n: int) -> DialBackReply:
     return wire.unpack(DialBackReply, await desk.answer(PeerId(f"asker{n}"), wire.pack(DialBackRequest((4001,)))))
 
 

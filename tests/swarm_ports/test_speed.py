@@ -11,7 +11,7 @@ from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape, MemoryStream, Roads, stream_pair
 from spes_p2p.swarm.pacing import Pacer
-from spes_p2p.swarm.speed import BUDGET_BYTES, BUDGET_SECONDS, MAX_BYTES, SERVE_SECONDS, SpeedDesk, measure_speed
+from spes_p2p.swarm.speed import BUDGET_BYTES, BUDGET_SECONDS, MAX_BYTES, SERVE_SECONDS, SpeedHandler, measure_speed
 from spes_p2p.swarm.streams import ByteStream, Traffic, write_frame
 from spes_p2p.testing.virtual_time import run_virtual
 
@@ -27,7 +27,7 @@ class Net:
         self._roads.set_shape(HOME, HOST, LinkShape(PROMPT, up))  # a stream in memory holds no more than four pieces
         self._roads.set_shape(HOST, HOME, LinkShape(PROMPT, down))
         self.traffic = traffic or Traffic()
-        self.desk = SpeedDesk(self.traffic)
+        self.desk = SpeedHandler(self.traffic)
         self.tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> ByteStream:

@@ -22,7 +22,7 @@ from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
 from spes_p2p.consensus.slices import plan_slices
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.fake_keys import FakeKeys
@@ -56,7 +56,7 @@ class MadeRun:
 
     def genesis(self, root: bytes, signer: PeerId = ORGANISER) -> Commit:
         members = [Member(A, 1, True, 0)]
-        manifest = genesis_manifest(self.rules, root, members, {A: Wish(self.layout.num_columns)})  # type: ignore[arg-type]
+        manifest = genesis_manifest(self.rules, root, members, {A: OwnershipRequest(self.layout.num_columns)})  # type: ignore[arg-type]
         return sign_genesis(manifest, signer, self.sealer(signer))
 
     def slices(self, parent: Manifest) -> tuple[Slice, ...]:
@@ -66,7 +66,9 @@ class MadeRun:
         """What one round of peer a leads to."""
         roster = (Contribution(A, 8 * self.config.data.sequence_length, 1, 8),)
         outcome = Outcome(roster, self.slices(parent), wire_root, root, None)  # type: ignore[arg-type]
-        return child_manifest(self.rules, parent, outcome, parent.members, {A: Wish(self.layout.num_columns)})
+        return child_manifest(
+            self.rules, parent, outcome, parent.members, {A: OwnershipRequest(self.layout.num_columns)}
+        )
 
     def certified(self, manifest: Manifest, signer: PeerId = A) -> Commit:
         name = manifest_hash(manifest)

@@ -17,7 +17,7 @@ from spes_p2p.data.leases import take
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import BlockSource, Values
-from spes_p2p.sync.bench import whole_state
+from spes_p2p.sync.candidate_state import whole_state
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import HandedIn
 from spes_p2p.testing.virtual_time import run_virtual

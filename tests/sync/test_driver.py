@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.sync import making
+from spes_p2p.sync import round_executor
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
@@ -78,23 +78,23 @@ def test_the_first_slices_of_a_peer_alone_go_out_before_its_last_ones_are_made(
 
     def listener(step: str, facts: Mapping[str, Any]) -> None:
         nonlocal under_way, most, made
-        if step == steps.COLLECTED:
+        if step == failpoints.COLLECTED:
             under_way, made = under_way + 1, made + 1
             most = max(most, under_way)
-        elif step == steps.STAGED:
+        elif step == failpoints.STAGED:
             under_way -= 1
 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a"])
         monkeypatch.setattr(Tasks, "in_thread", later)
-        before = steps.listen(listener)
+        before = failpoints.listen(listener)
         await swarm.until_round(3)
-        steps.listen(before)
+        failpoints.listen(before)
 
     in_swarm(folder, play, small_config("sync.codec=int8", peers=1))
     assert under_way == 0
     assert made >= 2 * 5, "a slice for each block"
-    assert most == making.ALONE_AT_ONCE
+    assert most == round_executor.ALONE_AT_ONCE
 
 
 def test_one_peer_alone_is_a_run(folder: Path) -> None:
@@ -264,13 +264,13 @@ def test_contributions_take_a_bounded_part_of_memory(folder: Path, monkeypatch: 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
         while max(life.round for life in swarm.up) < 3:
-            held = sum(life.driver._making._held_bytes for life in swarm.up)
+            held = sum(life.driver._executor._held_bytes for life in swarm.up)
             most[limit] = max(most.get(limit, 0), held)
             await asyncio.sleep(0.001)
         await swarm.until_round(3)
         check_agreement(swarm)
 
     for limit in (1, 2**30):
-        monkeypatch.setattr(making, "HELD_BYTES", limit)
+        monkeypatch.setattr(round_executor, "HELD_BYTES", limit)
         in_swarm(folder / str(limit), play, small_config("sync.slice_tiles=1"))
     assert 0 < most[1] < most[2**30]

@@ -64,7 +64,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str)
             "stage": (full.store, "stage"),
             "votes": (full.votes, "write"),
             "chain": (full.chain, "append"),
-            "publish": (full.driver._bench, "publish"),
+            "publish": (full.driver._candidate, "publish"),
         }[where]
         with raising(*target, StorageFull):
             await swarm.until_round(20, "ac")
@@ -170,7 +170,7 @@ async def crash_in(swarm: MemorySwarm, names: str, steps: str, after: bool) -> N
     """Lets these peers die in the same step of their next commit, and start again on their disks."""
     for name in names:
         life = peer(swarm, name)
-        owner, method = {"chain": (life.chain, "append"), "publish": (life.driver._bench, "publish")}[steps]
+        owner, method = {"chain": (life.chain, "append"), "publish": (life.driver._candidate, "publish")}[steps]
         life.crash = raising(owner, method, Crash, after)  # type: ignore[attr-defined]
         life.crash.__enter__()  # type: ignore[attr-defined]
     while not all(peer(swarm, name).failures for name in names):
@@ -272,7 +272,7 @@ def test_what_an_elector_signed_for_outlives_later_writes(folder: Path) -> None:
         while life.votes.record.accepted is None or life.votes.record.parent != life.driver.core.tip_hash:
             await asyncio.sleep(0.001)
         manifest = life.votes.record.accepted.value.manifest
-        bench = life.driver._bench
+        bench = life.driver._candidate
         bench.open()
         bench.write(0, [b"\1" * 4 * swarm.layout.tiles[0].size])
         assert bench.finished(manifest.state_root) is not None

@@ -167,7 +167,7 @@ def test_other_arithmetic_is_repaired_by_fetching(folder: Path) -> None:
 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
-        bench = peer(swarm, "c").driver._bench
+        bench = peer(swarm, "c").driver._candidate
         exact = bench.compute
 
         def compute(merge: Merge | None) -> bytes:

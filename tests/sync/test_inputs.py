@@ -12,7 +12,7 @@ import pytest
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import sha256
 from spes_p2p.state.layout import Layout, Values
-from spes_p2p.sync.inputs import Carried, Inputs
+from spes_p2p.sync.inputs import Inputs, RebasedState
 from tests.state.small import file_size_limit, new_values, small_layout
 
 P, Q = sha256(b"p"), sha256(b"q")
@@ -105,7 +105,7 @@ def test_uncounted_tiles_are_carried_and_others_are_new(tmp_path: Path) -> None:
     layout, inputs, trained = taken(tmp_path)
     new, old = Blocks(layout, 2), Blocks(layout, 3)
     first, second = layout.tiles_of(0)[:2]
-    carried = Carried(layout, new, old, inputs.snapshot, frozenset({first.id}))
+    carried = RebasedState(layout, new, old, inputs.snapshot, frozenset({first.id}))
     values = carried.block(0)
     one, other = slice(first.start, first.stop), slice(second.start, second.stop)
     assert np.array_equal(values[one], new.block(0)[one] + (trained.block(0)[one] - old.block(0)[one]))
@@ -121,6 +121,6 @@ def test_poison_is_never_carried(tmp_path: Path) -> None:
     inputs = Inputs(tmp_path / "inputs", layout)
     inputs.take(P, (0,), trained.block)
     every = frozenset(layout.tile_ids_of(0))
-    values = Carried(layout, new, old, inputs.snapshot, every).block(0)
+    values = RebasedState(layout, new, old, inputs.snapshot, every).block(0)
     assert np.array_equal(values[:8], new.block(0)[:8])
     assert np.array_equal(values[8:], new.block(0)[8:] + (trained.block(0)[8:] - old.block(0)[8:]))

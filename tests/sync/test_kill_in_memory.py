@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.checkpoint.load import load_latest
 from spes_p2p.consensus.messages import DEGRADED, MAJORITY
 from spes_p2p.ids import PeerId
@@ -108,7 +108,9 @@ def test_a_peer_is_killed_at_a_step(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=4), seed=len(step))
 
 
-@pytest.mark.parametrize("step", [steps.READY, steps.SERVE + "values", steps.STREAM + " values", steps.STAGED])
+@pytest.mark.parametrize(
+    "step", [failpoints.READY, failpoints.SERVE + "values", failpoints.STREAM + " values", failpoints.STAGED]
+)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_owner_is_killed(folder: Path, replicas: int, step: str) -> None:
     """A column whose only owner is gone keeps its last version, or gets the new one; with a second owner always."""
@@ -140,7 +142,9 @@ def test_an_owner_is_killed(folder: Path, replicas: int, step: str) -> None:
     in_swarm(folder, play, small_config(f"swarm.target_replicas={replicas}", "swarm.experts_per_peer=4", peers=4))
 
 
-@pytest.mark.parametrize("step", [steps.SERVE + "chain", steps.SERVE + "hashes", steps.STREAM + " tiles"])
+@pytest.mark.parametrize(
+    "step", [failpoints.SERVE + "chain", failpoints.SERVE + "hashes", failpoints.STREAM + " tiles"]
+)
 def test_who_serves_a_joiner_is_killed(folder: Path, step: str) -> None:
     """In the middle of what it hands to the joiner, which asks another one."""
 
@@ -158,7 +162,7 @@ def test_who_serves_a_joiner_is_killed(folder: Path, step: str) -> None:
     in_swarm(folder, play)
 
 
-@pytest.mark.parametrize("step", [steps.HEADERS, steps.CAUGHT_UP])
+@pytest.mark.parametrize("step", [failpoints.HEADERS, failpoints.CAUGHT_UP])
 def test_a_peer_that_catches_up_is_killed(folder: Path, step: str) -> None:
     """It was away; killed half-way, it takes up again where it ended."""
 
@@ -178,7 +182,9 @@ def test_a_peer_that_catches_up_is_killed(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=4))
 
 
-@pytest.mark.parametrize("step", [steps.CHECKPOINT_LINKED, steps.CHECKPOINT_WRITTEN, steps.CHECKPOINT_SEALED])
+@pytest.mark.parametrize(
+    "step", [failpoints.CHECKPOINT_LINKED, failpoints.CHECKPOINT_WRITTEN, failpoints.CHECKPOINT_SEALED]
+)
 def test_who_saves_a_checkpoint_is_killed(folder: Path, step: str) -> None:
     """The one before it is whole, and the others do not care."""
 
@@ -196,7 +202,9 @@ def test_who_saves_a_checkpoint_is_killed(folder: Path, step: str) -> None:
     in_swarm(folder, play)
 
 
-@pytest.mark.parametrize("step", ["plan", steps.COLLECTED, steps.STREAM + " tiles", "accept", steps.APPENDED])
+@pytest.mark.parametrize(
+    "step", ["plan", failpoints.COLLECTED, failpoints.STREAM + " tiles", "accept", failpoints.APPENDED]
+)
 def test_two_peers_are_killed_at_once(folder: Path, step: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
         recorder = Recorder(swarm)
@@ -213,7 +221,7 @@ def test_two_peers_are_killed_at_once(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=5))
 
 
-@pytest.mark.parametrize("step", ["close", "plan", steps.STAGED, "accept", steps.APPENDED])
+@pytest.mark.parametrize("step", ["close", "plan", failpoints.STAGED, "accept", failpoints.APPENDED])
 def test_every_peer_but_one_is_killed_at_once(folder: Path, step: str) -> None:
     """The one that is left waits for a majority as long as for any, and goes on alone."""
 
@@ -230,7 +238,7 @@ def test_every_peer_but_one_is_killed_at_once(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=4))
 
 
-@pytest.mark.parametrize("step", ["certify", steps.APPENDED, steps.PUBLISHED])
+@pytest.mark.parametrize("step", ["certify", failpoints.APPENDED, failpoints.PUBLISHED])
 def test_the_leader_that_alone_knows_of_the_certificate_is_killed(folder: Path, step: str) -> None:
     """All have voted, only the leader has heard of enough votes. The others commit the very same without it."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.messages import Contribution, Intent
@@ -49,7 +49,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_commit(folder: Path, where: str)
         target: tuple[Any, str] = {
             "settle": (full.residuals, "_count"),
             "chain": (full.chain, "append"),
-            "publish": (full.driver._bench, "publish"),
+            "publish": (full.driver._candidate, "publish"),
         }[where]
         with raising(*target, StorageFull):
             await until(lambda: full.driver._was_full)
@@ -84,7 +84,7 @@ def test_who_catches_up_with_a_round_that_it_took_part_in_keeps_what_it_handed_o
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         late = peer(swarm, "b")
-        with raising(late.driver._bench, "compute", asyncio.CancelledError):
+        with raising(late.driver._candidate, "compute", asyncio.CancelledError):
             await until(lambda: late.applied_events[-1].caught_up, 200)
         event = late.applied_events[-1]
         before, after = event.previous.round, event.commit.manifest.round
@@ -98,7 +98,7 @@ def test_who_catches_up_with_a_round_that_it_took_part_in_keeps_what_it_handed_o
     in_swarm(folder, play, lossy("sync.merge_alpha=0.0"))
 
 
-@pytest.mark.parametrize("step", [steps.HEADERS, steps.CAUGHT_UP, steps.APPENDED, steps.PUBLISHED])
+@pytest.mark.parametrize("step", [failpoints.HEADERS, failpoints.CAUGHT_UP, failpoints.APPENDED, failpoints.PUBLISHED])
 def test_a_peer_that_ends_while_it_catches_up(folder: Path, step: str) -> None:
     """Headers, residuals and state go to disk one after the other; what was kept before is brought forward."""
 
@@ -113,7 +113,7 @@ def test_a_peer_that_ends_while_it_catches_up(folder: Path, step: str) -> None:
             async with asyncio.timeout(60):
                 await faults.struck.wait()
             await faults.settled()
-        if step in (steps.APPENDED, steps.PUBLISHED):  # on disk before the certificate
+        if step in (failpoints.APPENDED, failpoints.PUBLISHED):  # on disk before the certificate
             books.kept = frozenset({("b", faults.rounds["b"])})
         await swarm.until_round(peer(swarm, "a").round + 1, "ac")
         await swarm.add("b")
@@ -287,9 +287,9 @@ def test_who_leaves_when_the_round_is_planned_hands_its_columns_out_with_the_nex
                 leader = peer(swarm, facts["peer"])
                 leaving.append((leader, asyncio.get_running_loop().create_task(leader.leave())))
 
-        before = steps.listen(listener)
+        before = failpoints.listen(listener)
         await until(lambda: bool(leaving))
-        steps.listen(before)
+        failpoints.listen(before)
         leader, task = leaving[0]
         await task
         await swarm.until_round(leader.round + 1)

@@ -11,7 +11,7 @@ from spes_p2p.consensus.messages import Ballots, Intent, Manifest, Status, Work,
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.sync.organising.renewal import LONGER, MOST_HEARD, Vigil
+from spes_p2p.sync.organising.renewal import LONGER, MOST_HEARD, LivenessMonitor
 from tests.sync.chains import A, B, MadeRun
 
 RUN = MadeRun()
@@ -29,7 +29,7 @@ class Story:
     """A vigil over two electors, with a tick each second in which some peers speak."""
 
     def __init__(self) -> None:
-        self.vigil = Vigil(Pace(1.0), TIP, 0.0)
+        self.vigil = LivenessMonitor(Pace(1.0), TIP, 0.0)
         self.now = 0.0
 
     def passes(self, seconds: float, *speakers: Status) -> None:

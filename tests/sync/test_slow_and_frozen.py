@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.consensus.messages import MAJORITY
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
@@ -88,7 +88,9 @@ def test_a_peer_that_was_slow_for_one_round_does_not_make_rounds_longer_for_good
     in_swarm(folder, play, small_config(peers=2))
 
 
-@pytest.mark.parametrize("step", [steps.READY, steps.COLLECTED, steps.STREAM + " values", "accept", steps.APPENDED])
+@pytest.mark.parametrize(
+    "step", [failpoints.READY, failpoints.COLLECTED, failpoints.STREAM + " values", "accept", failpoints.APPENDED]
+)
 def test_a_frozen_peer_notices_that_it_is_behind_and_catches_up(folder: Path, step: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
         recorder = Recorder(swarm)
@@ -112,7 +114,7 @@ def test_a_frozen_peer_notices_that_it_is_behind_and_catches_up(folder: Path, st
     in_swarm(folder, play, small_config(peers=4))
 
 
-@pytest.mark.parametrize("moment", ["reduce", steps.STREAM + " values", steps.STREAM + " tiles"])
+@pytest.mark.parametrize("moment", ["reduce", failpoints.STREAM + " values", failpoints.STREAM + " tiles"])
 def test_a_link_that_drops_to_a_tenth_of_its_rate_half_way(folder: Path, moment: str) -> None:
     """Slow is not lost: as long as bytes move nobody is given up, and all are counted."""
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.errors import ConfigError, StorageFull
 from spes_p2p.exchange.requests import RunRequest, TilesRequest, pack_request
+from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH
-from spes_p2p.steps import reached
 from spes_p2p.testing.faults import (
     FREEZE,
     FULL,
@@ -42,51 +42,51 @@ def passed(planned: list[Fault], **facts: Any) -> list[tuple[str, int]]:
     with Faults(planned, act):
         for round in range(1, 5):
             for peer in "ab":
-                reached(steps.READY, peer=peer, round=round, **facts)
-    reached(steps.READY, peer="a", round=1)  # nobody listens any more
+                reached(failpoints.READY, peer=peer, round=round, **facts)
+    reached(failpoints.READY, peer="a", round=1)  # nobody listens any more
     return happened
 
 
 def test_a_fault_happens_once_to_whom_it_should() -> None:
-    assert passed([Fault(steps.READY, peer="b", round=2)]) == [("b", 2)]
-    assert passed([Fault(steps.READY, round=3)]) == [("a", 3)]
-    assert passed([Fault(steps.STAGED)]) == []
+    assert passed([Fault(failpoints.READY, peer="b", round=2)]) == [("b", 2)]
+    assert passed([Fault(failpoints.READY, round=3)]) == [("a", 3)]
+    assert passed([Fault(failpoints.STAGED)]) == []
 
 
 def test_it_can_come_later_and_more_often() -> None:
-    assert passed([Fault(steps.READY, peer="a", skip=2)]) == [("a", 3)]
-    assert passed([Fault(steps.READY, peer="a", times=2)]) == [("a", 1), ("a", 2)]
-    assert len(passed([Fault(steps.READY, times=0)])) == 8
+    assert passed([Fault(failpoints.READY, peer="a", skip=2)]) == [("a", 3)]
+    assert passed([Fault(failpoints.READY, peer="a", times=2)]) == [("a", 1), ("a", 2)]
+    assert len(passed([Fault(failpoints.READY, times=0)])) == 8
 
 
 def test_streams_are_told_apart_by_what_they_carry() -> None:
     hit: list[str] = []
     request = pack_request(TilesRequest((NO_HASH,)))
-    with Faults([Fault(steps.STREAM + " tiles")], lambda fault, peer, facts: hit.append(peer)):
-        reached(steps.STREAM, peer="a", request=pack_request(RunRequest()))
-        reached(steps.STREAM, peer="b", request=request)
+    with Faults([Fault(failpoints.STREAM + " tiles")], lambda fault, peer, facts: hit.append(peer)):
+        reached(failpoints.STREAM, peer="a", request=pack_request(RunRequest()))
+        reached(failpoints.STREAM, peer="b", request=request)
     assert hit == ["b"]
 
 
 def test_who_serves_somebody_else_is_not_hit() -> None:
     hit: list[str] = []
-    planned = [Fault(steps.STREAM + " tiles", to="d"), Fault(steps.SERVE + "chain", to="d")]
+    planned = [Fault(failpoints.STREAM + " tiles", to="d"), Fault(failpoints.SERVE + "chain", to="d")]
     with Faults(planned, lambda fault, peer, facts: hit.append(f"{peer} at {fault.step}")):
         for peer, other in (("a", "b"), ("b", "d"), ("c", "d")):
-            reached(steps.STREAM, peer=peer, to=other, request=pack_request(TilesRequest((NO_HASH,))))
+            reached(failpoints.STREAM, peer=peer, to=other, request=pack_request(TilesRequest((NO_HASH,))))
         for peer, other in (("a", "c"), ("c", "d")):
-            reached(steps.SERVE + "chain", peer=peer, caller=other)
+            reached(failpoints.SERVE + "chain", peer=peer, caller=other)
     assert hit == ["b at stream tiles", "c at serve chain"]
 
 
 def test_a_fault_after_another_step_is_for_who_has_passed_it_in_that_round() -> None:
     hit: list[tuple[str, int]] = []
-    planned = [Fault(steps.COLLECTED, after="plan", round=2, times=0)]
+    planned = [Fault(failpoints.COLLECTED, after="plan", round=2, times=0)]
     with Faults(planned, lambda fault, peer, facts: hit.append((peer, facts["round"]))):
         for round, leader in ((1, "a"), (2, "b"), (3, "a"), (4, "c")):
             reached("plan", peer=leader, round=round)
             for peer in "ab":
-                reached(steps.COLLECTED, peer=peer, round=round)
+                reached(failpoints.COLLECTED, peer=peer, round=round)
     assert hit == [("b", 2), ("a", 3)]
 
 
@@ -106,12 +106,12 @@ def test_what_are_no_faults_is_said(text: str) -> None:
 
 def test_an_unknown_kind_is_said() -> None:
     with pytest.raises(ConfigError, match="'explode'"):
-        Fault(steps.READY, "explode")
+        Fault(failpoints.READY, "explode")
 
 
 def test_a_full_disk_is_an_error_of_storage() -> None:
     with pytest.raises(StorageFull):
-        raise_planted(Fault(steps.STAGE, FULL))
+        raise_planted(Fault(failpoints.STAGE, FULL))
 
 
 def test_an_armed_fault_hits_one_process(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from spes_p2p.consensus.messages import Contribution, Manifest
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.leases import Leases, count
 from spes_p2p.ids import sha256
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.train.machine import TRANSITIONS, TrainerMachine
 from spes_p2p.train.stages import (
     Action,
@@ -71,7 +71,7 @@ def after(parent: Manifest, counted: Contribution | None) -> Manifest:
     roster = () if counted is None else (counted,)
     slices = RUN.slices(parent) if counted is not None else ()
     outcome = Outcome(roster, slices, sha256(b"wire"), sha256(b"state"), None)
-    return child_manifest(RUN.rules, parent, outcome, parent.members, {A: Wish(RUN.layout.num_columns)})
+    return child_manifest(RUN.rules, parent, outcome, parent.members, {A: OwnershipRequest(RUN.layout.num_columns)})
 
 
 def commit(machine: TrainerMachine, counted: Contribution | None, **other: object) -> list[Action]:

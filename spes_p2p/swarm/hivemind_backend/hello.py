@@ -45,7 +45,7 @@ class Met:
     alive: bool
 
 
-class HelloDesk:
+class HelloHandler:
     """Answers greetings."""
 
     def __init__(self, p2p: P2P, wall_clock: Callable[[], float]) -> None:

@@ -33,10 +33,10 @@ from spes_p2p.swarm.hivemind_backend.daemon import (
 )
 from spes_p2p.swarm.hivemind_backend.dial import is_listing, parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
-from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
+from spes_p2p.swarm.hivemind_backend.hello import HelloHandler
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
-from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk, Reach, find_reach
+from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler, Reach, find_reach
 from spes_p2p.swarm.hivemind_backend.storage import bound
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
@@ -157,7 +157,7 @@ class HivemindNetwork:
         async def start_scout() -> P2P:
             return await start_daemon(self._folder, **_SCOUT | {"dht_mode": NO_LOOKUP})
 
-        await self.transport.attach(p2p, HelloDesk(p2p, self._wall_clock), DialBackDesk(p2p, start_scout))
+        await self.transport.attach(p2p, HelloHandler(p2p, self._wall_clock), DialBackHandler(p2p, start_scout))
 
     async def _is_hidden(self, p2p: P2P, reached: list[Reached]) -> bool:
         """Whether nobody can dial us; not asked where we listen nowhere or on loopback, or were told our address."""

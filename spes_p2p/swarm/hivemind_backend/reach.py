@@ -64,7 +64,7 @@ class DialBackReply:
     """It may be asked again."""
 
 
-class DialBackDesk:
+class DialBackHandler:
     """The helper's side. `start_scout()` gives a fresh daemon that listens nowhere."""
 
     def __init__(self, p2p: P2P, start_scout: Callable[[], Awaitable[P2P]]) -> None:

@@ -30,12 +30,12 @@ from spes_p2p.swarm.hivemind_backend.dial import (
     parse_address,
     said_of,
 )
-from spes_p2p.swarm.hivemind_backend.hello import HelloDesk
+from spes_p2p.swarm.hivemind_backend.hello import HelloHandler
 from spes_p2p.swarm.hivemind_backend.pipe import Incoming, PipeStream
-from spes_p2p.swarm.hivemind_backend.reach import DialBackDesk
+from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler
 from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.swarm.ports import Handler, anybody
-from spes_p2p.swarm.speed import SpeedDesk, measure_speed
+from spes_p2p.swarm.speed import SpeedHandler, measure_speed
 from spes_p2p.swarm.stream_server import StreamLimits, StreamServer
 from spes_p2p.swarm.streams import fetch_stream
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 class SwarmServicer(ServicerBase):
     """The unary RPCs of a peer."""
 
-    def __init__(self, transport: HivemindTransport, hello: HelloDesk, dial_back: DialBackDesk) -> None:
+    def __init__(self, transport: HivemindTransport, hello: HelloHandler, dial_back: DialBackHandler) -> None:
         self._transport, self._hello, self._dial_back = transport, hello, dial_back
 
     async def rpc_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
@@ -81,13 +81,13 @@ class HivemindTransport:
         self._connected: set[PeerId] = set()
         self._dialling: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._traffic = limits.traffic()
-        self._speed_desk = SpeedDesk(self._traffic)
+        self._speed_desk = SpeedHandler(self._traffic)
         self._handler: Handler | None = None
         self._is_member: Callable[[PeerId], bool] = lambda peer: False
         self._server: StreamServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def attach(self, p2p: P2P, hello: HelloDesk, dial_back: DialBackDesk) -> None:
+    async def attach(self, p2p: P2P, hello: HelloHandler, dial_back: DialBackHandler) -> None:
         """Registers what this peer answers, and starts to follow its own addresses."""
         self._p2p = p2p
         self._connected.clear()

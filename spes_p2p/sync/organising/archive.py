@@ -15,7 +15,7 @@ from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.sync.bench import FETCHED
+from spes_p2p.sync.candidate_state import FETCHED
 from spes_p2p.sync.catch_up import CatchUp, InThread
 from spes_p2p.sync.chain import Chain
 

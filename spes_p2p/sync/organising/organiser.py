@@ -19,13 +19,13 @@ from spes_p2p.consensus.rules import RunRules, genesis_manifest
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.exchange.requests import DataRequest, HashesRequest, Request, TilesRequest, unpack_request
 from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
-from spes_p2p.sync.organising.caretaker import Caretaker, members_of, or_fatal, said_by, wishes_of
+from spes_p2p.sync.organising.run_follower import RunFollower, members_of, or_fatal, said_by, wishes_of
 from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -87,7 +87,7 @@ class Organiser:
         self._said = ""
         self._fatal = fatal or self._failed
         self._tasks = Tasks(self._failed)
-        self._caretaker = Caretaker(
+        self._caretaker = RunFollower(
             info, rules, min_peers, heartbeat_seconds, transport, sealer, checker, chain, store, clock, say,
             self._tasks, archive_store, first_sequence, self._fatal,
         )  # fmt: skip
@@ -186,7 +186,7 @@ class Organiser:
         members, wishes = members_of(statuses), wishes_of(statuses)
         if self._server is not None:
             members.append(self._server.member)
-            wishes[self._server.member.peer] = Wish(0)
+            wishes[self._server.member.peer] = OwnershipRequest(0)
         manifest = genesis_manifest(self._rules, root, members, wishes)
         self.begun(sign_genesis(manifest, self._transport.peer_id, self._sealer))
 

@@ -31,7 +31,7 @@ class _Heard:
     since: float
 
 
-class Vigil:
+class LivenessMonitor:
     """Whom the bootstrap node hears, and whether anybody of them can carry on the run on top of `tip`."""
 
     def __init__(self, pace: Pace, tip: Manifest, now: float) -> None:

@@ -28,7 +28,7 @@ FETCHED = "fetched"
 """The label of a state that is fetched whole, by hash, beside the round's own stagings."""
 
 
-class Bench:
+class CandidateState:
     """The stagings of the round that is being made. `is_bound(root)`: whether this peer has signed for that state."""
 
     def __init__(

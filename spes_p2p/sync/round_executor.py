@@ -1,7 +1,7 @@
 """The long work of a round, as coroutines: reduce a slice, fetch one, build the new state, verify a proposal's.
 
 Each ends by telling the state machine how it went, if the round is still the same. Values come through `Transfers`,
-and everything made lies on the `Bench`, which one task at a time may use. Decides nothing.
+and everything made lies on the `CandidateState`, which one task at a time may use. Decides nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spes_p2p import steps
+from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
@@ -23,12 +23,12 @@ from spes_p2p.consensus.messages import Contribution, Manifest, Plan, Proposal, 
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.transfers import Transfers, WrongSize
+from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.state.version import DTYPE, Version
-from spes_p2p.steps import reached
-from spes_p2p.sync.bench import Bench, wire_tiles
+from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, WRONG_SIZE, screen, weighted_mean
@@ -48,7 +48,7 @@ class _Tile(NamedTuple):
     left: Values | None
 
 
-class Making:
+class RoundExecutor:
     """Carries out Reduce, Fetch, Build and Verify. `tell` hears how they went."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Making:
         layout: Layout,
         outgoing: Outgoing,
         residuals: Residuals,
-        bench: Bench,
+        bench: CandidateState,
         transfers: Transfers,
         tasks: Tasks,
         tell: Callable[[on.Event], None],
@@ -73,7 +73,7 @@ class Making:
         self._outgoing = outgoing
         self._residuals = residuals
         self._committed = committed
-        self._bench = bench
+        self._candidate = bench
         self._transfers = transfers
         self._tasks = tasks
         self._tell = tell
@@ -114,12 +114,12 @@ class Making:
         base = self._committed()
         roster = {entry.peer: entry for entry in plan.roster}
         found, left_out = await self._contributions(piece, plan.parent, roster, base)
-        reached(steps.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
+        reached(failpoints.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
         made, fit = await self._tasks.in_thread(lambda: self._average(piece, found, roster, base, left_out))
         if made is not None:
-            reached(steps.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
+            reached(failpoints.STAGE, peer=self._core.me, round=self._core.tip.round + 1)
             hashes = await self._stage(report, piece, plan.parent, made)
-            reached(steps.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
+            reached(failpoints.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
             report = replace(report, contributors=fit, wire_hashes=hashes)
         return report, left_out
 
@@ -251,7 +251,7 @@ class Making:
         """Puts the wire tiles of a slice on the bench; nothing happens when nobody wants them any more."""
 
         def stage() -> tuple[Hash, ...]:
-            hashes = self._bench.write(piece.first_tile, [tile.data for tile in made])
+            hashes = self._candidate.write(piece.first_tile, [tile.data for tile in made])
             for tile_id, tile, wire_hash in zip(piece.tile_ids, made, hashes, strict=True):
                 if tile.left is not None:
                     self._residuals.stage(head, "handed", tile_id, tile.left, wire_hash)
@@ -282,7 +282,7 @@ class Making:
             async with self.lock:
                 if is_wanted():
                     self._open_bench()
-                    await self._tasks.in_thread(lambda: self._bench.add(tiles))
+                    await self._tasks.in_thread(lambda: self._candidate.add(tiles))
 
         try:
             await self._transfers.tiles(
@@ -306,7 +306,7 @@ class Making:
                 if self._core.tip_hash != head:
                     return
                 await self._gather(action.slices, action.hashes, self._others())
-                root, merge = await self._tasks.in_thread(lambda: self._bench.build(action.alpha))
+                root, merge = await self._tasks.in_thread(lambda: self._candidate.build(action.alpha))
         except (NetworkError, TileDamaged) as error:  # what is damaged is mended beside
             if self._core.tip_hash == head:
                 self._notice(do.Notice("missing", f"what was staged is not here any more: {error}"))
@@ -334,12 +334,12 @@ class Making:
     async def _make(self, proposal: Proposal) -> None:
         """Raises RemoteProtocolError where its parts do not fit, NetworkError where tiles are missing."""
         manifest = proposal.manifest
-        if self._bench.finished(manifest.state_root) is not None:
+        if self._candidate.finished(manifest.state_root) is not None:
             return
-        self._bench.check(proposal)
+        self._candidate.check(proposal)
         holders = [proposal.leader, *(peer for peer in self._others() if peer != proposal.leader)]
         await self._gather(manifest.slices, proposal.wire_hashes, holders)
-        root = await self._tasks.in_thread(lambda: self._bench.compute(manifest.merge))
+        root = await self._tasks.in_thread(lambda: self._candidate.compute(manifest.merge))
         if root != manifest.state_root:
             root = await self._repair(manifest, holders)
         if root != manifest.state_root:
@@ -348,10 +348,10 @@ class Making:
     async def _gather(self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId]) -> None:
         """Exactly these wire tiles on the bench; what is not on this disk is fetched."""
         self._open_bench()
-        missing = await self._tasks.in_thread(lambda: self._bench.gather(slices, joined))
+        missing = await self._tasks.in_thread(lambda: self._candidate.gather(slices, joined))
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-            await self._tasks.in_thread(lambda: self._bench.add(tiles))
+            await self._tasks.in_thread(lambda: self._candidate.add(tiles))
 
         await self._transfers.tiles(missing, [peer for peer in holders if peer != self._core.me], take, wire=True)
 
@@ -359,20 +359,20 @@ class Making:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
         others = [peer for peer in holders if peer != self._core.me]
         theirs = await self._transfers.hash_list(others, manifest.state_root, manifest.round)
-        differ = self._bench.differing(theirs)
+        differ = self._candidate.differing(theirs)
         self._notice(do.Notice("arithmetic", f"{len(differ)} tiles came out differently here", others[0]))
-        self._bench.begin_repair()
+        self._candidate.begin_repair()
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-            await self._tasks.in_thread(lambda: self._bench.mend(tiles))
+            await self._tasks.in_thread(lambda: self._candidate.mend(tiles))
 
         await self._transfers.tiles({at: theirs[at] for at in differ}, others, take)
-        return await self._tasks.in_thread(self._bench.end_repair)
+        return await self._tasks.in_thread(self._candidate.end_repair)
 
     def _open_bench(self) -> None:
         """What was made and not signed for is undone: it counts as verified no longer."""
-        self._bench.open()
-        self._tell(on.StateLost(self._bench.lost(self._core.state.round.verified_roots())))
+        self._candidate.open()
+        self._tell(on.StateLost(self._candidate.lost(self._core.state.round.verified_roots())))
 
     def _others(self) -> list[PeerId]:
         """Living peers, any of whom may have staged the same."""

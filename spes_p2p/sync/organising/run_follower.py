@@ -32,7 +32,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, Stora
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.files import storing, write_whole
 from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.ownership.assign import Wish
+from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Clock, Transport
 from spes_p2p.sync.catch_up import CatchUp
@@ -41,7 +41,7 @@ from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.genesis import RunInfo, sign_renewal
 from spes_p2p.sync.organising.archive import Archive, FewStreams
 from spes_p2p.sync.organising.following import Following
-from spes_p2p.sync.organising.renewal import Vigil
+from spes_p2p.sync.organising.renewal import LivenessMonitor
 from spes_p2p.sync.organising.serving import Server
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -53,7 +53,7 @@ RETRY_BEATS, FULL_BEATS = 2, 30
 """So long after a failed try the archive tries again, and after a disk that was full."""
 
 
-class Caretaker:
+class RunFollower:
     """Follows one run from its genesis on. All coroutines belong to one event loop."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Caretaker:
         self._choices: Mapping[Hash, Hash] = {}
         self._follows = True
         self._listened_at = float("-inf")
-        self._vigil: Vigil | None = None
+        self._vigil: LivenessMonitor | None = None
         self._sequence = first_sequence
         self._status: Signed[Status] | None = None
         transfers = Transfers(transport, store.layout, self._stall_seconds, patient=True)
@@ -137,7 +137,7 @@ class Caretaker:
         """There may be a chain to follow now."""
         if self._chain.newest is not None:
             pace = Pace(self._heartbeat_seconds)
-            self._vigil = Vigil(pace, self._chain.newest.manifest, self._clock.now())
+            self._vigil = LivenessMonitor(pace, self._chain.newest.manifest, self._clock.now())
 
     @property
     def archived(self) -> Manifest | None:
@@ -163,14 +163,16 @@ class Caretaker:
                 self._tick(self._vigil, self._clock.now())
             await asyncio.sleep(self._heartbeat_seconds)
 
-    def _tick(self, vigil: Vigil, now: float) -> None:
+    def _tick(self, vigil: LivenessMonitor, now: float) -> None:
         self._try("watch the members", self._watch, vigil, now)
         if self._transport.peer_id == self._info.organiser:  # else it is a mirror, without the key
             self._try("renew the run", self._renew_if_due, vigil, now)
         self._try("keep the newest state", self._keep_newest, vigil, now)
         self._try("say what can be had here", self._speak, vigil, now)
 
-    def _try(self, what: str, part: Callable[[Vigil, float], None], vigil: Vigil, now: float) -> None:
+    def _try(
+        self, what: str, part: Callable[[LivenessMonitor, float], None], vigil: LivenessMonitor, now: float
+    ) -> None:
         """A part of a tick. What fails unexpectedly is told once, and is tried again with the next tick."""
         try:
             part(vigil, now)
@@ -181,14 +183,14 @@ class Caretaker:
         else:
             self._failing.pop(what, None)
 
-    def _watch(self, vigil: Vigil, now: float) -> None:
+    def _watch(self, vigil: LivenessMonitor, now: float) -> None:
         vigil.tick(now)
         if self._driver is not None:
             self._listen(self._driver, vigil, now)
         for peer in vigil.to_probe(now):
             self._tasks.spawn(self._probe(vigil, peer))
 
-    def _listen(self, driver: Driver, vigil: Vigil, now: float) -> None:
+    def _listen(self, driver: Driver, vigil: LivenessMonitor, now: float) -> None:
         """What the driver has heard since the last time, and what it says itself."""
         core, since = driver.core, self._listened_at
         self._listened_at = now
@@ -207,7 +209,7 @@ class Caretaker:
             self._keep_newest(self._vigil, now)
             self._speak(self._vigil, now)
 
-    async def _probe(self, vigil: Vigil, peer: PeerId) -> None:
+    async def _probe(self, vigil: LivenessMonitor, peer: PeerId) -> None:
         """Calls a silent elector: it may not know our address."""
         if self._driver is not None:  # which speaks to all members itself
             return
@@ -216,7 +218,7 @@ class Caretaker:
             for status in said_by(peer, self._checker.open(peer, answer), self._info):
                 self.hear(status)
 
-    def _speak(self, vigil: Vigil, now: float) -> None:
+    def _speak(self, vigil: LivenessMonitor, now: float) -> None:
         """Says which state can be had here, and nothing where it is of no use: the newest one is lost."""
         if self._driver is not None:  # which says it itself
             return
@@ -249,7 +251,7 @@ class Caretaker:
         finally:
             self._archiving = False
 
-    def _keep_newest(self, vigil: Vigil, now: float) -> None:
+    def _keep_newest(self, vigil: LivenessMonitor, now: float) -> None:
         """Begins to fetch the newest state, one at a time, unless it is here or nobody who has it is heard."""
         archive, commit = self.archive, self._chain.newest
         if archive is None or not archive.is_open or self._archiving or now < self._archive_again_at:
@@ -275,7 +277,7 @@ class Caretaker:
 
     # ---------------------------------------------------------------- renewal
 
-    def _renew_if_due(self, vigil: Vigil, now: float) -> None:
+    def _renew_if_due(self, vigil: LivenessMonitor, now: float) -> None:
         """Where nobody is left who can vote, and others wait: they become the members (design section 4)."""
         waiting = vigil.waiting(now)
         if vigil.is_led(now) or not waiting:
@@ -297,7 +299,7 @@ class Caretaker:
             except (StorageFull, StateError) as error:
                 self._say_once(f"the run cannot go on: {error} ({error.fix})", type(error).__name__)
 
-    def _state_to_go_on_from(self, vigil: Vigil, waiting: list[Status]) -> tuple[Hash | None, bool]:
+    def _state_to_go_on_from(self, vigil: LivenessMonitor, waiting: list[Status]) -> tuple[Hash | None, bool]:
         """The root of a state that can be had, None for none; and whether it is an older one than the newest."""
         tip, kept = vigil.tip, self.archived
         head = manifest_hash(tip)
@@ -310,7 +312,7 @@ class Caretaker:
             return kept.state_root, True
         return None, True
 
-    def _say_what_comes(self, vigil: Vigil, is_lost: bool, goes_on: bool) -> None:
+    def _say_what_comes(self, vigil: LivenessMonitor, is_lost: bool, goes_on: bool) -> None:
         tip, kept, seconds = vigil.tip, self.archived, vigil.wait_seconds(is_lost)
         text = f"nobody answers who could go on from round {tip.round}"
         if is_lost:
@@ -386,9 +388,9 @@ def _link_class(status: Status) -> int:
     return status.intent.link_class if status.intent.link_class in LINK_CLASSES else LINK_PRIVATE
 
 
-def wishes_of(statuses: Sequence[Status]) -> dict[PeerId, Wish]:
+def wishes_of(statuses: Sequence[Status]) -> dict[PeerId, OwnershipRequest]:
     """What they want to own."""
-    return {s.peer: Wish(s.intent.max_columns, s.intent.claims, s.intent.releases) for s in statuses}
+    return {s.peer: OwnershipRequest(s.intent.max_columns, s.intent.claims, s.intent.releases) for s in statuses}
 
 
 def _addition(tip: Manifest, kept: Manifest | None) -> str:

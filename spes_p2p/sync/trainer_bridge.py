@@ -1,6 +1,7 @@
 """Between two threads: the protocol runs on the network's loop, training in a thread of its own.
 
-`Gate` is the `Hooks` of the driver on one side and what the training loop waits for on the other. Holds no tensors.
+`TrainerBridge` is the `Hooks` of the driver on one side and what the training loop waits for on the other. Holds no
+tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class News:
     applied: tuple[Applied, ...]
 
 
-class Gate:
+class TrainerBridge:
     """Thread-safe. `on_applied` and `on_notice` are called on the network's thread and must be quick."""
 
     def __init__(

@@ -12,7 +12,7 @@ from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import Values
-from spes_p2p.sync.bench import Bench, staged_state, whole_state, wire_tiles
+from spes_p2p.sync.candidate_state import CandidateState, staged_state, whole_state, wire_tiles
 from spes_p2p.sync.merge import nearest_experts
 from tests.state.small import file_size_limit, new_values, small_layout, small_store
 
@@ -36,17 +36,17 @@ class Made:
         self.folder = folder
         self.bound: set[Hash] = set()
         self.store = small_store(folder, LAYOUT)
-        self.bench = self._bench()
+        self.bench = self._candidate()
 
-    def _bench(self) -> Bench:
-        bench = Bench(self.store, LAYOUT, 2, self.bound.__contains__)
+    def _candidate(self) -> CandidateState:
+        bench = CandidateState(self.store, LAYOUT, 2, self.bound.__contains__)
         bench.enter(0)
         return bench
 
     def restart(self) -> None:
         self.store.close()
         self.store = type(self.store)(self.folder, LAYOUT)
-        self.bench = self._bench()
+        self.bench = self._candidate()
         self.bench.recover()
 
     def write(self, seed: int, *blocks: int) -> tuple[list[Slice], list[bytes]]:

@@ -12,7 +12,7 @@ import pytest
 from spes_p2p.consensus.messages import Work
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import Hash
-from spes_p2p.sync.gate import Gate
+from spes_p2p.sync.trainer_bridge import TrainerBridge
 
 HEAD, OTHER = Hash(b"h" * 32), Hash(b"o" * 32)
 
@@ -28,7 +28,7 @@ EVENT = applied(1)
 class Recorder:
     """In the place of a driver: notes what reaches it, on a loop that a test turns by hand."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: TrainerBridge) -> None:
         self.core = SimpleNamespace(tip_hash=HEAD, tip=SimpleNamespace(round=7))
         self.heard: list[tuple[str, Any]] = []
         self._waiting: list[Callable[[], None]] = []
@@ -50,7 +50,7 @@ class Recorder:
 
 
 def test_commits_come_in_order_and_once() -> None:
-    gate = Gate()
+    gate = TrainerBridge()
     gate.applied(EVENT)
     gate.applied(EVENT)
     assert len(gate.wait().applied) == 2
@@ -58,7 +58,7 @@ def test_commits_come_in_order_and_once() -> None:
 
 
 def test_states_that_training_still_reads_are_in_use() -> None:
-    gate = Gate()
+    gate = TrainerBridge()
     Recorder(gate)
     assert gate.rounds_in_use() == {7}
     for round in (8, 9, 10):
@@ -72,13 +72,13 @@ def test_states_that_training_still_reads_are_in_use() -> None:
 
 def test_a_waiting_thread_is_woken_by_a_commit_and_by_the_wish_to_stop() -> None:
     for wake in (lambda gate: gate.applied(EVENT), lambda gate: gate.stop()):
-        gate = Gate()
+        gate = TrainerBridge()
         threading.Timer(0.01, wake, (gate,)).start()
         assert len(gate.wait().applied) == (0 if gate.stopping else 1)
 
 
 def test_training_ends_when_the_round_closes_and_goes_on_after_the_commit() -> None:
-    gate = Gate()
+    gate = TrainerBridge()
     assert not gate.should_stop()
     gate.close_training()
     assert gate.should_stop()
@@ -89,7 +89,7 @@ def test_training_ends_when_the_round_closes_and_goes_on_after_the_commit() -> N
 
 
 def test_a_leaver_still_hears_of_commits() -> None:
-    gate = Gate()
+    gate = TrainerBridge()
     gate.stop()
     assert gate.wait().applied == ()
     gate.applied(EVENT)
@@ -97,7 +97,7 @@ def test_a_leaver_still_hears_of_commits() -> None:
 
 
 def test_what_breaks_on_the_network_reaches_the_training_thread() -> None:
-    gate = Gate()
+    gate = TrainerBridge()
     recorder = Recorder(gate)
     gate.wish(None)  # type: ignore[arg-type]
     recorder.turn()
@@ -106,7 +106,7 @@ def test_what_breaks_on_the_network_reaches_the_training_thread() -> None:
 
 
 def test_ready_for_a_round_that_was_decided_meanwhile_is_dropped() -> None:
-    gate = Gate()
+    gate = TrainerBridge()
     recorder, early, late = Recorder(gate), Work(ready=True, tokens=1), Work(ready=True, tokens=2)
     gate.ready(early, HEAD)
     recorder.turn()
@@ -118,7 +118,7 @@ def test_ready_for_a_round_that_was_decided_meanwhile_is_dropped() -> None:
 
 
 def test_the_wish_to_stop_is_passed_on_at_once_also_when_it_came_before() -> None:
-    gate, calls = Gate(), []
+    gate, calls = TrainerBridge(), []
     with gate.on_stop(lambda: calls.append("first")):
         gate.stop()
     with gate.on_stop(lambda: calls.append("late")):
@@ -128,7 +128,7 @@ def test_the_wish_to_stop_is_passed_on_at_once_also_when_it_came_before() -> Non
 
 
 def test_a_failure_breaks_off_what_waits_for_the_run_to_begin() -> None:
-    gate, calls = Gate(), []
+    gate, calls = TrainerBridge(), []
     gate.check()
     with gate.on_stop(lambda: calls.append("first")):
         gate.failed(NetworkError("a rank ended"))
