@@ -52,7 +52,7 @@ class Watching:
             return
         console = Console()
         if self._format == "text" or not console.is_terminal or console.is_dumb_terminal:
-            self.bus.add(PlainLines(sys.stdout))
+            self.bus.add(PlainLines(sys.stdout), with_early=True)
             return
         hears = can_hear_keys()
         model = LiveModel(
@@ -67,7 +67,7 @@ class Watching:
         actions = {"p": self.pause.toggle, "q": _leave}
         self._screen = LiveScreen(model, console, actions, sys.stdin.fileno() if hears else None)
         stopping.before_hard_end.append(self._screen.abandon)
-        self.bus.add(self._screen)
+        self.bus.add(self._screen, with_early=True)
 
     def __enter__(self) -> Self:
         return self

@@ -213,18 +213,28 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+MOST_EARLY = 256
+"""Events that are kept for a screen which is not up yet."""
+
+
 class EventBus:
     """Hands every event to all sinks, in one order, from any thread."""
 
     def __init__(self, *sinks: Sink, clock: Callable[[], float] = wall_time.time) -> None:
         self._sinks = list(sinks)
+        self._early: deque[tuple[float, Event]] | None = deque(maxlen=MOST_EARLY)
         self._full: set[int] = set()
         self._clock = clock
         self._lock = threading.Lock()
 
-    def add(self, sink: Sink) -> None:
+    def add(self, sink: Sink, with_early: bool = False) -> None:
+        """`with_early`: it gets what was said until now, too; only the first such sink does."""
         with self._lock:
+            early, self._early = (self._early or (), None) if with_early else ((), self._early)
             self._sinks.append(sink)
+            said = [word for time, event in early if sink in self._sinks for word in self._write(sink, time, event)]
+        for event in said:
+            self.emit(event)
 
     def emit(self, event: Event) -> None:
         """Never raises."""
@@ -232,6 +242,8 @@ class EventBus:
             time, waiting = self._clock(), deque([event])
             while waiting:
                 current = waiting.popleft()
+                if self._early is not None:
+                    self._early.append((time, current))
                 for sink in list(self._sinks):
                     waiting.extend(self._write(sink, time, current))
 

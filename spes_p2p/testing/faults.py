@@ -60,8 +60,8 @@ class Fault:
     """`action` happens to `peer` (to whoever comes first, if empty) when it reaches `step` in `round` or later.
 
     With `to`, only at steps that serve this peer (`failpoints.SERVE`, `failpoints.STREAM`). The first `skip` times that
-    the step is reached go well; `times` faults follow (0: always from then on). With `after`, only in rounds in which the same
-    peer has passed that step: `Fault(COLLECTED, after="plan")` is the leader's, right after its plan.
+    the step is reached go well; `times` faults follow (0: always from then on). With `after`, only in rounds in which
+    the same peer has passed that step: `Fault(COLLECTED, after="plan")` is the leader's, right after its plan.
     """
 
     step: str

@@ -152,3 +152,15 @@ def test_events_of_many_threads_reach_all_sinks_in_one_order() -> None:
         thread.join()
     assert first.events == second.events
     assert len(first.events) == 400
+
+
+def test_a_screen_that_comes_late_shows_what_was_said_before() -> None:
+    """A peer hears of things while it joins, before there is anything to look at."""
+    file, screen, other = Recorder(), Recorder(), Recorder()
+    bus = EventBus(file)
+    bus.emit(Warning("early"))
+    bus.add(screen, with_early=True)
+    bus.emit(Warning("late"))
+    bus.add(other, with_early=True)
+    assert file.events == screen.events == [Warning("early"), Warning("late")]
+    assert other.events == []
