@@ -198,7 +198,7 @@ def test_what_rounds_with_a_merge_hand_out_gives_their_states(
         again = await swarm.add("d")
         behind = again.round
         await until(lambda: again.round > behind)
-        assert not again.notices, again.notices
+        assert {notice.kind for notice in again.notices} <= {"own"}, again.notices  # what it trained on its old state
         assert replayed
         await until(counts(swarm, "d"), 100.0)
         check_agreement(swarm)
