@@ -103,9 +103,10 @@ class Departure:
         newest = events[-1].commit.manifest
         counts_on_us = not self._nobody_counts_on_us(newest)
         actions = self._machine.handle(self._loop.news_of(events, counts_on_us))
-        if (
-            self._machine.stage is not Stage.LEAVING and self._machine.stage is not Stage.LEFT
-        ):  # it still had columns to hand out that the round did not take
+        if self._machine.stage is Stage.OUTSIDE:  # another history won, and it does not name us
+            self._loop.do(actions, events)
+            return
+        if self._machine.stage is Stage.TRAINING:  # it still had columns to hand out that the round did not take
             self._loop.do(actions, events)
             self._hand_in(until)
             self._offer_moments()

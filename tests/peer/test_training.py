@@ -33,7 +33,7 @@ from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.schedule import learning_rate
-from spes_p2p.train.stages import Uncounted
+from spes_p2p.train.stages import Stage, Uncounted
 from spes_p2p.train.trainer import Trainer
 from tests.data.piece_makers import hand_over, make_feed
 from tests.peer.test_resume import config_with_data
@@ -377,6 +377,17 @@ def test_with_others_a_leaver_hands_in_and_keeps_moments_as_new_as_the_state(sto
     assert [work.steps for work in story.ready] == [2]
     manifest, version, uncounted, final, round_steps = story.saved[-1]
     assert (manifest.round, version.round, uncounted, final, round_steps) == (1, 1, Uncounted(), True, 0)
+
+
+def test_a_leaver_that_another_history_does_not_name_just_goes(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Departure, "_nobody_counts_on_us", lambda self, newest: True)
+    story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
+    story.at_step[2] = story.gate.stop
+    story.on_ready = lambda work: story.switch()
+    story.play()
+    assert story.left
+    assert story.loop.machine.stage is Stage.OUTSIDE
+    assert story.said == [f"{2 * 64} tokens of this peer's own are lost with it"]
 
 
 def test_a_leaver_stays_until_one_of_the_others_has_the_newest_state(story: Story) -> None:
