@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from spes_p2p.config.schema import Config
 from spes_p2p.consensus.membership import leader_order, trainers
 from spes_p2p.consensus.messages import Manifest, manifest_hash
-from spes_p2p.data.loader import AnyDataset, Batch, held_out_batches
+from spes_p2p.data.loader import Batch, held_out_batches
 from spes_p2p.errors import DataNotReady
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Eval, Event, Warning
+from spes_p2p.peer.learning import Learning
 from spes_p2p.peer.task_runner import TaskRunner
-from spes_p2p.train.trainer import Trainer
 
 WAIT_SECONDS = 10.0
 """So long the held-out data is waited for, where it comes from others."""
@@ -28,17 +27,15 @@ class Evaluator:
     def __init__(
         self,
         me: PeerId,
-        config: Config,
-        trainer: Trainer,
-        dataset: AnyDataset,
+        learning: Learning,
         tasks: TaskRunner | None,
         emit: Callable[[Event], None],
         is_stopping: Callable[[], bool],
     ) -> None:
         self._me = me
-        self._config = config
-        self._trainer = trainer
-        self._dataset = dataset
+        self._config = learning.config
+        self._trainer = learning.trainer
+        self._dataset = learning.dataset
         self._tasks = tasks
         self._emit = emit
         self._is_stopping = is_stopping

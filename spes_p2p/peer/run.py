@@ -33,13 +33,14 @@ from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure_ranks, wanted_columns
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
+from spes_p2p.peer.learning import Learning
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.pausing import PauseSwitch, Watch
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
 from spes_p2p.peer.task_runner import TaskRunner
-from spes_p2p.peer.training import Learning, LoopOptions, TrainingLoop
+from spes_p2p.peer.training import LoopOptions, TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.planning.disk import checkpoint_bytes
 from spes_p2p.state.layout import Layout

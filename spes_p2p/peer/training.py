@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import DEGRADED, Manifest
-from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader
+from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH
 from spes_p2p.observe.events import Event, Step, Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, Connection
 from spes_p2p.peer.evaluator import Evaluator
 from spes_p2p.peer.handover import HandOver
+from spes_p2p.peer.learning import Learning
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
@@ -51,7 +51,7 @@ from spes_p2p.train.stages import (
     UseLease,
 )
 from spes_p2p.train.step import ShouldDrop
-from spes_p2p.train.trainer import StepResult, Trainer
+from spes_p2p.train.trainer import StepResult
 from spes_p2p.train.values import TrainedValues
 
 REPORT_SECONDS = 1.0
@@ -67,16 +67,6 @@ class Save(Protocol):
     def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
         """`final`: nothing comes after it, so it is not one to leave out."""
         ...
-
-
-@dataclass(frozen=True)
-class Learning:
-    """What learns, and from what."""
-
-    config: Config
-    trainer: Trainer
-    loader: LeasedLoader | LocalLoader
-    dataset: AnyDataset
 
 
 @dataclass(frozen=True)
@@ -119,10 +109,7 @@ class TrainingLoop:
         self._loader = learning.loader
         self._options = options
         self._pause = options.pause or PauseSwitch()
-        is_stopping = lambda: self.gate.stopping  # noqa: E731
-        self._evaluator = Evaluator(
-            connection.peer_id, config, learning.trainer, learning.dataset, options.tasks, emit, is_stopping
-        )
+        self._evaluator = Evaluator(connection.peer_id, learning, options.tasks, emit, lambda: self.gate.stopping)
         turns, is_lossy = config.sync.column_rounds > 1, connection.layout.codec_of(1) != "fp32"
         self._is_ahead = config.sync.enabled and (turns or config.sync.overlap or is_lossy)
         """What is trained on is not what the run has; without exchange each peer has nothing but its own."""

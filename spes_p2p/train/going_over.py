@@ -65,8 +65,13 @@ class Way:
     @property
     def taken(self) -> frozenset[int]:
         """Tiles of our work that went into the winner."""
-        slices = (piece for piece in self.child.slices if self.parting.me in piece.contributors)
-        return frozenset(tile_id for piece in slices for tile_id in piece.tile_ids)
+        return tiles_taken(self.child, self.parting.me)
+
+
+def tiles_taken(manifest: Manifest | None, peer: PeerId) -> frozenset[int]:
+    """Tiles of a peer that went into a round; none where it is not known."""
+    slices = manifest.slices if manifest is not None else ()
+    return frozenset(tile_id for piece in slices if peer in piece.contributors for tile_id in piece.tile_ids)
 
 
 def told(own: int, kept: int, way: Way | None) -> list[str]:

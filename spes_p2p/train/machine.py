@@ -17,7 +17,7 @@ from spes_p2p.consensus.messages import Contribution, Manifest, Work
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Layout
-from spes_p2p.train.going_over import Parting, Way, told
+from spes_p2p.train.going_over import Parting, Way, tiles_taken, told
 from spes_p2p.train.stages import (
     Action,
     Begin,
@@ -130,11 +130,6 @@ class TrainerMachine:
         is_training = self.stage is Stage.TRAINING
         return is_training and self._rules.takes_turns and not self.work.tokens
 
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Blocks of the state that are trained."""
-        return () if self.turn is None else self.turn.blocks
-
     def next_positions(self) -> Ranges | None:
         """The positions of the next batch in the order of the data; None where the lease ends before it."""
         ahead = take(take(self.place.ranges, self.place.consumed)[1], self._rules.batch_sequences)[0]
@@ -219,7 +214,7 @@ class TrainerMachine:
         if turn is None or event.had_snapshot or (event.counted is not None and not self._rules.takes_turns):
             return [], event.uncounted
         own = self._tiles_of(turn.blocks)
-        uncounted = own if event.counted is None else own - self._handed_out(event.child)
+        uncounted = own if event.counted is None else own - tiles_taken(event.child, self._rules.me)
         return [TakeSnapshot(turn)] if self.stage is Stage.TRAINING else [], uncounted
 
     def _wait_to_go(self, event: Committed) -> list[Action]:
@@ -322,9 +317,3 @@ class TrainerMachine:
 
     def _tiles_of(self, blocks: Collection[int]) -> frozenset[int]:
         return frozenset(tile_id for block in blocks for tile_id in self._layout.tile_ids_of(block))
-
-    def _handed_out(self, child: Manifest | None) -> frozenset[int]:
-        """Own tiles that went into the first round after the turn's, though it counts an earlier life."""
-        slices = child.slices if child is not None else ()
-        mine = (piece for piece in slices if self._rules.me in piece.contributors)
-        return frozenset(tile_id for piece in mine for tile_id in piece.tile_ids)

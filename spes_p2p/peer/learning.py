@@ -1,0 +1,19 @@
+"""What learns in a peer, and from what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.config.schema import Config
+from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader
+from spes_p2p.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Made once the peer knows its run."""
+
+    config: Config
+    trainer: Trainer
+    loader: LeasedLoader | LocalLoader
+    dataset: AnyDataset
