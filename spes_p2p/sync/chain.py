@@ -30,6 +30,85 @@ MOST_LEFT = 256
 _JOIN_AGAIN = "remove the run's folder and join again: everything but this peer's own moments is fetched"
 
 
+class CommitFiles:
+    """The folder of a chain: a file a commit, by round, and a switch of the last of them that survives a crash."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._switch = directory / "switch"
+        self.end_switch()
+
+    def count(self) -> int:
+        """How many commits there are. Raises StateError where one is missing in the middle."""
+        paths = self._directory.iterdir()
+        rounds = sorted(int(found[1]) for path in paths if (found := _COMMIT.fullmatch(path.name)))
+        if rounds != list(range(len(rounds))):
+            missing = next(at for at, round in enumerate(rounds) if at != round)
+            raise StateError(f"{self._directory} lacks the commit of round {missing}", fix=_JOIN_AGAIN)
+        return len(rounds)
+
+    def read(self, round: int) -> bytes:
+        """Raises StateError."""
+        path = self._path(round)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
+
+    def parsed(self, round: int) -> Commit:
+        """Raises StateError where the file is damaged."""
+        try:
+            return unpack(Commit, self.read(round))
+        except RemoteProtocolError as error:
+            raise StateError(f"{self._path(round)} is damaged: {error}", fix=_JOIN_AGAIN) from error
+
+    def written_at(self, round: int) -> float:
+        """Unix seconds."""
+        return self._path(round).stat().st_mtime
+
+    def write(self, commit: Commit) -> None:
+        """Raises StorageFull."""
+        write_whole(self._path(commit.manifest.round), pack(commit))
+
+    def remove(self, first: int, length: int) -> None:
+        """The commits from round `first` on, of `length` in all; the last first, so that a crash leaves no gap."""
+        for round in range(length - 1, first - 1, -1):
+            self._path(round).unlink()
+        sync(self._directory)
+
+    def prepare_switch(self, line: Sequence[Commit]) -> None:
+        """Decides that `line` takes the place of everything from its first round on. Raises StorageFull."""
+        try:
+            for commit in line:
+                write_whole(self._path(commit.manifest.round).with_suffix(".next"), pack(commit))
+            write_whole(self._switch, str(line[-1].manifest.round).encode())
+        except StorageFull:
+            self._forget_next()
+            raise
+
+    def end_switch(self) -> None:
+        """Carries out a switch that was decided, and forgets one that was not. Takes no room."""
+        if self._switch.exists():
+            last = int(self._switch.read_bytes())
+            for path in sorted(self._directory.glob("*.next")):
+                os.rename(path, path.with_suffix(".commit"))
+            for path in sorted(self._directory.glob("*.commit"), reverse=True):
+                if int(path.stem) > last:
+                    path.unlink()
+            sync(self._directory)
+            self._switch.unlink()
+        self._forget_next()
+
+    def _forget_next(self) -> None:
+        for path in self._directory.glob("*.next"):
+            path.unlink()
+        sync(self._directory)
+
+    def _path(self, round: int) -> Path:
+        return self._directory / f"{round:08d}.commit"
+
+
 class Chain:
     """The commits of a run from genesis on, in `directory`. What is appended was checked before.
 
@@ -38,16 +117,10 @@ class Chain:
 
     def __init__(self, directory: Path) -> None:
         """Raises StateError where a commit is damaged or missing in the middle."""
-        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._switch = directory / "switch"
+        self._files = CommitFiles(directory)
         self._lock = threading.RLock()
-        self._end_switch()
-        rounds = sorted(int(m[1]) for path in directory.iterdir() if (m := _COMMIT.fullmatch(path.name)))
-        if rounds and rounds != list(range(len(rounds))):
-            missing = next(at for at, round in enumerate(rounds) if at != round)
-            raise StateError(f"{directory} lacks the commit of round {missing}", fix=_JOIN_AGAIN)
-        self._length = len(rounds)
+        self._length = self._files.count()
         self._newest: tuple[Commit, float] | None = None
         self._members = frozenset[PeerId]()
         self._end_with(self._length)
@@ -74,11 +147,7 @@ class Chain:
     def commit(self, round: int) -> Commit:
         """The commit of a round that is here. Raises StateError where its file is damaged."""
         with self._lock:
-            data = self._read(round)
-        try:
-            return unpack(Commit, data)
-        except RemoteProtocolError as error:
-            raise StateError(f"{self._path(round)} is damaged: {error}", fix=_JOIN_AGAIN) from error
+            return self._files.parsed(round)
 
     def find(self, round: int) -> Commit | None:
         """The commit of a round, None where the chain has none (any more)."""
@@ -103,7 +172,7 @@ class Chain:
     def received_at(self, round: int) -> float:
         """When the commit of a round that is here came: Unix seconds by the wall clock of that time."""
         with self._lock:
-            return self._path(round).stat().st_mtime
+            return self._files.written_at(round)
 
     def received_of(self, manifest: Manifest) -> float | None:
         """The same of this very manifest, None where it is not of our history (any more)."""
@@ -122,7 +191,7 @@ class Chain:
             if self.commit(round).manifest == commit.manifest:
                 return
             self._cut(round)
-        write_whole(self._path(round), pack(commit))
+        self._files.write(commit)
         with self._lock:
             self._end_with(round + 1, commit)
 
@@ -131,17 +200,16 @@ class Chain:
 
         Raises StorageFull, and then nothing has changed.
         """
-        last = line[-1].manifest.round
-        try:
-            for commit in line:
-                write_whole(self._next(commit.manifest.round), pack(commit))
-            write_whole(self._switch, str(last).encode())
-        except StorageFull:
-            self._forget_next()
-            raise
+        self._files.prepare_switch(line)
         with self._lock:
-            self._end_switch()
-            self._end_with(last + 1, line[-1])
+            self._files.end_switch()
+            self._end_with(line[-1].manifest.round + 1, line[-1])
+
+    def _cut(self, round: int) -> None:
+        with self._lock:
+            before = self._length
+            self._end_with(round)
+            self._files.remove(round, before)
 
     def _end_with(self, length: int, newest: Commit | None = None) -> None:
         last = length - 1
@@ -149,24 +217,6 @@ class Chain:
         members = self._newest[0].manifest.members if self._newest is not None else ()
         self._members = frozenset(member.peer for member in members)
         self._length = length
-
-    def _end_switch(self) -> None:
-        """Carries out a switch that was decided, and forgets one that was not. Takes no room."""
-        if self._switch.exists():
-            last = int(self._switch.read_bytes())
-            for path in sorted(self.directory.glob("*.next")):
-                os.rename(path, path.with_suffix(".commit"))
-            for path in sorted(self.directory.glob("*.commit"), reverse=True):
-                if int(path.stem) > last:
-                    path.unlink()
-            sync(self.directory)
-            self._switch.unlink()
-        self._forget_next()
-
-    def _forget_next(self) -> None:
-        for path in self.directory.glob("*.next"):
-            path.unlink()
-        sync(self.directory)
 
     def part(self, first: int, count: int, max_bytes: int) -> tuple[bytes, ...]:
         """The packed commits from round `first` on: up to `count`, as long as they have no more than `max_bytes`.
@@ -176,7 +226,7 @@ class Chain:
         found: list[bytes] = []
         with self._lock:  # commits of two histories must not follow each other
             for round in range(first, min(first + count, self._length)):
-                data = self._read(round)
+                data = self._files.read(round)
                 max_bytes -= len(data)
                 if found and max_bytes < 0:
                     break
@@ -193,28 +243,6 @@ class Chain:
         if head == manifest_hash(self.commit(round).manifest):
             return True
         return any(self.commit(at).manifest.parent == head for at in range(round, 0, -1))
-
-    def _cut(self, round: int) -> None:
-        """The last first, so that a crash leaves no gap."""
-        with self._lock:
-            before = self._length
-            self._end_with(round)
-            for at in range(before - 1, round - 1, -1):
-                self._path(at).unlink()
-            sync(self.directory)
-
-    def _read(self, round: int) -> bytes:
-        path = self._path(round)
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise StateError(f"{path} cannot be read: {error}", fix=_JOIN_AGAIN) from error
-
-    def _next(self, round: int) -> Path:
-        return self._path(round).with_suffix(".next")
-
-    def _path(self, round: int) -> Path:
-        return self.directory / f"{round:08d}.commit"
 
 
 def check_links(

@@ -90,6 +90,11 @@ class _Set:
             area.path(tile.block).unlink(missing_ok=True)
         area.write(tile, bytes_of(np.ascontiguousarray(values, DTYPE)), mark)
 
+    def forget(self, kinds: Iterable[Kind], tile_ids: Collection[int]) -> None:
+        for kind in kinds:
+            for tile_id in tile_ids:
+                self.areas[kind].hashes.pop(tile_id, None)
+
     def is_sole(self, tile_id: int) -> bool:
         return self.layout.tiles[tile_id].block - 1 in self.sole
 
@@ -98,6 +103,88 @@ class _Set:
         for tile_id in self.areas["handed"].hashes:
             self.values("handed", tile_id)
         return self
+
+
+class _NextSet:
+    """The staged set on its way to be the next one: what a manifest counted leaves it, what it did not count stays."""
+
+    def __init__(self, me: PeerId, present: _Set, made: _Set) -> None:
+        self._me = me
+        self._present = present
+        self._made = made
+
+    def make(self, first: Manifest, later: Iterable[Manifest], wire_hash: Callable[[int], Hash]) -> None:
+        """By the manifests from the child of the present one on, and writes it to disk. Raises StorageFull."""
+        made, newest = self._made, first
+        self._count(first, wire_hash)
+        owned = self._follow(self._present.owned, first)
+        sole = self._hold_back_shared(first)
+        for newest in later:
+            for piece in newest.slices:
+                made.forget(("handed",), piece.tile_ids)
+            owned = self._follow(owned, newest)
+            sole = self._hold_back_shared(newest)
+        for area in made.areas.values():
+            area.sync()
+            if area.folder.exists():
+                sync(area.folder)
+        sent, handed = (tuple(sorted(made.areas[kind].hashes)) for kind in KINDS)
+        index = _Index(newest.round, tuple(sorted(owned)), tuple(sorted(sole)), sent, handed)
+        write_whole(made.folder / _INDEX, pack(index))
+
+    def _count(self, child: Manifest, wire_hash: Callable[[int], Hash]) -> None:
+        """Keeps of what was staged what `child` counted, and else what there was before."""
+        made = self._made
+        handed = made.areas["handed"].hashes
+        untouched = set(range(made.layout.num_model_tiles))
+        for piece in child.slices:
+            untouched.difference_update(piece.tile_ids)
+            for tile_id in piece.tile_ids:
+                if piece.reducer != self._me or handed.get(tile_id) != wire_hash(tile_id):
+                    made.forget(("handed",), (tile_id,))
+            if self._me not in piece.contributors:
+                self._keep("sent", piece.tile_ids)
+            elif piece.reducer == self._me:  # who reduces takes its own values as they are
+                made.forget(("sent",), piece.tile_ids)
+        for kind in KINDS:
+            self._keep(kind, untouched)
+
+    def _keep(self, kind: Kind, tile_ids: Collection[int]) -> None:
+        """Takes tiles over from the present set, in the place of what was staged."""
+        self._made.forget((kind,), tile_ids)
+        for tile_id in tile_ids:
+            values = self._present.values(kind, tile_id)
+            if values is not None:
+                self._made.put(kind, tile_id, values)
+
+    def _follow(self, before: frozenset[int], manifest: Manifest) -> frozenset[int]:
+        """Who loses a column has nothing left to send of it; who reduced it for its owners may again, in any round.
+
+        `before` are the columns owned so far; the result those that are by `manifest`.
+        """
+        owned = frozenset(columns_of(manifest.ownership, self._me))
+        layout = self._made.layout
+        for block in layout.model_blocks[1:]:
+            if block.index - 1 not in owned:
+                kinds: tuple[Kind, ...] = KINDS if block.index - 1 in before else ("sent",)
+                self._made.forget(kinds, layout.tile_ids_of(block.index))
+        return owned
+
+    def _hold_back_shared(self, manifest: Manifest) -> frozenset[int]:
+        """At once, since what others hand out of such a column later makes `handed` void. The sole columns by now."""
+        made, sole = self._made, frozenset(sole_columns(manifest.ownership, self._me))
+        for tile_id in list(made.areas["handed"].hashes):
+            if self._present.is_sole(tile_id) and made.layout.tiles[tile_id].block - 1 not in sole:
+                self._hold_back(tile_id)
+        return sole
+
+    def _hold_back(self, tile_id: int) -> None:
+        """The master of what was a sole owner's column is ahead no more: that is left to be sent."""
+        made = self._made
+        ahead, unsent = made.values("handed", tile_id), made.values("sent", tile_id)
+        assert ahead is not None
+        made.put("sent", tile_id, ahead if unsent is None else ahead + unsent)
+        made.forget(("handed",), (tile_id,))
 
 
 class Residuals:
@@ -199,32 +286,11 @@ class Residuals:
             made = self._read(head)
             if made is None:
                 self._drop_all_but(self._set.folder, self._staged.folder)
-                self._make(first, later, wire_hash)
+                _NextSet(self._me, self._set, self._staged_again()).make(first, later, wire_hash)
                 with storing(self._folder(head), 0):
                     publish_folder(self._staged.folder, self._folder(head))
                 made = _Set.read(self._folder(head), self._layout)
             self._enter(head, made)
-
-    def _make(self, first: Manifest, later: Iterable[Manifest], wire_hash: Callable[[int], Hash]) -> None:
-        """Makes the staged folder the next set, on disk."""
-        made = self._staged_again()
-        self._count(made, first, wire_hash)
-        newest = first
-        owned = self._follow(made, self._set.owned, first)
-        sole = self._hold_back_shared(made, first)
-        for newest in later:
-            for piece in newest.slices:
-                _forget(made, ("handed",), piece.tile_ids)
-            owned = self._follow(made, owned, newest)
-            sole = self._hold_back_shared(made, newest)
-        for area in made.areas.values():
-            area.sync()
-            if area.folder.exists():
-                sync(area.folder)
-        sent, handed = (tuple(sorted(made.areas[kind].hashes)) for kind in KINDS)
-        write_whole(
-            made.folder / _INDEX, pack(_Index(newest.round, tuple(sorted(owned)), tuple(sorted(sole)), sent, handed))
-        )
 
     def _staged_again(self) -> _Set:
         """What was staged, without what an earlier attempt has added."""
@@ -237,57 +303,6 @@ class Residuals:
         for (kind, tile_id), (values, mark) in self._in_memory.items():
             made.put(kind, tile_id, values, mark)
         return made
-
-    def _count(self, made: _Set, child: Manifest, wire_hash: Callable[[int], Hash]) -> None:
-        """Keeps of what was staged what `child` counted, and else what there was before."""
-        handed = made.areas["handed"].hashes
-        untouched = set(range(self._layout.num_model_tiles))
-        for piece in child.slices:
-            untouched.difference_update(piece.tile_ids)
-            for tile_id in piece.tile_ids:
-                if piece.reducer != self._me or handed.get(tile_id) != wire_hash(tile_id):
-                    _forget(made, ("handed",), (tile_id,))
-            if self._me not in piece.contributors:
-                self._keep(made, "sent", piece.tile_ids)
-            elif piece.reducer == self._me:  # who reduces takes its own values as they are
-                _forget(made, ("sent",), piece.tile_ids)
-        for kind in KINDS:
-            self._keep(made, kind, untouched)
-
-    def _keep(self, made: _Set, kind: Kind, tile_ids: Iterable[int]) -> None:
-        """Takes tiles over from the present set, in the place of what was staged."""
-        _forget(made, (kind,), tile_ids := tuple(tile_ids))
-        for tile_id in tile_ids:
-            values = self._set.values(kind, tile_id)
-            if values is not None:
-                made.put(kind, tile_id, values)
-
-    def _follow(self, made: _Set, before: frozenset[int], manifest: Manifest) -> frozenset[int]:
-        """Who loses a column has nothing left to send of it; who reduced it for its owners may again, in any round.
-
-        `before` are the columns owned so far; the result those that are by `manifest`.
-        """
-        owned = frozenset(columns_of(manifest.ownership, self._me))
-        for block in self._layout.model_blocks[1:]:
-            if block.index - 1 not in owned:
-                kinds: tuple[Kind, ...] = KINDS if block.index - 1 in before else ("sent",)
-                _forget(made, kinds, self._layout.tile_ids_of(block.index))
-        return owned
-
-    def _hold_back_shared(self, made: _Set, manifest: Manifest) -> frozenset[int]:
-        """At once, since what others hand out of such a column later makes `handed` void. The sole columns by now."""
-        sole = frozenset(sole_columns(manifest.ownership, self._me))
-        for tile_id in list(made.areas["handed"].hashes):
-            if self._set.is_sole(tile_id) and self._layout.tiles[tile_id].block - 1 not in sole:
-                self._hold_back(made, tile_id)
-        return sole
-
-    def _hold_back(self, made: _Set, tile_id: int) -> None:
-        """The master of what was a sole owner's column is ahead no more: that is left to be sent."""
-        ahead, unsent = made.values("handed", tile_id), made.values("sent", tile_id)
-        assert ahead is not None
-        made.put("sent", tile_id, ahead if unsent is None else ahead + unsent)
-        _forget(made, ("handed",), (tile_id,))
 
     def _empty(self, tip: Manifest) -> _Set:
         owned, sole = columns_of(tip.ownership, self._me), sole_columns(tip.ownership, self._me)
@@ -331,13 +346,6 @@ class Residuals:
         for folder in list(self._directory.glob("*")):
             if folder not in kept:
                 shutil.rmtree(folder)
-
-
-def _forget(made: _Set, kinds: Iterable[Kind], tile_ids: Iterable[int]) -> None:
-    tile_ids = tuple(tile_ids)
-    for kind in kinds:
-        for tile_id in tile_ids:
-            made.areas[kind].hashes.pop(tile_id, None)
 
 
 def _read_index(folder: Path) -> _Index:

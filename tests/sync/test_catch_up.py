@@ -254,7 +254,7 @@ def test_a_chain_that_does_not_hold_is_refused(tmp_path: Path, wrong: str) -> No
         ahead = await Ahead(tmp_path).open()
         chain = ahead.holders[SECOND]
         bad = with_tokens(ahead.commits[1], 5) if wrong == "unsigned" else ahead.commits[1]
-        chain.append(bad) if wrong == "unsigned" else chain._path(1).write_bytes(b"cut")
+        chain.append(bad) if wrong == "unsigned" else (chain.directory / "00000001.commit").write_bytes(b"cut")
         with pytest.raises(RemoteProtocolError):
             await ahead.catch_up.headers(0, SECOND, 2)
         assert ahead.chain.length == 1
