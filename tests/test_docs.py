@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import runpy
@@ -19,6 +20,9 @@ from spes_p2p.observe.events import KINDS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+WALKS = [("A batch, from the shards to the weights", 12, 13)]
+"""Headings of docs/architecture.md; at most so many stops and files."""
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 WHERE_CODE_LIES = (ROOT, ROOT / "spes_p2p", ROOT / "tests")
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -91,6 +95,27 @@ def test_config_fields_exist(page: Path) -> None:
     for word in code_words(page):
         if match := re.fullmatch(rf"((?:{sections})\.[a-z_]+)(=.*)?", word):
             assert match[1] in known, f"{word} is no field"
+
+
+@pytest.mark.parametrize(("heading", "most_stops", "most_files"), WALKS)
+def test_a_walk_is_short_and_its_stops_exist(heading: str, most_stops: int, most_files: int) -> None:
+    section = text_of(ROOT / "docs/architecture.md").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \| ([^|]+) \|", section, re.M)
+    stops = [re.fullmatch(r"`([\w.]+)` in `([\w/]+\.py)`", stop) for row in rows for stop in row.split(", ")]
+    assert stops and all(stops), rows
+    files = {found[2] for found in stops if found}
+    assert len(rows) <= most_stops and len(files) <= most_files
+    for found in filter(None, stops):
+        tree = ast.parse(text_of(ROOT / "spes_p2p" / found[2]))
+        assert found[1] in set(_definitions(tree)), found[0]
+
+
+def _definitions(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{part.name}" for part in node.body if isinstance(part, FUNCTIONS))
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+            yield node.name
 
 
 def test_the_readme_names_every_command() -> None:
