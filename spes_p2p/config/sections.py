@@ -61,7 +61,7 @@ class ModelConfig(Section):
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
-    expert_backend: Literal["auto", "grouped_mm", "megablocks", "eager"] = local(
+    expert_backend: Literal["auto", "grouped_mm", "triton", "megablocks", "eager"] = local(
         "How this machine computes experts; auto takes the fastest that works here.", "auto"
     )
     foreign_dtype: Literal["compute", "int8", "fp8"] = local(

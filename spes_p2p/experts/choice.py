@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,8 +13,9 @@ from spes_p2p.errors import ConfigError, first_line
 from spes_p2p.experts import megablocks_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.bank import ExpertBank
+from spes_p2p.experts.kernels import why_not
 
-NAMES = ("auto", "grouped_mm", "megablocks", "eager")
+NAMES = ("auto", "grouped_mm", "triton", "megablocks", "eager")
 _WARM, _TIMED, _TRIAL_TOKENS = 3, 5, 4096
 
 
@@ -36,41 +37,64 @@ def resolve_backend(
 ) -> tuple[Backend, str]:
     """The backend for a configured name, and why it was taken, in words for the log.
 
-    `auto` takes the faster of grouped_mm and megablocks, by a trial of one layer of `shape`, where both are there; the
-    one that runs where one does; else eager. Raises ConfigError for an unknown name, or for a backend asked for by name
-    that does not run on `device` with `dtype`.
+    `auto` takes the fastest of those that run on `device` with `dtype`, by a trial of one layer of `shape`; eager where
+    none does. Raises ConfigError for an unknown name, or for a backend asked for by name that does not run there.
     """
     if name not in NAMES:
         raise ConfigError(f"model.expert_backend is {name!r}, an unknown backend", fix=f"use one of {', '.join(NAMES)}")
     if name == "eager":
         return Eager(), "asked for"
-    grouped_mm = "" if device.type == "meta" else _why_grouped_mm_fails(device, dtype)
-    megablocks = megablocks_backend.why_not(device)
+    where = f"on {device} in {dtype}"
     if name != "auto":
-        failure = grouped_mm if name == "grouped_mm" else megablocks
-        if failure:
-            where = f"on {device} in {dtype}"
+        if failure := _why_not(name, device, dtype):
             raise ConfigError(f"model.expert_backend is {name}, which does not run {where}: {failure}", fix="use auto")
-        return GroupedMM() if name == "grouped_mm" else megablocks_backend.MegaBlocks(), "asked for"
-    if grouped_mm and megablocks:
-        return Eager(), f"grouped_mm fails on {device} in {dtype}: {grouped_mm}; megablocks: {megablocks}"
-    if megablocks:
-        return GroupedMM(), f"grouped_mm runs on {device} in {dtype}; megablocks: {megablocks}"
-    return _fastest(() if grouped_mm else (GroupedMM,), shape or _SMALL, device, dtype)
+        return _made(name), "asked for"
+    failures = {kind: _why_not(kind, device, dtype) for kind in NAMES[1:-1]}
+    running = [kind for kind, failure in failures.items() if not failure]
+    failed = "; ".join(f"{kind}: {failure}" for kind, failure in failures.items() if failure)
+    if not running:
+        return Eager(), f"nothing else runs {where}: {failed}"
+    if len(running) == 1:
+        return _made(running[0]), f"{running[0]} runs {where}; {failed}"
+    return _fastest(running, shape or _SMALL, device, dtype)
 
 
-def _fastest(
-    sure: tuple[Callable[[], Backend], ...], shape: LayerShape, device: torch.device, dtype: torch.dtype
-) -> tuple[Backend, str]:
-    """The fastest of `sure` and megablocks, as far as a trial of them runs; else eager."""
+def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why a backend does not run on `device` with `dtype`, or nothing."""
+    if name == "grouped_mm":
+        return "" if device.type == "meta" else _why_grouped_mm_fails(device, dtype)
+    if name == "megablocks":
+        return megablocks_backend.why_not(device)
+    if device.type != "cuda":
+        return f"Triton's kernels run on CUDA only, not on {device}"
+    return why_not(device, _try_triton)
+
+
+def _try_triton(device: torch.device) -> None:
+    from spes_p2p.experts import triton_backend
+
+    triton_backend.try_kernels(device)
+
+
+def _made(name: str) -> Backend:
+    """A backend that runs here."""
+    if name == "triton":
+        from spes_p2p.experts.triton_backend import TritonGrouped
+
+        return TritonGrouped()
+    return GroupedMM() if name == "grouped_mm" else megablocks_backend.MegaBlocks()
+
+
+def _fastest(names: Sequence[str], shape: LayerShape, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
+    """The fastest of these, as far as a trial of them runs; else eager."""
     times: list[tuple[float, Backend]] = []
     failures: list[str] = []
-    for make in (*sure, megablocks_backend.MegaBlocks):
+    for name in names:
         try:
-            backend = make()
+            backend = _made(name)
             times.append((trial_milliseconds(backend, shape, device, dtype), backend))
-        except Exception as error:  # noqa: BLE001 (a kernel of another project: whatever it is, another backend can do)
-            failures.append(f"{getattr(make, 'name', make)} fails: {first_line(error)}")
+        except Exception as error:  # noqa: BLE001 (a compiler's or another project's: another backend can do)
+            failures.append(f"{name} fails: {first_line(error)}")
     times.sort(key=lambda pair: pair[0])
     rest = [f"{backend.name} {took:.2f} ms" for took, backend in times[1:]] + failures
     if not times:

@@ -24,7 +24,7 @@ Trial = Callable[[torch.device], None]
 
 def has_kernels(x: Tensor, trial: Trial) -> bool:
     """Whether the kernels of `trial` compute where `x` lies. The first call for a device compiles them there."""
-    return x.is_cuda and _why_not(x.device, trial) == ""
+    return x.is_cuda and _said_why_not(x.device, trial) == ""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -33,17 +33,24 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 @cache
-def _why_not(device: torch.device, trial: Trial) -> str:
+def why_not(device: torch.device, trial: Trial) -> str:
+    """The first line of the error with which the kernels of `trial` fail on a device, or nothing."""
     try:
         trial(device)
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except Exception as error:  # noqa: BLE001 (a compiler's, a linker's, a driver's)
-        reason = first_line(error)
+        return first_line(error)
+    return ""
+
+
+@cache
+def _said_why_not(device: torch.device, trial: Trial) -> str:
+    if reason := why_not(device, trial):
         logger.warning(
             "Triton's kernels cannot be used on %s (%s): plain torch takes their place, which is slower. "
             "They need a C compiler and Python's headers: install gcc and python3-dev",
             device,
             reason,
         )
-        return reason
-    return ""
+    return reason

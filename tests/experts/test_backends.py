@@ -12,31 +12,41 @@ from spes_p2p.experts import choice, megablocks_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.choice import LayerShape, resolve_backend, trial_milliseconds
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
 
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal to the dtype's tolerance, relative to the largest value."""
     assert left.shape == right.shape
+    if not left.numel():
+        return True
     difference = (left.float() - right.float()).abs().max()
     return bool(difference <= TOLERANCE[left.dtype] * right.float().abs().max())
+
+
+def agree_on(
+    backend: Backend, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], ends: list[int]
+) -> None:
+    """Both products equal those of the loop, also where groups end before the last row."""
+    generator = torch.Generator().manual_seed(0)
+    width_k, width_m = widths
+    x_NK, y_NM, w_EMK = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((ends[-1], width_k), (ends[-1], width_m), (4, width_m, width_k))
+    )
+    ends_E, eager = torch.tensor(ends, dtype=torch.int32, device=device), Eager()
+    assert close(backend.rows(x_NK, w_EMK.mT, ends_E), eager.rows(x_NK, w_EMK.mT, ends_E))
+    assert close(backend.rows(y_NM, w_EMK, ends_E), eager.rows(y_NM, w_EMK, ends_E))
+    for groups in (1, 2, 4):  # ends that cut off the rows after them
+        assert close(backend.outer(y_NM, x_NK, ends_E[:groups]), eager.outer(y_NM, x_NK, ends_E[:groups]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width_k", "width_m"), [(16, 8), (24, 40), (5, 7), (8, 3)])
 @pytest.mark.parametrize("ends", [[3, 3, 10, 37], [0, 0, 37, 37], [1, 1, 1, 1], [9, 18, 27, 37]])
 def test_grouped_mm_agrees_with_the_loop(dtype: torch.dtype, width_k: int, width_m: int, ends: list[int]) -> None:
-    torch.manual_seed(0)
-    x_NK = torch.randn(ends[-1], width_k, dtype=dtype)
-    y_NM = torch.randn(ends[-1], width_m, dtype=dtype)
-    w_EMK = torch.randn(4, width_m, width_k, dtype=dtype)
-    ends_E = torch.tensor(ends, dtype=torch.int32)
-    grouped, eager = GroupedMM(), Eager()
-    assert close(grouped.rows(x_NK, w_EMK.mT, ends_E), eager.rows(x_NK, w_EMK.mT, ends_E))
-    assert close(grouped.rows(y_NM, w_EMK, ends_E), eager.rows(y_NM, w_EMK, ends_E))
-    for groups in (1, 2, 4):  # ends that cut off the rows after them
-        assert close(grouped.outer(y_NM, x_NK, ends_E[:groups]), eager.outer(y_NM, x_NK, ends_E[:groups]))
+    agree_on(GroupedMM(), CPU, dtype, (width_k, width_m), ends)
 
 
 def test_rows_of_an_expanded_gradient() -> None:
@@ -51,13 +61,16 @@ def test_auto_takes_what_runs_and_says_why() -> None:
     assert "runs on cpu" in reason
     backend, reason = resolve_backend("auto", CPU, torch.int32)
     assert backend.name == "eager"
-    assert "fails on cpu in torch.int32" in reason
+    assert reason.startswith("nothing else runs on cpu in torch.int32: grouped_mm: ")
+    assert "triton: Triton's kernels run on CUDA only, not on cpu" in reason
 
 
 def test_a_backend_asked_for_by_name_must_run() -> None:
     assert resolve_backend("eager", CPU, torch.float32)[0].name == "eager"
     with pytest.raises(ConfigError, match="grouped_mm, which does not run on cpu"):
         resolve_backend("grouped_mm", CPU, torch.int32)
+    with pytest.raises(ConfigError, match=r"triton, which does not run on cpu in torch\.float32: .* on CUDA only"):
+        resolve_backend("triton", CPU, torch.float32)
     with pytest.raises(ConfigError, match=r"megablocks, which does not run on cpu in torch\.float32: .* on CUDA only"):
         resolve_backend("megablocks", CPU, torch.float32)
     with pytest.raises(ConfigError, match="'fast', an unknown backend"):
@@ -86,7 +99,6 @@ def test_where_two_backends_run_the_faster_one_is_taken(monkeypatch: pytest.Monk
     backend, reason = resolve_backend("auto", CPU, torch.float32, shape)
     assert backend.name == "grouped_mm"
     assert reason == "one layer forward and backward in 2.00 ms; megablocks fails: no kernel image"
-    assert resolve_backend("auto", CPU, torch.int32, shape)[0].name == "eager"
     monkeypatch.setattr(choice, "trial_milliseconds", lambda backend, *layer: times[backend.name])
     times["megablocks"] = 2.5
     assert resolve_backend("auto", CPU, torch.float32, shape)[0].name == "grouped_mm"
@@ -96,19 +108,40 @@ def test_the_trial_of_a_backend_takes_time() -> None:
     assert trial_milliseconds(Eager(), LayerShape(4, 2, 16, 8), CPU, torch.float32) > 0
 
 
+@pytest.fixture(scope="module")
+def triton_grouped() -> Backend:
+    """Run by Triton's interpreter (tests/conftest.py)."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU here: the tests marked gpu run these kernels")
+    from spes_p2p.experts.triton_backend import TritonGrouped
+
+    return TritonGrouped()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies the bits of bf16
+@pytest.mark.parametrize(("width_k", "width_m"), [(16, 8), (5, 7), (150, 200)])
+@pytest.mark.parametrize("ends", [[3, 3, 10, 37], [0, 0, 37, 37], [0, 0, 0, 0], [200, 200, 330, 700]])
+def test_triton_agrees_with_the_loop(
+    triton_grouped: Backend, dtype: torch.dtype, width_k: int, width_m: int, ends: list[int]
+) -> None:
+    agree_on(triton_grouped, CPU, dtype, (width_k, width_m), ends)
+
+
+def test_the_trial_of_triton_launches_both_kernels(triton_grouped: Backend) -> None:
+    from spes_p2p.experts.triton_backend import try_kernels
+
+    try_kernels(CPU)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("ends", [[3, 3, 10, 37], [0, 0, 37, 37], [1, 1, 1, 1]])
-def test_grouped_mm_agrees_with_the_loop_on_cuda(ends: list[int]) -> None:
-    torch.manual_seed(0)
-    x_NK = torch.randn(ends[-1], 64, dtype=torch.bfloat16, device="cuda")
-    y_NM = torch.randn(ends[-1], 32, dtype=torch.bfloat16, device="cuda")
-    w_EMK = torch.randn(4, 32, 64, dtype=torch.bfloat16, device="cuda")
-    ends_E = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    grouped, eager = GroupedMM(), Eager()
-    assert close(grouped.rows(x_NK, w_EMK.mT, ends_E), eager.rows(x_NK, w_EMK.mT, ends_E))
-    assert close(grouped.rows(y_NM, w_EMK, ends_E), eager.rows(y_NM, w_EMK, ends_E))
-    assert close(grouped.outer(y_NM, x_NK, ends_E[:2]), eager.outer(y_NM, x_NK, ends_E[:2]))
+@pytest.mark.parametrize("name", ["grouped_mm", "triton"])
+@pytest.mark.parametrize(("width_k", "width_m"), [(64, 32), (2048, 1024), (200, 72)])
+@pytest.mark.parametrize("ends", [[3, 3, 10, 37], [0, 0, 37, 37], [1, 1, 1, 1], [1000, 1000, 1130, 5000]])
+def test_agrees_with_the_loop_on_cuda(name: str, width_k: int, width_m: int, ends: list[int]) -> None:
+    cuda = torch.device("cuda")
+    backend, _ = resolve_backend(name, cuda, torch.bfloat16)
+    agree_on(backend, cuda, torch.bfloat16, (width_k, width_m), ends)
 
 
 def test_a_gpu_without_kernels_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spes_p2p.experts import swiglu
-from spes_p2p.experts.kernels import _why_not
+from spes_p2p.experts.kernels import _said_why_not
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -85,6 +85,6 @@ def test_a_trial_that_fails_is_said_once_and_torch_takes_over(caplog: pytest.Log
         tried.append(device)
         raise RuntimeError("bf16 is not supported below sm_80\nmore")
 
-    answers = [_why_not(torch.device("cpu"), trial) for _ in range(2)]
+    answers = [_said_why_not(torch.device("cpu"), trial) for _ in range(2)]
     assert answers == ["bf16 is not supported below sm_80"] * 2
     assert len(tried) == len(caplog.records) == 1

@@ -1,0 +1,35 @@
+"""Every Triton kernel compiles for the GPUs that people have, without one: to machine code that is as it should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("compile_kernels.py")
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+"""What a block may use at most, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+PRODUCTS = ("_rows", "_outer")
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_BYTES))
+def test_kernels_compile_with_wide_loads_and_without_spills(capability: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, str(PROGRAM), str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    kernels: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    names = Counter(kernel["kernel"] for kernel in kernels)
+    assert names == {"_forward": 1, "_backward": 1, "_row_losses": 2, "_rows": 2, "_outer": 1}
+    for kernel in kernels:
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["has_wide_loads"], kernel
+        assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
+        assert kernel["tensor_cores"] == (kernel["kernel"] in PRODUCTS), kernel
