@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.dht.protocol import DHTProtocol
-from hivemind.p2p import P2P, P2PContext, ServicerBase
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+from hivemind.proto import dht_pb2
 from packaging.requirements import Requirement
 
 from spes_p2p.swarm import hivemind_backend
@@ -74,6 +75,13 @@ def test_the_reader_looks_for_a_call_before_it_answers_it() -> None:
     source = inspect.getsource(ControlClient)
     answers = source.count("self._pending_calls[call_id].set_")
     assert answers == source.count("if call_id in self._pending_calls") > 0
+
+
+def test_a_node_that_is_pinged_before_it_is_whole_gives_no_id() -> None:
+    protocol = DHTProtocol(_initialized_with_create=True)
+    context = P2PContext(handle_name="ping", local_id=PeerID(b"us"), remote_id=PeerID(b"them"))
+    answer = asyncio.run(protocol.rpc_ping(dht_pb2.PingRequest(), context))
+    assert not answer.peer.node_id
 
 
 class Echo(ServicerBase):

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.dht import DHTNode
-from hivemind.dht.protocol import ValidationError
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.proto import dht_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from spes_p2p.errors import DaemonEnded, NetworkError
@@ -41,6 +42,7 @@ from spes_p2p.swarm.hivemind_backend.storage import bound
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 
+DHTProtocol.node_info = dht_pb2.NodeInfo()  # hivemind takes calls before it has set it: until then it has no id to give
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
 _DAEMON_END_SECONDS = 5.0
