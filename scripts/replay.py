@@ -19,7 +19,7 @@ from spes_p2p.consensus.actions import Notice
 from spes_p2p.errors import SpesError
 from spes_p2p.ids import short
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import Played, load_recording, replay
 
 

@@ -44,11 +44,10 @@ from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo, describe_run
-from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.web_sources import SourceKeeper
 
 Say = Callable[[str], None]
@@ -118,7 +117,7 @@ def _check(options: BootstrapOptions) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Found:
     """`data` None: peers bring data of their own. `mirror`: of a run that somebody else began."""
 
     config: Config
@@ -126,7 +125,7 @@ class _Run:
     mirror: Mirror | None = None
 
 
-async def _read_run(options: BootstrapOptions, say: Say) -> _Run:
+async def _read_run(options: BootstrapOptions, say: Say) -> _Found:
     """What `open_run_data` makes of the config that was given."""
     assert options.config_path is not None
     overrides = list(options.overrides)
@@ -137,10 +136,10 @@ async def _read_run(options: BootstrapOptions, say: Say) -> _Run:
         config = start_from(options.init_from, config, options.folder, say)
     elif options.model is not None:
         config = start_from_own(options.model, config, options.folder)
-    return _Run(*await open_run_data(config, options.folder / DATA, options.init_from, say))
+    return _Found(*await open_run_data(config, options.folder / DATA, options.init_from, say))
 
 
-async def _serve(options: BootstrapOptions, run: _Run | None, say: Say, ready: Callable[[str], None]) -> None:
+async def _serve(options: BootstrapOptions, run: _Found | None, say: Say, ready: Callable[[str], None]) -> None:
     network = await _open(options)
     try:
         check_dialable(network)
@@ -164,7 +163,7 @@ async def _mirror(
     mirror = await Mirror.find(network, meeting, options.folder, say)
     try:
         data = await mirror.open_data(options.data, options.max_disk)
-        await _organise(options, _Run(mirror.config, data, mirror), mirror.info, network, say, ready)
+        await _organise(options, _Found(mirror.config, data, mirror), mirror.info, network, say, ready)
     finally:
         await mirror.close()
 
@@ -200,14 +199,15 @@ def check_dialable(network: HivemindNetwork) -> None:
 
 async def _organise(
     options: BootstrapOptions,
-    run: _Run,
+    found: _Found,
     info: RunInfo,
     network: HivemindNetwork,
     say: Say,
     ready: Callable[[str], None],
 ) -> None:
-    config, data, mirror = run.config, run.data, run.mirror
+    config, data, mirror = found.config, found.data, found.mirror
     layout = run_layout(config, options.model)
+    run, node = Run(info, config, layout), Node(network, MonotonicClock(), say)
     folder = options.folder / "run"
     claim_folder(folder, info, layout)
     async with contextlib.AsyncExitStack() as stack:
@@ -222,38 +222,17 @@ async def _organise(
             archive = StateStore(claim_archive(options.archive, info), layout)
             stack.callback(archive.close)
         trouble = asyncio.get_running_loop().create_future()
-        sequence = time.time_ns() // 1_000_000
         serve_data = None
         if data is not None:
-            keeper = SourceKeeper(info, EnvelopeChecker(network.verifier).check, options.folder / DATA)
+            keeper = SourceKeeper(info, node.checker.check, options.folder / DATA)
             if mirror is None:
                 keeper.publish(config.data.urls, time.time_ns() // 1000, network.signer)
             serve_data = PieceServing(data, DataTraffic(), lambda: keeper.packed).answer
+        files = RunFiles(folder, chain, store, archive, serve_data)
         server = None
         if options.serve:
-            server = Server(
-                info, config, layout, folder, network.transport, network.signer, network.verifier,
-                KeySealer(network.signer), chain, store, MonotonicClock(), say, _once(trouble),
-                lambda: announcer.sources(), options.network.max_upload, first_sequence=sequence, data=serve_data,
-            )  # fmt: skip
-        organiser = Organiser(
-            info,
-            rules_of(config, info, layout),
-            config.swarm.min_peers,
-            config.swarm.heartbeat_seconds,
-            network.transport,
-            KeySealer(network.signer),
-            EnvelopeChecker(network.verifier),
-            chain,
-            store,
-            MonotonicClock(),
-            say,
-            archive,
-            first_sequence=sequence,
-            server=server,
-            data=serve_data,
-            fatal=_once(trouble),
-        )
+            server = Server(run, node, files, lambda: announcer.sources(), _once(trouble), options.network.max_upload)
+        organiser = Organiser(run, node, files, server, _once(trouble))
         stack.push_async_callback(organiser.stop)
         contacts = Contacts(options.folder, info, network.signer.peer_id, options.network.initial_peers)
         describe = _describer(info, network, chain, data)
@@ -280,7 +259,7 @@ async def _organise(
         if server is not None:
             stack.push_async_callback(server.leave, LEAVE_SECONDS)
         watch = OrganiserWatch(
-            info, network.directory, EnvelopeChecker(network.verifier).check, _hearing(organiser, say), _once(trouble),
+            info, network.directory, node.checker.check, _hearing(organiser, say), _once(trouble),
             folder / WORDS_FILE,
         )  # fmt: skip
         stack.push_async_callback(watch.stop)
@@ -299,8 +278,9 @@ async def _organise(
         if mirror is not None:
             chores += [mirror.await_genesis(organiser, store), mirror.copy_data(announcer)]
             if data is not None:
-                stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
-                chores.append(keeper.look_on(network.transport, lambda: tuple(announcer.known), lambda: stall_seconds))
+                chores.append(
+                    keeper.look_on(network.transport, lambda: tuple(announcer.known), lambda: run.stall_seconds)
+                )
         await _first_failure(trouble, *chores)
 
 

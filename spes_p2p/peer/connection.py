@@ -18,11 +18,9 @@ from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.machine import Consensus, Start
+from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.consensus.messages import Commit, Intent, Status
-from spes_p2p.consensus.state import Identity
-from spes_p2p.consensus.timing import Pace
 from spes_p2p.data.copies import Copies
 from spes_p2p.data.feed import Feed, PieceDataset
 from spes_p2p.data.held import Held
@@ -57,15 +55,15 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reac
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.sync.driver import Arithmetic, Disk, Driver
+from spes_p2p.sync.composition import Role, build_driver, open_disk
+from spes_p2p.sync.driver import Disk, Driver
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.joining import Joining, load_run, rules_of
+from spes_p2p.sync.joining import Joining, load_run
+from spes_p2p.sync.node import Node, Run, stall_seconds_of
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words, read_words, together
 from spes_p2p.sync.recorder import FlightRecorder
-from spes_p2p.sync.residuals import Residuals
-from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.sync.web_sources import SourceKeeper
@@ -301,7 +299,7 @@ class Connection:
         self._feeding, transport = Tasks(self.gate.failed), self._network.transport
         check = EnvelopeChecker(self._network.verifier).check
         self._sources = SourceKeeper(self._info, check, self._options.output / DATA)
-        stall_seconds = max(5.0, 5 * self.config.swarm.heartbeat_seconds)
+        stall_seconds = stall_seconds_of(self.config)
         looking = self._sources.look_on(transport, lambda: tuple(self._data_holders()), lambda: stall_seconds)
         self._feeding.spawn(looking)
         if self._feed is None:
@@ -422,7 +420,6 @@ class Connection:
         assert network is not None
         self.intent = self._first_intent(columns_that_fit)
         intent = self._wished()
-        sealer, checker = KeySealer(network.signer), EnvelopeChecker(network.verifier)
         self._announcer = Announcer(
             info, network.transport, network.directory, self._describe, self._newest, self.gate.failed, self._contacts,
             learnt=self._greet,
@@ -430,38 +427,26 @@ class Connection:
         await self._announcer.start()
         self._start_feeding()
         folder = self._options.output / RUN
-        joining = Joining(
-            info, config, self.layout, folder, network.transport, network.signer, network.verifier, sealer, self._say,
-            checkpoints=self._options.output / CHECKPOINTS,
-        )  # fmt: skip
+        run, node = Run(info, config, self.layout), Node(network, self.clock, self._say)
+        joining = Joining(run, node, folder, self._options.output / CHECKPOINTS)
         place = await joining.enter(intent, self._announcer.sources)
-        with storing(folder, 0):
-            inputs, moments = Inputs(folder / "inputs", self.layout), MomentStore(folder / "moments", self.layout)
-            residuals = Residuals(folder / "residuals", self.layout)
         data = None
         if self._shelf is not None:
             data = PieceServing(self._shelf, self._data_traffic, lambda: self._sources.packed).answer
-        self._disk = Disk(place.store, place.chain, place.votes, inputs, residuals, moments, data)
-        identity = Identity(network.signer.peer_id, rules_of(config, info, self.layout), sealer, checker.check)
-        start = Start(
-            place.votes.incarnation, place.tip.manifest, place.tip, place.votes.record, intent,
-            time.time_ns() // 1_000_000, seeds=tuple(await self._announcer.sources()),
-        )  # fmt: skip
-        core = Consensus.begin(identity, start, Pace(config.swarm.heartbeat_seconds), self.clock.now())
+        self._disk = disk = open_disk(place, folder, self.layout, data)
+        with storing(folder, 0):
+            disk.moments = MomentStore(folder / "moments", self.layout)
+        role = Role(intent, tuple(await self._announcer.sources()), follow=self._options.follow)
+        self._driver = build_driver(run, node, place.tip, disk, role, self.gate)
         FlightRecorder(
             self._options.output / "flight", info, say=lambda text: self.gate.notice(Notice("recorder", text))
-        ).attach(core)
-        arithmetic = Arithmetic(self.layout, config.sync.merge_top_k)
-        self._driver = Driver(
-            core, info, network.transport, checker, self._disk, arithmetic, self.gate, self.clock,
-            follow=self._options.follow,
-        )  # fmt: skip
+        ).attach(self._driver.core)
         self._data_traffic.begin_rounds()
         self.gate.attach(self._driver, asyncio.get_running_loop())
         await self._driver.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_daemon(network))
         self._organiser = OrganiserWatch(
-            info, network.directory, checker.check, self._hear_organiser, self.gate.failed, folder / WORDS_FILE
+            info, network.directory, node.checker.check, self._hear_organiser, self.gate.failed, folder / WORDS_FILE
         )
         await self._organiser.start()
         self._is_in = True

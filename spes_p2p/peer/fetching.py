@@ -33,7 +33,8 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
-from spes_p2p.sync.joining import load_run, rules_of
+from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.node import rules_of, stall_seconds_of
 from spes_p2p.sync.sealing import EnvelopeChecker
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ class _Fetching:
         self._store = store
         self.chain = chain
         self._report = report
-        stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
+        stall_seconds = stall_seconds_of(config)
         self._transfers = Transfers(transport, store.layout, lambda: stall_seconds, patient=True)
         rules, self._check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
         self._headers = CatchUp(info, rules, self._check, chain, store, self._transfers, asyncio.to_thread)

@@ -39,6 +39,7 @@ from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_run
 from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.node import stall_seconds_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.starting import fetch_genesis, fetch_start
@@ -74,7 +75,7 @@ class Mirror:
         self._folder = folder
         self._say = say
         self._tasks = Tasks(lambda error: None)  # whoever waits for it hears of it
-        self._stall_seconds = max(5.0, 5 * config.swarm.heartbeat_seconds)
+        self._stall_seconds = stall_seconds_of(config)
         self._cache: PieceCache | None = None
 
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit, Sealer
@@ -22,7 +22,7 @@ from spes_p2p.peer.options import JoinTarget, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
-from spes_p2p.swarm.ports import Directory, Signer, Transport, Verifier
+from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.finding import find_run
@@ -60,22 +60,6 @@ def on_network(meeting: JoinTarget, work: Callable[[HivemindNetwork], Any]) -> A
 # ---------------------------------------------------------------- the organiser's words
 
 
-class Node(Protocol):
-    """A way into the run's network."""
-
-    @property
-    def directory(self) -> Directory: ...
-
-    @property
-    def transport(self) -> Transport: ...
-
-    @property
-    def verifier(self) -> Verifier: ...
-
-    @property
-    def signer(self) -> Signer: ...
-
-
 def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: Callable[[str], None]) -> int:
     """Ends a run with the organiser's key; the last round: `after_round`, else the one that runs now.
 
@@ -110,11 +94,11 @@ def look_at_histories(meeting: JoinTarget) -> Parted:
     return found
 
 
-async def histories_of(node: Node, run_id: str | None, fingerprint: str | None) -> Parted:
+async def histories_of(network: Network, run_id: str | None, fingerprint: str | None) -> Parted:
     """The same on any network."""
-    info, config = await _found(node, run_id, fingerprint)
+    info, config = await _found(network, run_id, fingerprint)
     with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
-        parts = (node.directory, node.transport, node.verifier)
+        parts = (network.directory, network.transport, network.verifier)
         return Parted(info, tuple(await fetch_forks(*parts, Path(folder), info, config)))
 
 
@@ -124,13 +108,13 @@ def choose_history(identity: Path, meeting: JoinTarget, parted: Parted, fork: Fo
     on_network(meeting, lambda network: decide(network, parted.info, fork, side, sealer))
 
 
-async def decide(node: Node, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
+async def decide(network: Network, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
     """The same on any network. It counts before what was chosen there earlier, also where a clock was set back."""
-    words = await read_words(node.directory, info, EnvelopeChecker(node.verifier).check)
+    words = await read_words(network.directory, info, EnvelopeChecker(network.verifier).check)
     before = [signed.value.at_seconds for signed in together(words.values()).choices]
     at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
     parent, child = (Hash(bytes.fromhex(name)) for name in (fork.parent, side.child))
-    return await tell(node, info, choice(info, parent, child, at_seconds, sealer))
+    return await tell(network, info, choice(info, parent, child, at_seconds, sealer))
 
 
 def check_key(identity: Path, info: RunInfo) -> None:
@@ -148,23 +132,23 @@ def _sealer_of(identity: Path, info: RunInfo) -> KeySealer:
     return KeySealer(signer)
 
 
-async def _found(node: Node, run_id: str | None, fingerprint: str | None) -> tuple[RunInfo, Config]:
-    group = await find_run(node.directory, run_id, ANSWER_SECONDS, fingerprint)
-    return await load_run(node.transport, group, ANSWER_SECONDS)
+async def _found(network: Network, run_id: str | None, fingerprint: str | None) -> tuple[RunInfo, Config]:
+    group = await find_run(network.directory, run_id, ANSWER_SECONDS, fingerprint)
+    return await load_run(network.transport, group, ANSWER_SECONDS)
 
 
-async def tell(node: Node, info: RunInfo, word: Words) -> Words:
+async def tell(network: Network, info: RunInfo, word: Words) -> Words:
     """Publishes a word of the organiser until a node of the run repeats it; all that it has said by then.
 
     Raises NetworkError where nobody does: then it is forgotten.
     """
-    check, now = EnvelopeChecker(node.verifier).check, asyncio.get_running_loop().time
+    check, now = EnvelopeChecker(network.verifier).check, asyncio.get_running_loop().time
     until = now() + HEARD_SECONDS
-    known = together((await read_words(node.directory, info, check)).values()).merged(word)
-    await node.directory.publish(words_key(info.run_id), pack(known), TTL_SECONDS)
+    known = together((await read_words(network.directory, info, check)).values()).merged(word)
+    await network.directory.publish(words_key(info.run_id), pack(known), TTL_SECONDS)
     while True:
-        said = await read_words(node.directory, info, check)
-        repeated = [words for peer, words in said.items() if peer != node.signer.peer_id and words.has(word)]
+        said = await read_words(network.directory, info, check)
+        repeated = [words for peer, words in said.items() if peer != network.signer.peer_id and words.has(word)]
         if repeated:
             return together(repeated)
         if now() > until:

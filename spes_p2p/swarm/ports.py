@@ -165,3 +165,19 @@ class Directory(Protocol):
     def dropped(self) -> int:
         """Records that were refused so far."""
         ...
+
+
+class Network(Protocol):
+    """One peer's place in the network, with all that it offers."""
+
+    @property
+    def transport(self) -> Transport: ...
+
+    @property
+    def directory(self) -> Directory: ...
+
+    @property
+    def signer(self) -> Signer: ...
+
+    @property
+    def verifier(self) -> Verifier: ...

@@ -7,69 +7,35 @@ disk. What comes out is everything that a Driver needs; catching up with newer r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from spes_p2p.config.schema import Config, steps_per_round_at
-from spes_p2p.consensus.messages import Ballots, Commit, Envelope, Intent, Sealer, Status, Work, manifest_hash
-from spes_p2p.consensus.rules import RunRules
+from spes_p2p.config.schema import Config
+from spes_p2p.consensus.messages import Ballots, Commit, Envelope, Intent, Status, Work, manifest_hash
 from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.transfers import Transfers, fetch_run
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
-from spes_p2p.state.layout import VALUE_BYTES, Layout
+from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Signer, Transport, Verifier
+from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.records import RunGroup
-from spes_p2p.sync import merge
 from spes_p2p.sync.candidate_state import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp
-from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
+from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
+from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.rebuild import rebuild
 from spes_p2p.sync.scrub import Mender
-from spes_p2p.sync.sealing import EnvelopeChecker
-from spes_p2p.sync.starting import fetch_start
+from spes_p2p.sync.starting import Sources, fetch_start
 from spes_p2p.wire import pack, unpack
 
-T = TypeVar("T")
-Sources = Callable[[], Awaitable[Iterable[PeerId]]]
 WITHDRAW_SECONDS = 2.0
 LONG_CHECK_BYTES = 2**30
 """A larger state takes seconds to hash: that is said."""
-
-
-def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
-    """What rounds need to know of a run."""
-    sync = config.sync
-    merges = sync.enabled and sync.merge_alpha > 0 and layout.num_columns > 1
-
-    def alpha(step: int) -> float:
-        return merge.merge_alpha(sync.merge_alpha, sync.merge_decay_steps, step) if merges else 0.0
-
-    return RunRules(
-        fingerprint=info.fingerprint,
-        block_tiles=tuple(len(layout.tile_ids_of(block.index)) for block in layout.model_blocks),
-        slice_tiles=sync.slice_tiles,
-        sequence_tokens=config.data.sequence_length,
-        batch_sequences=config.optimizer.batch_sequences,
-        block_sequences=config.data.block_sequences,
-        leased=info.dataset != NO_HASH,
-        target_replicas=config.swarm.target_replicas,
-        steps_per_round=lambda step: steps_per_round_at(config, step),
-        merge_interval=sync.merge_interval,
-        merge_alpha=alpha,
-        exchange=sync.enabled,
-        expert_rounds=sync.column_rounds,
-        fragments=sync.fragments,
-        outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
-        organiser=info.organiser,
-        final_rounds=config.swarm.final_rounds,
-    )
 
 
 async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float) -> tuple[RunInfo, Config]:
@@ -104,40 +70,14 @@ class JoinedRun:
 class Joining:
     """Brings one peer to the point where its disk holds genesis (or more) and the state of its tip."""
 
-    def __init__(
-        self,
-        info: RunInfo,
-        config: Config,
-        layout: Layout,
-        folder: Path,
-        transport: Transport,
-        signer: Signer,
-        verifier: Verifier,
-        sealer: Sealer,
-        say: Callable[[str], None],
-        new_incarnation: Callable[[], int] = wall_clock_microseconds,
-        checkpoints: Path | None = None,
-    ) -> None:
-        """`say` is told what a person should read; `new_incarnation` gives numbers that rise over restarts.
-
-        `checkpoints` is a folder of this peer from which lost parts of the state may be taken.
-        """
-        self._info = info
-        self._config = config
-        self._layout = layout
+    def __init__(self, run: Run, node: Node, folder: Path, checkpoints: Path | None = None) -> None:
+        """`folder` is the run's on this disk; from `checkpoints` of this peer lost parts of the state may be taken."""
+        self._run = run
+        self._node = node
         self._folder = folder
-        self._transport = transport
-        self._me = signer.peer_id
-        self._sealer = sealer
-        self._checker = EnvelopeChecker(verifier)
-        self._say = say
-        self._said: set[str] = set()
-        self._new_incarnation = new_incarnation
         self._checkpoints = checkpoints
-        self._rules = rules_of(config, info, layout)
-        self._transfers = Transfers(
-            transport, layout, lambda: max(5.0, 5 * config.swarm.heartbeat_seconds), patient=True
-        )
+        self._said: set[str] = set()
+        self._transfers = Transfers(node.transport, run.layout, lambda: run.stall_seconds, patient=True)
 
     async def enter(self, intent: Intent, sources: Sources) -> JoinedRun:
         """Opens the disk and waits for genesis if there is none yet; `sources` finds peers that may be asked.
@@ -145,7 +85,7 @@ class Joining:
         Raises StateError where the disk holds what does not fit, NetworkError where the initial state came out
         differently here and nobody gives it, and StorageFull. The store is closed again then.
         """
-        store = StateStore(self._folder / "state", self._layout)
+        store = StateStore(self._folder / "state", self._run.layout)
         try:
             return await self._enter(store, intent, sources)
         except BaseException:
@@ -154,11 +94,11 @@ class Joining:
 
     async def _enter(self, store: StateStore, intent: Intent, sources: Sources) -> JoinedRun:
         chain = Chain(self._folder / "chain")
-        votes = VoteBook(self._folder / "votes", self._new_incarnation)
+        votes = VoteBook(self._folder / "votes", self._node.new_incarnation)
         for problem in store.problems:
-            self._say(str(problem))
+            self._node.say(str(problem))
         if self._checkpoints is not None:
-            await asyncio.to_thread(partial(rebuild, store, chain, self._checkpoints, self._say))
+            await asyncio.to_thread(partial(rebuild, store, chain, self._checkpoints, self._node.say))
         _drop_uncommitted(store, chain)
         is_new = store.latest() is None
         if is_new:
@@ -183,18 +123,18 @@ class Joining:
             tip = await self._whole(store, chain, tip, sources)
         votes.arrive(manifest_hash(tip.manifest))
         if not _stands_by(votes.record, store, chain, tip):
-            self._say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
+            self._node.say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
             votes.forget()
         return JoinedRun(store, chain, votes, tip)
 
     async def _make_initial(self, store: StateStore, sources: Sources) -> None:
-        run, model = self._config.run, self._config.model
+        run, model = self._run.config.run, self._run.config.model
         if run.initial_state:
-            root, beat = Hash(bytes.fromhex(run.initial_state)), self._config.swarm.heartbeat_seconds
+            root, beat = Hash(bytes.fromhex(run.initial_state)), self._run.heartbeat_seconds
             await fetch_start(store, root, self._transfers, sources, asyncio.to_thread, self._say_once, beat)
             return
-        self._say("computing the initial state")
-        initial = InitialState(self._layout, run.seed, model.init_std)
+        self._node.say("computing the initial state")
+        initial = InitialState(self._run.layout, run.seed, model.init_std)
         await asyncio.to_thread(lambda: store.create_initial(initial))
 
     async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
@@ -211,10 +151,10 @@ class Joining:
                 for peer in asked:
                     if peer not in asking:
                         asking[peer] = asyncio.create_task(self._ask_genesis(peer, envelope))
-                found = await self._first_genesis(asking, self._config.swarm.heartbeat_seconds)
+                found = await self._first_genesis(asking, self._run.heartbeat_seconds)
                 if found is not None:
                     return found
-                self._say_once(f"waiting until {self._config.swarm.min_peers} peers have come")
+                self._say_once(f"waiting until {self._run.config.swarm.min_peers} peers have come")
         except asyncio.CancelledError:
             await _end(asking.values())
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
@@ -238,33 +178,33 @@ class Joining:
 
     async def _withdraw(self, envelope: Envelope, asked: tuple[PeerId, ...]) -> None:
         """The run should not begin with a peer that is gone."""
-        calls = (self._transport.call(peer, pack(envelope), WITHDRAW_SECONDS) for peer in asked)
+        calls = (self._node.transport.call(peer, pack(envelope), WITHDRAW_SECONDS) for peer in asked)
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _ask_genesis(self, peer: PeerId, envelope: Envelope) -> Commit | None:
         try:
-            answer = await self._transport.call(peer, pack(envelope), 4 * self._config.swarm.heartbeat_seconds)
-            commit = self._checker.open(peer, answer).commit
+            answer = await self._node.transport.call(peer, pack(envelope), 4 * self._run.heartbeat_seconds)
+            commit = self._node.checker.open(peer, answer).commit
             if commit is None or commit.manifest.round > 0:
                 part = await self._transfers.chain(peer, 0)
                 commit = part[0] if part else None
             if commit is not None:
-                check_genesis(commit, self._info, self._checker.check)
+                check_genesis(commit, self._run.info, self._node.checker.check)
             return commit
         except (NetworkError, RemoteProtocolError) as error:
-            if isinstance(error, RemoteProtocolError) or peer == self._info.organiser:  # others wait as we do
+            if isinstance(error, RemoteProtocolError) or peer == self._run.info.organiser:  # others wait as we do
                 self._say_once(f"peer {short(peer)} gave no genesis: {error}")
             return None
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self._say(text)
+            self._node.say(text)
 
     def _newcomer(self, intent: Intent, incarnation: int, sequence: int) -> Envelope:
-        name = self._info.fingerprint
-        status = Status(name, self._me, incarnation, sequence, -1, NO_HASH, Work(), intent, Ballots())
-        return Envelope(self._me, (self._sealer.seal(status),))
+        name = self._run.info.fingerprint
+        status = Status(name, self._node.me, incarnation, sequence, -1, NO_HASH, Work(), intent, Ballots())
+        return Envelope(self._node.me, (self._node.sealer.seal(status),))
 
     async def _tip(self, store: StateStore, chain: Chain, sources: Sources) -> Commit:
         """The newest commit whose state is here whole; ends a commit that a crash cut between chain and state."""
@@ -289,10 +229,10 @@ class Joining:
 
     async def _replace_initial(self, store: StateStore, chain: Chain, genesis: Commit, sources: Sources) -> Commit:
         """Ours is not that of the run (our arithmetic gave another one): fetch what differs, or a newer state."""
-        if self._config.run.initial_state:
-            self._say("fetching the state of the run")
+        if self._run.config.run.initial_state:
+            self._node.say("fetching the state of the run")
         else:
-            self._say("the initial state came out differently on this machine; fetching it instead")
+            self._node.say("the initial state came out differently on this machine; fetching it instead")
         reasons: list[str] = []
         found = await self._fetch_instead(store, chain, genesis, sources, reasons)
         if found is None:
@@ -308,7 +248,7 @@ class Joining:
     ) -> Commit | None:
         """A newer state than that of `tip`, or that one, from whoever has it; why not, in `reasons`."""
         catch_up = CatchUp(
-            self._info, self._rules, self._checker.check, chain, store, self._transfers, asyncio.to_thread
+            self._run.info, self._run.rules, self._node.checker.check, chain, store, self._transfers, asyncio.to_thread
         )
         for peer in await sources():
             known = chain.length - 1  # perhaps from somebody who has no state
@@ -332,9 +272,9 @@ class Joining:
         Raises TileDamaged where nobody has those either.
         """
         version = store.version(tip.manifest.round)
-        size_bytes = self._layout.num_values * VALUE_BYTES
+        size_bytes = self._run.layout.num_values * VALUE_BYTES
         if size_bytes > LONG_CHECK_BYTES:
-            self._say(f"checking the state of round {version.round} ({size_bytes / 1e9:.0f} GB)")
+            self._node.say(f"checking the state of round {version.round} ({size_bytes / 1e9:.0f} GB)")
         damaged = await asyncio.to_thread(lambda: list(version.damaged_tiles()))
         if not damaged:
             return tip
@@ -342,10 +282,10 @@ class Joining:
         left = await Mender(store, self._transfers, asyncio.to_thread).mend(version, damaged, holders)
         mended = len(damaged) - len(left)
         if mended:
-            self._say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were mended")
+            self._node.say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were mended")
         if not left:
             return tip
-        self._say(f"{version.damage(left[0])}; nobody who answers has it, so a newer state is looked for")
+        self._node.say(f"{version.damage(left[0])}; nobody who answers has it, so a newer state is looked for")
         newer = await self._fetch_instead(store, chain, tip, sources, [])
         if newer is None:
             raise version.damage(left[0])

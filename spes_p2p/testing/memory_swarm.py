@@ -14,26 +14,29 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Intent, Manifest
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId, sha256
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.own import OwnStart
 from spes_p2p.state.initial import InitialState
+from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer
 from spes_p2p.swarm.ports import LoopClock
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.genesis import describe_run
-from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.genesis import RunInfo, describe_run
+from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.sync.starting import fetch_genesis
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 
 __all__ = ["ORGANISER", "MemorySwarm", "PretendPeer", "PretendWork"]
 
 LOOK_SECONDS = 0.05
+DAY_SECONDS = 86_400.0
+"""What the clocks of machines showed when the swarm began."""
 
 
 class MemorySwarm:
@@ -58,7 +61,6 @@ class MemorySwarm:
         serve: bool = False,
         start: OwnStart | None = None,
     ) -> None:
-        self.config = config
         self.folder = folder
         self.network = MemoryNetwork(seed)
         self.clock = LoopClock()
@@ -66,10 +68,9 @@ class MemorySwarm:
         self.serve = serve
         self.server: Server | None = None
         self.server_failures: list[BaseException] = []
-        self.layout = state_layout(config) if start is None else start.layout
-        self._start = start or InitialState(self.layout, config.run.seed, config.model.init_std)
-        self.info = describe_run(config, sha256(b"some data") if leased else NO_HASH, ORGANISER)
-        self.rules = rules_of(config, self.info, self.layout)
+        layout = state_layout(config) if start is None else start.layout
+        self._start = start or InitialState(layout, config.run.seed, config.model.init_std)
+        self.run = Run(describe_run(config, sha256(b"some data") if leased else NO_HASH, ORGANISER), config, layout)
         self.peers: dict[PeerId, PretendPeer] = {}
         self.lives: list[PretendPeer] = []
         """Every peer that ever was, in the order of their starts; `peers` has the last life of each."""
@@ -82,6 +83,22 @@ class MemorySwarm:
         self._incarnations = itertools.count(1)
         self.clock_behind_seconds = 0.0
         """Of the machines on which peers start from now on."""
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def info(self) -> RunInfo:
+        return self.run.info
+
+    @property
+    def layout(self) -> Layout:
+        return self.run.layout
+
+    @property
+    def rules(self) -> RunRules:
+        return self.run.rules
 
     def new_incarnation(self) -> int:
         """Numbers that rise, where a real peer looks at its clock."""
@@ -100,45 +117,38 @@ class MemorySwarm:
         self._archive_store = StateStore(self.folder / "archive", self.layout) if self.archive else None
         self.organiser_said: list[str] = []
         chain = Chain(self.folder / ORGANISER / "chain")
-        if self.serve:
-            self.server = self._server(net, chain, self._organiser_store, self.organiser_said)
-        self.organiser = Organiser(
-            self.info, self.rules, self.config.swarm.min_peers, self.config.swarm.heartbeat_seconds, net.transport,
-            KeySealer(net.signer), EnvelopeChecker(net.verifier), chain,
-            self._organiser_store, self.clock, self.organiser_said.append, self._archive_store,
-            first_sequence=int(self.clock.now() * 1000), server=self.server,
-            fatal=self.server_failures.append,
-        )  # fmt: skip
+        files = RunFiles(self.folder / ORGANISER, chain, self._organiser_store, self._archive_store)
+        node = self.node(net, self.organiser_said.append)
+        self.server = self._server(node, files) if self.serve else None
+        self.organiser = Organiser(self.run, node, files, self.server, self.server_failures.append)
         await self.organiser.start()
 
-    def _server(self, net: MemoryPeer, chain: Chain, store: StateStore, said: list[str]) -> Server:
-        return Server(
-            self.info, self.config, self.layout, self.folder / net.peer_id, net.transport, net.signer, net.verifier,
-            KeySealer(net.signer), chain, store, self.clock, said.append, self.server_failures.append, self._sources,
-            new_incarnation=self.new_incarnation, first_sequence=int(self.clock.now() * 1000),
-        )  # fmt: skip
+    def node(self, net: MemoryPeer, say: Callable[[str], None]) -> Node:
+        """A machine of this swarm."""
+        now = DAY_SECONDS + self.clock.now() - self.clock_behind_seconds
+        return Node(net, self.clock, say, self.new_incarnation, int(1000 * now))
+
+    def _server(self, node: Node, files: RunFiles) -> Server:
+        return Server(self.run, node, files, self._sources, self.server_failures.append)
 
     async def add_mirror(self, name: str, said: list[str], serve: bool = False) -> Organiser:
         """One with an archive, or a member that serves; genesis comes from whoever has it. `said` gets its words."""
         net, folder = self.network.peer(name), self.folder / name
-        chain, store = Chain(folder / "chain"), StateStore(folder / "state", self.layout)
+        store = StateStore(folder / "state", self.layout)
         store.create_initial(self._start)
         archive = None if serve else StateStore(folder / "archive", self.layout)
         self._mirror_stores += [store] if archive is None else [store, archive]
-        server = self._server(net, chain, store, said) if serve else None
-        checker, beat = EnvelopeChecker(net.verifier), self.config.swarm.heartbeat_seconds
-        mirror = Organiser(
-            self.info, self.rules, self.config.swarm.min_peers, beat, net.transport, KeySealer(net.signer), checker,
-            chain, store, self.clock, said.append, archive, server=server, fatal=self.server_failures.append,
-        )  # fmt: skip
+        node, files = self.node(net, said.append), RunFiles(folder, Chain(folder / "chain"), store, archive)
+        server = self._server(node, files) if serve else None
+        mirror = Organiser(self.run, node, files, server, self.server_failures.append)
         self.mirrors[PeerId(name)] = mirror
         await mirror.start()
-        transfers = Transfers(net.transport, self.layout, lambda: 5 * beat, patient=True)
+        transfers = Transfers(net.transport, self.layout, lambda: self.run.stall_seconds, patient=True)
 
         async def others() -> Iterable[PeerId]:
             return [ORGANISER, *(one for one in self.mirrors if one != name), *await self._sources()]
 
-        mirror.begun(await fetch_genesis(self.info, transfers, checker.check, others, beat))
+        mirror.begun(await fetch_genesis(self.info, transfers, node.checker.check, others, self.run.heartbeat_seconds))
         return mirror
 
     async def _sources(self) -> Iterable[PeerId]:

@@ -18,19 +18,14 @@ import numpy as np
 
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.messages import DEGRADED, Intent, Manifest, Work
-from spes_p2p.consensus.state import Identity
-from spes_p2p.consensus.timing import Pace
 from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
-from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
-from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.composition import Role, build_driver, open_disk
+from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.joining import JoinedRun, Joining
-from spes_p2p.sync.residuals import Residuals
-from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.stages import (
     Action,
@@ -58,8 +53,6 @@ from spes_p2p.train.values import TrainedValues
 if TYPE_CHECKING:
     from spes_p2p.testing.memory_swarm import MemorySwarm
 
-DAY_SECONDS = 86_400.0
-"""What the clocks of machines showed when the swarm began."""
 ORGANISER = PeerId("organiser")
 LEAVE_SECONDS = 10.0
 Alter = Callable[[int, int, Values], Values]
@@ -152,43 +145,28 @@ class PretendPeer:
         """Joins, or goes on from what is on disk."""
         swarm = self.swarm
         self.net: MemoryPeer = swarm.network.peer(self.name)
-        self.checker = EnvelopeChecker(self.net.verifier)
         self.said: list[str] = []
-        sealer = KeySealer(self.net.signer)
-        joining = Joining(
-            swarm.info, swarm.config, swarm.layout, self.folder, self.net.transport, self.net.signer,
-            self.net.verifier, sealer, self.said.append, swarm.new_incarnation, self.folder / "checkpoints",
-        )  # fmt: skip
+        self.node = swarm.node(self.net, self.said.append)
+        joining = Joining(swarm.run, self.node, self.folder, self.folder / "checkpoints")
         place = await joining.enter(self.intent, self._sources)
         self._pretended: Pretended | None = None
         self._training: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
-        await self._drive(place, sealer)
+        await self._drive(place)
 
-    async def _drive(self, place: JoinedRun, sealer: KeySealer) -> None:
-        swarm, now = self.swarm, self.swarm.clock.now()
+    async def _drive(self, place: JoinedRun) -> None:
+        swarm = self.swarm
+        self.disk = open_disk(place, self.folder, swarm.layout)
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
-        self.inputs = Inputs(self.folder / "inputs", swarm.layout)
-        self.residuals = Residuals(self.folder / "residuals", swarm.layout)
+        self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         self.machine = TrainerMachine(self._training_rules(), swarm.layout)
         self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now)
-        first = int(1000 * (DAY_SECONDS + now - swarm.clock_behind_seconds))
-        identity = Identity(self.name, swarm.rules, sealer, self.checker.check)
-        start = Start(
-            place.votes.incarnation, place.tip.manifest, place.tip, place.votes.record, self.intent, first,
-            seeds=tuple(await self._sources()),
-        )  # fmt: skip
-        core = Consensus.begin(identity, start, Pace(swarm.config.swarm.heartbeat_seconds), now)
-        self.driver = Driver(
-            core, swarm.info, self.net.transport, self.checker,
-            Disk(place.store, place.chain, place.votes, self.inputs, self.residuals),
-            Arithmetic(swarm.layout, swarm.config.sync.merge_top_k), self,
-            swarm.clock, follow=swarm.follow.get(self.name, ""),
-        )  # fmt: skip
+        role = Role(self.intent, tuple(await self._sources()), follow=swarm.follow.get(self.name, ""))
+        self.driver = build_driver(swarm.run, self.node, place.tip, self.disk, role, self)
         await self.driver.start()
         self.joined = True
         swarm.watch(self, place.tip.manifest)
-        self._do(self.machine.handle(Begin(place.tip.manifest, core.state.is_member())))
+        self._do(self.machine.handle(Begin(place.tip.manifest, self.driver.core.state.is_member())))
 
     def _training_rules(self) -> TrainingRules:
         config, rules = self.swarm.config, self.swarm.rules

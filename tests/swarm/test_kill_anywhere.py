@@ -22,7 +22,7 @@ from spes_p2p.consensus.messages import MAJORITY
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.joining import rules_of
+from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import BEFORE, NEWEST, Played, load_recording, replay
 from spes_p2p.testing.faults import MUTE, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process

@@ -17,7 +17,8 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.records import RunGroup, RunRecord
 from spes_p2p.sync import joining
 from spes_p2p.sync.genesis import describe_run
-from spes_p2p.sync.joining import load_run, rules_of
+from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.node import Run
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.chains import MadeRun
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, counts, in_swarm, small_config, until
@@ -91,9 +92,8 @@ def test_genesis_signed_by_a_stranger_is_refused(folder: Path) -> None:
     """A node under the organiser's address, with another key."""
 
     async def play(swarm: MemorySwarm) -> None:
-        real = swarm.info
-        swarm.info = describe_run(swarm.config, real.dataset, PeerId("the real organiser"))
-        swarm.rules = rules_of(swarm.config, swarm.info, swarm.layout)
+        other = describe_run(swarm.config, swarm.info.dataset, PeerId("the real organiser"))
+        swarm.run = Run(other, swarm.config, swarm.layout)
         await swarm.start_organiser()
         swarm.organiser._has_key = True  # it signs all the same
         joins = [asyncio.create_task(swarm.add(name)) for name in "abc"]

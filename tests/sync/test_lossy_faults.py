@@ -47,7 +47,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_commit(folder: Path, where: str)
         await swarm.until_round(2)
         full = peer(swarm, "b")
         target: tuple[Any, str] = {
-            "settle": (full.residuals, "_count"),
+            "settle": (full.residuals, "settle"),
             "chain": (full.chain, "append"),
             "publish": (full.driver._candidate, "publish"),
         }[where]
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_when_a_peer_has_caught_up(folder: Path) -> None:
         await peer(swarm, "b").kill()
         await swarm.until_round(5, "ac")
         full = await swarm.add("b")
-        with raising(full.residuals, "_make", StorageFull):
+        with raising(full.residuals, "settle", StorageFull):
             await until(lambda: full.driver._was_full)
         await until(counts(swarm, "b"))
         await swarm.until_round(full.round + 2)

@@ -14,20 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from spes_p2p.consensus.messages import Commit, Envelope, Manifest, Sealer, Status
-from spes_p2p.consensus.rules import RunRules, genesis_manifest
+from spes_p2p.consensus.messages import Commit, Envelope, Manifest, Status
+from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.errors import RemoteProtocolError, StorageFull
-from spes_p2p.exchange.requests import DataRequest, HashesRequest, Request, TilesRequest, unpack_request
+from spes_p2p.exchange.requests import HashesRequest, Request, TilesRequest, unpack_request
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import OwnershipRequest
-from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Blob, Clock, Transport
-from spes_p2p.sync.chain import Chain
+from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.donor import Serving
-from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
+from spes_p2p.sync.genesis import check_same_run, sign_genesis
+from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.run_follower import RunFollower, members_of, or_fatal, said_by, wishes_of
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
 
@@ -46,58 +44,37 @@ class Organiser:
 
     def __init__(
         self,
-        info: RunInfo,
-        rules: RunRules,
-        min_peers: int,
-        heartbeat_seconds: float,
-        transport: Transport,
-        sealer: Sealer,
-        checker: EnvelopeChecker,
-        chain: Chain,
-        store: StateStore,
-        clock: Clock,
-        say: Callable[[str], None],
-        archive_store: StateStore | None = None,
-        first_sequence: int = 0,
+        run: Run,
+        node: Node,
+        files: RunFiles,
         server: Server | None = None,
-        data: Callable[[DataRequest], Blob] | None = None,
         fatal: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`store` holds the initial state as round 0; `say` is told what a person should read.
+        """With an archive the newest states are kept there.
 
-        With an `archive_store` the newest states are kept there. `first_sequence` is above all that this node ever
-        sent. With a `server` this node is a member from genesis on, on the same store and chain. `data` answers what is
-        asked of the run's data, where it is here. `fatal` is told what the node cannot go on without (None: it is only
-        said).
+        With a `server` this node is a member from genesis on, on the same files. `fatal` is told what the node cannot
+        go on without (None: it is only said).
         """
-        self.info = info
-        self.chain = chain
-        self._rules = rules
-        self._min_peers = min_peers
-        self._heartbeat_seconds = heartbeat_seconds
-        self._transport = transport
-        self._sealer = sealer
-        self._checker = checker
-        self._store = store
-        self._clock = clock
-        self._say = say
-        self._has_key = transport.peer_id == info.organiser
+        self.chain = files.chain
+        self._run = run
+        self._node = node
+        self._store = files.store
+        self._has_key = node.me == run.info.organiser
         self._waiting: dict[PeerId, _Waiting] = {}
         self._server = server
         self._said = ""
         self._fatal = fatal or self._failed
         self._tasks = Tasks(self._failed)
-        self._caretaker = RunFollower(
-            info, rules, min_peers, heartbeat_seconds, transport, sealer, checker, chain, store, clock, say,
-            self._tasks, archive_store, first_sequence, self._fatal,
-        )  # fmt: skip
-        stores = [store] if archive_store is None else [archive_store, store]
-        self._serving = [Serving(info, chain, one, lambda parent, first, count: None, data=data) for one in stores]
+        self._caretaker = RunFollower(run, node, files, self._tasks, self._fatal)
+        stores = [files.store] if files.archive is None else [files.archive, files.store]
+        self._serving = [
+            Serving(run.info, self.chain, store, lambda parent, first, count: None, data=files.data) for store in stores
+        ]
 
     async def start(self) -> None:
         """Begins to answer."""
         self._caretaker.start()
-        await self._transport.serve(self, self.chain.names)
+        await self._node.transport.serve(self, self.chain.names)
         self._take_seat()
 
     async def stop(self) -> None:
@@ -129,9 +106,9 @@ class Organiser:
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         """Takes a status; answers with genesis, or with the newest commit."""
-        envelope = self._checker.open(caller, request)
-        check_same_run(envelope, self.info)
-        for status in said_by(caller, envelope, self.info):
+        envelope = self._node.checker.open(caller, request)
+        check_same_run(envelope, self._run.info)
+        for status in said_by(caller, envelope, self._run.info):
             if self.chain.length == 0 and self._has_key:
                 self._await(status)
             elif self.chain.length:
@@ -159,25 +136,25 @@ class Organiser:
     # ---------------------------------------------------------------- genesis
 
     def _await(self, status: Status) -> None:
-        now = self._clock.now()
-        limit = WAITING_BEATS * self._heartbeat_seconds
+        now = self._node.clock.now()
+        limit = WAITING_BEATS * self._run.heartbeat_seconds
         for peer in [peer for peer, waiting in self._waiting.items() if now - waiting.at > limit]:
             self._gone(peer)
         if status.intent.leaving or status.intent.serving or not status.intent.joining:
             self._gone(status.peer)
             return
         if status.peer not in self._waiting:
-            self._say(f"peer {short(status.peer)} has come, {len(self._waiting) + 1} of {self._min_peers}")
+            self._node.say(f"peer {short(status.peer)} has come, {len(self._waiting) + 1} of {self._run.min_peers}")
         self._waiting[status.peer] = _Waiting(status, now)
-        if len(self._waiting) >= self._min_peers:
+        if len(self._waiting) >= self._run.min_peers:
             try:
                 self._begin()
             except StorageFull as error:
-                self._say(f"the run cannot begin: {error}")
+                self._node.say(f"the run cannot begin: {error}")
 
     def _gone(self, peer: PeerId) -> None:
         if self._waiting.pop(peer, None) is not None:
-            self._say(f"peer {short(peer)} has gone, {len(self._waiting)} of {self._min_peers} are left")
+            self._node.say(f"peer {short(peer)} has gone, {len(self._waiting)} of {self._run.min_peers} are left")
 
     def _begin(self) -> None:
         """Genesis is on disk before anybody sees it, so that there is never a second one."""
@@ -187,8 +164,8 @@ class Organiser:
         if self._server is not None:
             members.append(self._server.member)
             wishes[self._server.member.peer] = OwnershipRequest(0)
-        manifest = genesis_manifest(self._rules, root, members, wishes)
-        self.begun(sign_genesis(manifest, self._transport.peer_id, self._sealer))
+        manifest = genesis_manifest(self._run.rules, root, members, wishes)
+        self.begun(sign_genesis(manifest, self._node.me, self._node.sealer))
 
     def begun(self, genesis: Commit) -> None:
         """With this genesis, which somebody has checked, the run begins here. Raises StorageFull."""
@@ -201,4 +178,4 @@ class Organiser:
         """What is tried again in any case; once, though it may fail each time."""
         if (text := f"could not follow the run: {error!r}") != self._said:
             self._said = text
-            self._say(text)
+            self._node.say(text)

@@ -20,13 +20,12 @@ from spes_p2p.consensus.messages import (
     Envelope,
     Intent,
     Manifest,
-    Sealer,
     Signed,
     Status,
     Work,
     manifest_hash,
 )
-from spes_p2p.consensus.rules import RunRules, renewed_manifest
+from spes_p2p.consensus.rules import renewed_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.exchange.transfers import Transfers
@@ -34,16 +33,14 @@ from spes_p2p.files import storing, write_whole
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Clock, Transport
 from spes_p2p.sync.catch_up import CatchUp
-from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.genesis import RunInfo, sign_renewal
+from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.archive import Archive, FewStreams
 from spes_p2p.sync.organising.following import Following
 from spes_p2p.sync.organising.renewal import LivenessMonitor
 from spes_p2p.sync.organising.serving import Server
-from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack, unpack
 
@@ -57,35 +54,13 @@ class RunFollower:
     """Follows one run from its genesis on. All coroutines belong to one event loop."""
 
     def __init__(
-        self,
-        info: RunInfo,
-        rules: RunRules,
-        min_peers: int,
-        heartbeat_seconds: float,
-        transport: Transport,
-        sealer: Sealer,
-        checker: EnvelopeChecker,
-        chain: Chain,
-        store: StateStore,
-        clock: Clock,
-        say: Callable[[str], None],
-        tasks: Tasks,
-        archive_store: StateStore | None,
-        first_sequence: int,
-        fatal: Callable[[BaseException], None],
+        self, run: Run, node: Node, files: RunFiles, tasks: Tasks, fatal: Callable[[BaseException], None]
     ) -> None:
         """As `Organiser`; `tasks` are its own."""
-        self._info = info
-        self._rules = rules
-        self._min_peers = min_peers
-        self._heartbeat_seconds = heartbeat_seconds
-        self._transport = transport
-        self._sealer = sealer
-        self._checker = checker
-        self._chain = chain
-        self._store = store
-        self._clock = clock
-        self._say = say
+        self._run = run
+        self._node = node
+        self._files = files
+        self._chain = files.chain
         self._tasks = tasks
         self._said: set[str] = set()
         self._fatal = fatal
@@ -95,19 +70,30 @@ class RunFollower:
         self._follows = True
         self._listened_at = float("-inf")
         self._vigil: LivenessMonitor | None = None
-        self._sequence = first_sequence
+        self._sequence = node.first_sequence
         self._status: Signed[Status] | None = None
-        transfers = Transfers(transport, store.layout, self._stall_seconds, patient=True)
-        headers = CatchUp(info, rules, checker.check, chain, store, transfers, tasks.in_thread)
-        pause = RETRY_BEATS * heartbeat_seconds
-        self._following = Following(chain, headers, tasks, self._moved, say, clock, pause, self._way_to)
+        transfers = Transfers(node.transport, run.layout, self._stall_seconds, patient=True)
+        self._following = Following(
+            self._chain,
+            self._catch_up(files.store, transfers),
+            tasks,
+            self._moved,
+            node.say,
+            node.clock,
+            RETRY_BEATS * run.heartbeat_seconds,
+            self._way_to,
+        )
         self.archive: Archive | None = None
         self._archiving = False
         self._archive_again_at = float("-inf")
-        if archive_store is not None:
-            few = FewStreams(transport, store.layout, self._stall_seconds)
-            states = CatchUp(info, rules, checker.check, chain, archive_store, few, tasks.in_thread)
-            self.archive = Archive(archive_store, chain, states, tasks.in_thread, say)
+        if files.archive is not None:
+            few = FewStreams(node.transport, run.layout, self._stall_seconds)
+            states = self._catch_up(files.archive, few)
+            self.archive = Archive(files.archive, self._chain, states, tasks.in_thread, node.say)
+
+    def _catch_up(self, store: StateStore, transfers: Transfers) -> CatchUp:
+        run, check = self._run, self._node.checker.check
+        return CatchUp(run.info, run.rules, check, self._chain, store, transfers, self._tasks.in_thread)
 
     def start(self) -> None:
         """An archive is looked through beside."""
@@ -121,7 +107,7 @@ class RunFollower:
         """From now on this node is a member: its driver follows the run and keeps its state."""
         self._follows = False
         while self._following.under_way:
-            await asyncio.sleep(0.1 * self._heartbeat_seconds)
+            await asyncio.sleep(0.1 * self._run.heartbeat_seconds)
         await server.take_seat(self._moved)
         self._driver = server.driver
         self.choose(self._choices)
@@ -136,8 +122,8 @@ class RunFollower:
     def begin(self) -> None:
         """There may be a chain to follow now."""
         if self._chain.newest is not None:
-            pace = Pace(self._heartbeat_seconds)
-            self._vigil = LivenessMonitor(pace, self._chain.newest.manifest, self._clock.now())
+            pace = Pace(self._run.heartbeat_seconds)
+            self._vigil = LivenessMonitor(pace, self._chain.newest.manifest, self._node.clock.now())
 
     @property
     def archived(self) -> Manifest | None:
@@ -148,24 +134,24 @@ class RunFollower:
 
     def word(self) -> Envelope:
         """What we have to say."""
-        return Envelope(self._transport.peer_id, (self._status,) if self._status is not None else ())
+        return Envelope(self._node.me, (self._status,) if self._status is not None else ())
 
     def hear(self, status: Status) -> None:
         """A peer itself has said this."""
         if self._vigil is not None:
-            self._vigil.hear(status, self._clock.now())
+            self._vigil.hear(status, self._node.clock.now())
             if self._follows:
                 self._following.hear(status)
 
     async def _tick_for_ever(self) -> None:
         while True:
             if self._vigil is not None:
-                self._tick(self._vigil, self._clock.now())
-            await asyncio.sleep(self._heartbeat_seconds)
+                self._tick(self._vigil, self._node.clock.now())
+            await asyncio.sleep(self._run.heartbeat_seconds)
 
     def _tick(self, vigil: LivenessMonitor, now: float) -> None:
         self._try("watch the members", self._watch, vigil, now)
-        if self._transport.peer_id == self._info.organiser:  # else it is a mirror, without the key
+        if self._node.me == self._run.info.organiser:  # else it is a mirror, without the key
             self._try("renew the run", self._renew_if_due, vigil, now)
         self._try("keep the newest state", self._keep_newest, vigil, now)
         self._try("say what can be had here", self._speak, vigil, now)
@@ -179,7 +165,7 @@ class RunFollower:
         except Exception as error:  # noqa: BLE001 (nobody else cares for the run: the other parts go on)
             if self._failing.get(what) != type(error).__name__:
                 self._failing[what] = type(error).__name__
-                self._say(f"this node could not {what}, and tries again: {error!r}")
+                self._node.say(f"this node could not {what}, and tries again: {error!r}")
         else:
             self._failing.pop(what, None)
 
@@ -198,12 +184,12 @@ class RunFollower:
             vigil.hear(status, now)
 
     def _way_to(self, ours: Line, theirs: Line) -> Way:
-        may_take = self._vigil is not None and self._vigil.may_take(self._clock.now())
-        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds, chosen=self._choices.values()))
+        may_take = self._vigil is not None and self._vigil.may_take(self._node.clock.now())
+        return choose(ours, theirs, Standing(may_take, self._run.rules.final_rounds, chosen=self._choices.values()))
 
     def _moved(self) -> None:
         """The chain is another one than before."""
-        newest, now = self._chain.newest, self._clock.now()
+        newest, now = self._chain.newest, self._node.clock.now()
         if self._vigil is not None and newest is not None:
             self._vigil.enter(newest.manifest, now)
             self._keep_newest(self._vigil, now)
@@ -214,8 +200,8 @@ class RunFollower:
         if self._driver is not None:  # which speaks to all members itself
             return
         with contextlib.suppress(NetworkError, RemoteProtocolError):  # then it stays silent
-            answer = await self._transport.call(peer, pack(self.word()), 4 * self._heartbeat_seconds)
-            for status in said_by(peer, self._checker.open(peer, answer), self._info):
+            answer = await self._node.transport.call(peer, pack(self.word()), 4 * self._run.heartbeat_seconds)
+            for status in said_by(peer, self._node.checker.open(peer, answer), self._run.info):
                 self.hear(status)
 
     def _speak(self, vigil: LivenessMonitor, now: float) -> None:
@@ -232,9 +218,9 @@ class RunFollower:
             self._status = None
             return
         self._sequence += 1
-        self._status = self._sealer.seal(
+        self._status = self._node.sealer.seal(
             Status(
-                self._info.fingerprint, self._transport.peer_id, 1, self._sequence, manifest.round,
+                self._run.info.fingerprint, self._node.me, 1, self._sequence, manifest.round,
                 manifest_hash(manifest), Work(), Intent(can_vote=False), Ballots(),
             )
         )  # fmt: skip
@@ -243,11 +229,11 @@ class RunFollower:
 
     async def _open_archive(self, archive: Archive) -> None:
         try:
-            await self._tasks.in_thread(lambda: archive.open(self._store.version(0)))
+            await self._tasks.in_thread(lambda: archive.open(self._files.store.version(0)))
             if (newest := archive.newest) is not None and newest.round:
-                self._say(f"archive: it has the state of round {newest.round}")
+                self._node.say(f"archive: it has the state of round {newest.round}")
         except StorageFull as error:
-            self._say(f"there is no archive: {error} ({error.fix})")
+            self._node.say(f"there is no archive: {error} ({error.fix})")
         finally:
             self._archiving = False
 
@@ -271,7 +257,7 @@ class RunFollower:
         finally:
             if not is_kept:
                 beats = FULL_BEATS if archive.is_full else RETRY_BEATS
-                self._archive_again_at = self._clock.now() + beats * self._heartbeat_seconds
+                self._archive_again_at = self._node.clock.now() + beats * self._run.heartbeat_seconds
             self._archiving = False
         self._moved()
 
@@ -292,7 +278,7 @@ class RunFollower:
         root, is_lost = self._state_to_go_on_from(vigil, waiting)
         if vigil.silent_seconds(now) > vigil.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
             self._say_what_comes(vigil, is_lost, root is not None)
-        chosen = vigil.to_name(self._min_peers, is_lost, now)
+        chosen = vigil.to_name(self._run.min_peers, is_lost, now)
         if root is not None and chosen:
             try:
                 self._renew(vigil.tip, root, chosen)
@@ -327,7 +313,7 @@ class RunFollower:
         """Once until the run is led again; `about`: what stands for a text with numbers that change."""
         if (key := about or text) not in self._said:
             self._said.add(key)
-            self._say(text)
+            self._node.say(text)
 
     def _renew(self, tip: Manifest, root: Hash, chosen: list[Status]) -> None:
         """On disk before anybody sees it: there is never another one on the same parent."""
@@ -337,20 +323,20 @@ class RunFollower:
         else:
             if self._driver is not None:
                 chosen = [*chosen, self._driver.core.status()]
-            manifest = renewed_manifest(self._rules, tip, root, members_of(chosen), wishes_of(chosen))
-            commit = sign_renewal(manifest, self._transport.peer_id, self._sealer)
+            manifest = renewed_manifest(self._run.rules, tip, root, members_of(chosen), wishes_of(chosen))
+            commit = sign_renewal(manifest, self._node.me, self._node.sealer)
             with storing(path.parent, 0):
                 path.parent.mkdir(exist_ok=True)
             write_whole(path, pack(commit))
         self._chain.append(commit)
         names = ", ".join(short(member.peer) for member in commit.manifest.members)
-        self._say(f"the run goes on with new members: {names}")
+        self._node.say(f"the run goes on with new members: {names}")
         self._moved()
         if self._driver is not None:
             self._tasks.spawn(self._driver.renewed(commit))
 
     def _stall_seconds(self) -> float:
-        return 4 * self._heartbeat_seconds
+        return 4 * self._run.heartbeat_seconds
 
 
 async def or_fatal(work: Callable[[], Coroutine[Any, Any, None]], fatal: Callable[[BaseException], None]) -> None:

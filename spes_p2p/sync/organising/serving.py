@@ -11,29 +11,18 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
-from spes_p2p.config.schema import Config
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Intent, Sealer
-from spes_p2p.consensus.state import Identity
-from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import NetworkError, StateError, StorageFull
-from spes_p2p.exchange.requests import DataRequest
-from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
-from spes_p2p.state.layout import Layout
-from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Blob, Clock, Signer, Transport, Verifier
-from spes_p2p.sync.chain import Chain, VoteBook, wall_clock_microseconds
-from spes_p2p.sync.driver import Applied, Arithmetic, Disk, Driver
-from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.inputs import Inputs
-from spes_p2p.sync.joining import Joining, Sources, rules_of
-from spes_p2p.sync.residuals import Residuals
-from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.chain import VoteBook
+from spes_p2p.sync.composition import Role, build_driver, open_disk
+from spes_p2p.sync.driver import Applied, Driver
+from spes_p2p.sync.joining import Joining
+from spes_p2p.sync.node import Node, Run, RunFiles
+from spes_p2p.sync.starting import Sources
 
 HELD_BYTES = 2**28
 """What contributions may take of memory here; a trainer allows itself more."""
@@ -46,49 +35,24 @@ class Server:
 
     def __init__(
         self,
-        info: RunInfo,
-        config: Config,
-        layout: Layout,
-        folder: Path,
-        transport: Transport,
-        signer: Signer,
-        verifier: Verifier,
-        sealer: Sealer,
-        chain: Chain,
-        store: StateStore,
-        clock: Clock,
-        say: Callable[[str], None],
-        failed: Callable[[BaseException], None],
+        run: Run,
+        node: Node,
+        files: RunFiles,
         sources: Sources,
+        failed: Callable[[BaseException], None],
         max_upload: float | None = None,
-        new_incarnation: Callable[[], int] = wall_clock_microseconds,
-        first_sequence: int = 0,
-        data: Callable[[DataRequest], Blob] | None = None,
     ) -> None:
-        """`folder` holds votes and residuals beside `chain` and `store`; `failed` hears of what ends this node.
+        """`failed` hears of what ends this node.
 
-        `max_upload`: bytes a second, which the others are told. `sources` finds peers that may be asked. `data` answers
-        what is asked of the run's data, where it is here.
+        `max_upload`: bytes a second, which the others are told. `sources` finds peers that may be asked.
         """
-        self._info = info
-        self._config = config
-        self._layout = layout
-        self._folder = folder
-        self._transport = transport
-        self._sealer = sealer
-        self._checker = EnvelopeChecker(verifier)
-        self._chain = chain
-        self._store = store
-        self._clock = clock
-        self._say = say
+        self._run = run
+        self._node = node
+        self._files = files
         self._failed = failed
         self._sources = sources
-        self._first_sequence = first_sequence
-        self._data = data
-        self._votes = VoteBook(folder / "votes", new_incarnation)
-        self._joining = Joining(
-            info, config, layout, folder, transport, signer, verifier, sealer, say, new_incarnation
-        )  # fmt: skip
+        self._votes = VoteBook(files.folder / "votes", node.new_incarnation)
+        self._joining = Joining(run, node, files.folder)
         self._intent = Intent(joining=True, serving=True, uplink_bytes_per_second=int(max_upload or 0))
         self._moved: Callable[[], None] = lambda: None
         self._gone = asyncio.Event()
@@ -98,7 +62,7 @@ class Server:
     @property
     def member(self) -> Member:
         """As genesis names this node."""
-        return Member(self._transport.peer_id, self._votes.incarnation, True, self._intent.link_class, trains=False)
+        return Member(self._node.me, self._votes.incarnation, True, self._intent.link_class, trains=False)
 
     async def take_seat(self, moved: Callable[[], None]) -> None:
         """Makes the state here whole and takes part; `moved` is called after each commit.
@@ -111,27 +75,13 @@ class Server:
                 await self._begin()
             except (NetworkError, StateError, StorageFull) as error:
                 self._say_once(f"this node cannot serve yet: {error}")
-                await asyncio.sleep(RETRY_BEATS * self._config.swarm.heartbeat_seconds)
+                await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
 
     async def _begin(self) -> None:
-        place = await self._joining.settle(self._store, self._chain, self._votes, self._sources)
-        identity = Identity(
-            self._transport.peer_id, rules_of(self._config, self._info, self._layout), self._sealer, self._checker.check
-        )
-        start = Start(
-            place.votes.incarnation, place.tip.manifest, place.tip, place.votes.record, self._intent,
-            self._first_sequence, seeds=tuple(await self._sources()),
-        )  # fmt: skip
-        core = Consensus.begin(identity, start, Pace(self._config.swarm.heartbeat_seconds), self._clock.now())
-        with storing(self._folder, 0):
-            inputs = Inputs(self._folder / "inputs", self._layout)
-            residuals = Residuals(self._folder / "residuals", self._layout)
-        driver = Driver(
-            core, self._info, self._transport, self._checker,
-            Disk(place.store, place.chain, place.votes, inputs, residuals, data=self._data),
-            Arithmetic(self._layout, self._config.sync.merge_top_k),
-            self, self._clock, held_bytes=HELD_BYTES,
-        )  # fmt: skip
+        place = await self._joining.settle(self._files.store, self._files.chain, self._votes, self._sources)
+        role = Role(self._intent, tuple(await self._sources()), HELD_BYTES)
+        disk = open_disk(place, self._files.folder, self._run.layout, self._files.data)
+        driver = build_driver(self._run, self._node, place.tip, disk, role, self)
         await driver.start()
         self.driver = driver
         self._moved()
@@ -176,4 +126,4 @@ class Server:
     def _say_once(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            self._say(text)
+            self._node.say(text)

@@ -1,0 +1,58 @@
+"""Puts one peer's driver together: the only place that does, for peers, nodes that serve, and swarms in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.consensus.machine import Consensus, Start
+from spes_p2p.consensus.messages import Commit, Intent
+from spes_p2p.consensus.state import Identity
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.exchange.requests import DataRequest
+from spes_p2p.files import storing
+from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import Layout
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.driver import Arithmetic, Disk, Driver, Hooks
+from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.joining import JoinedRun
+from spes_p2p.sync.node import Node, Run
+from spes_p2p.sync.residuals import Residuals
+
+
+@dataclass(frozen=True)
+class Role:
+    """How a peer takes part: what it wants, and who else it should hear from.
+
+    `held_bytes` and `follow`: see `Driver`.
+    """
+
+    intent: Intent
+    seeds: tuple[PeerId, ...]
+    held_bytes: int | None = None
+    follow: str = ""
+
+
+def open_disk(
+    place: JoinedRun, folder: Path, layout: Layout, data: Callable[[DataRequest], Blob] | None = None
+) -> Disk:
+    """The disk of who has come to `place`, with a folder for its values. Raises StorageFull."""
+    with storing(folder, 0):
+        inputs, residuals = Inputs(folder / "inputs", layout), Residuals(folder / "residuals", layout)
+    return Disk(place.store, place.chain, place.votes, inputs, residuals, data=data)
+
+
+def build_driver(run: Run, node: Node, tip: Commit, disk: Disk, role: Role, hooks: Hooks) -> Driver:
+    """A driver that stands on `tip`, the newest commit whose state is on `disk`; it is yet to be started."""
+    identity = Identity(node.me, run.rules, node.sealer, node.checker.check)
+    votes = disk.votes
+    start = Start(
+        votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, seeds=role.seeds
+    )
+    core = Consensus.begin(identity, start, Pace(run.heartbeat_seconds), node.clock.now())
+    return Driver(
+        core, run.info, node.transport, node.checker, disk, Arithmetic(run.layout, run.config.sync.merge_top_k), hooks,
+        node.clock, held_bytes=role.held_bytes, follow=role.follow,
+    )  # fmt: skip

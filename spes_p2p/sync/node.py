@@ -1,0 +1,130 @@
+"""What every part of a node needs to know: which run it is in, and how it speaks, signs and tells the time there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.exchange.requests import DataRequest
+from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.ports import Blob, Clock, Network, Transport
+from spes_p2p.sync import merge
+from spes_p2p.sync.chain import Chain, wall_clock_microseconds
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its record, its config with this peer's own choices on top, and the grid of its state."""
+
+    info: RunInfo
+    config: Config
+    layout: Layout
+
+    @cached_property
+    def rules(self) -> RunRules:
+        return rules_of(self.config, self.info, self.layout)
+
+    @property
+    def min_peers(self) -> int:
+        return self.config.swarm.min_peers
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        return self.config.swarm.heartbeat_seconds
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long a stream may pause while nothing is known of the others' links."""
+        return stall_seconds_of(self.config)
+
+
+def wall_clock_milliseconds() -> int:
+    """Rises over restarts, as messages of one peer must be numbered."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine in the network of a run. `say` is told what a person should read.
+
+    `new_incarnation` gives numbers that rise over restarts, `first_sequence` one above all that this node ever sent.
+    """
+
+    network: Network
+    clock: Clock
+    say: Callable[[str], None]
+    new_incarnation: Callable[[], int] = wall_clock_microseconds
+    first_sequence: int = field(default_factory=wall_clock_milliseconds)
+
+    @property
+    def me(self) -> PeerId:
+        return self.network.signer.peer_id
+
+    @property
+    def transport(self) -> Transport:
+        return self.network.transport
+
+    @cached_property
+    def sealer(self) -> KeySealer:
+        return KeySealer(self.network.signer)
+
+    @cached_property
+    def checker(self) -> EnvelopeChecker:
+        return EnvelopeChecker(self.network.verifier)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a bootstrap node keeps of a run: `store` has the initial state as round 0, `archive` the newest ones.
+
+    Votes and residuals lie beside, in `folder`. `data` answers what is asked of the run's data, where it is here.
+    """
+
+    folder: Path
+    chain: Chain
+    store: StateStore
+    archive: StateStore | None = None
+    data: Callable[[DataRequest], Blob] | None = None
+
+
+def stall_seconds_of(config: Config) -> float:
+    """See `Run.stall_seconds`."""
+    return max(5.0, 5 * config.swarm.heartbeat_seconds)
+
+
+def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
+    """What rounds need to know of a run."""
+    sync = config.sync
+    merges = sync.enabled and sync.merge_alpha > 0 and layout.num_columns > 1
+
+    def alpha(step: int) -> float:
+        return merge.merge_alpha(sync.merge_alpha, sync.merge_decay_steps, step) if merges else 0.0
+
+    return RunRules(
+        fingerprint=info.fingerprint,
+        block_tiles=tuple(len(layout.tile_ids_of(block.index)) for block in layout.model_blocks),
+        slice_tiles=sync.slice_tiles,
+        sequence_tokens=config.data.sequence_length,
+        batch_sequences=config.optimizer.batch_sequences,
+        block_sequences=config.data.block_sequences,
+        leased=info.dataset != NO_HASH,
+        target_replicas=config.swarm.target_replicas,
+        steps_per_round=lambda step: steps_per_round_at(config, step),
+        merge_interval=sync.merge_interval,
+        merge_alpha=alpha,
+        exchange=sync.enabled,
+        expert_rounds=sync.column_rounds,
+        fragments=sync.fragments,
+        outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
+        organiser=info.organiser,
+        final_rounds=config.swarm.final_rounds,
+    )
