@@ -1,198 +1,406 @@
-"""Trains one model under several methods for the same tokens and seeds, in one process, and writes what came out.
+"""Trains one model under several methods ("arms") for the same tokens and seeds, and writes what came out.
 
-    python scripts/compare.py --steps 200 --seeds 0 1 --output docs/results.md
+    python scripts/compare.py --benchmark small-cpu --json small-cpu.json --output docs/results.md
+    python scripts/compare.py --benchmark small-cpu --arms spes diloco --steps 100 --seeds 0 1 --json mine.json
     python scripts/compare.py --config small --data shards --device cuda --steps 700
 
-Centralized (one peer), DiLoCo with plain averaging and with its outer Nesterov step, SPES without and with merge, with
-two owners a column, a rising H, and two periods. All but the named settings are those of the config; every method
-starts from the same values, and a step has the tokens of all peers together. The sync is that of real peers, on the
-in-memory network. Beside the table it writes two plots (SVG; pip extra plot): held-out loss against tokens and against
-bytes. --json keeps the points.
+An arm is a line of `ARMS`: what it changes of the config; every arm starts from the same values, and a step has the
+tokens of all peers together. The sync is that of real peers, on the in-memory network. Arms run side by side on the
+cores, one core each; the same seed gives the same order of the data to each, so losses are compared in pairs. With
+--json every arm and seed is written there when it has ended, and what is there already is not run again. Beside the
+table there are plots (SVG; pip extra plot): held-out loss against tokens, bytes and memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
+import hashlib
 import json
+import math
+import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from spes_p2p.config.load import load_config
+import torch
+
+from spes_p2p.config.load import config_to_yaml, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.manifest import hash_tokens
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
+from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.files import write_whole
 from spes_p2p.observe.metrics import bytes_text, count_text
 from spes_p2p.peer.devices import choose_device
 from spes_p2p.peer.options import config_path
-from spes_p2p.testing.training_swarm import Point, Training, train
+from spes_p2p.planning.sizes import Sizes
+from spes_p2p.testing.training_swarm import Measure, Point, train
 from spes_p2p.train.scratch import Scratch
 
 CORPUS_BYTES = 8 * 2**20
-STATE_BYTES, TRAINED_BYTES = 4, 16
-"""A value in fp32; one that is trained, with its gradient and two moments."""
-PERIODS = 4
+PERIODS = 5
 """With two periods, so many times as often are shared weights averaged as a column is handed out."""
+POINTS = 16
+"""Of a curve, about: where the held-out loss is measured."""
+
+ARMS = {
+    "centralized": "each={experts} swarm.min_peers=1 batch={whole_batch} micro={batch}",
+    "diloco": "each={experts} swarm.target_replicas={peers}",
+    "diloco-often": "diloco sync.steps_per_round={often}",
+    "diloco-two-periods": "diloco two-periods",
+    "nesterov": "diloco sync.outer=nesterov",
+    "spes": "",
+    "spes-often": "sync.steps_per_round={often}",
+    "merge": "sync.merge_alpha={merge} sync.merge_interval={H}",
+    "two-owners": "each={twice} swarm.target_replicas=2",
+    "rising": "sync.steps_per_round=[[{twice_H},{quarter_H}],[0,{H}]]",
+    "two-periods": "sync.steps_per_round={often} sync.expert_rounds={periods}",
+    "two-periods-long": "sync.steps_per_round={often} sync.expert_rounds={long_periods}",
+    "two-periods-two-owners": "two-periods two-owners",
+    "eight-peers": "two-periods each={half} swarm.min_peers={twice_peers} batch={half_batch} micro={half_batch}",
+}  # fmt: skip
+"""What each changes of SPES with merges off, one owner a column and H steps a round: names of other arms, and fields.
+
+What stands in braces is told by `terms`, the short names of fields by `FIELDS`.
+"""
+FIELDS = {
+    "each": "swarm.experts_per_peer",
+    "batch": "optimizer.batch_sequences",
+    "micro": "optimizer.micro_batch_sequences",
+}
 
 
 @dataclass(frozen=True)
-class Method:
-    """A name, and what it changes."""
+class Benchmark:
+    """A model and data that arms are compared on, by name."""
 
-    name: str
+    config: str
+    steps: int
+    peers: int
+    steps_per_round: int
     overrides: tuple[str, ...]
 
 
-def methods_of(config: Config, peers: int, steps_per_round: int) -> list[Method]:
-    """What is compared. H is `steps_per_round` for all but the rising one, and for experts alone in two periods."""
-    experts, batch = config.model.num_experts, config.optimizer.batch_sequences
+BENCHMARKS = {
+    "small-cpu": Benchmark(
+        "tiny", 800, 4, 50,
+        (
+            "model.d_model=128", "model.num_layers=4", "model.num_heads=4", "model.num_experts=8", "model.top_k=2",
+            "model.expert_ffn=128", "model.norm_topk=true", "data.sequence_length=128", "data.held_out_fraction=0.05",
+            "optimizer.batch_sequences=8", "optimizer.lr=0.002", "scheduler.warmup_steps=80",
+            "scheduler.total_steps=800", "eval.sequences=384",
+        ),
+    ),
+}  # fmt: skip
+"""small-cpu: 2M parameters, bytes of the standard library's sources, 4 peers x 8 x 128 tokens a step."""
+
+
+def terms(config: Config, peers: int, steps_per_round: int) -> dict[str, int | float]:
+    """What an arm's line may say in braces. H is `steps_per_round`."""
+    experts, batch, H = config.model.num_experts, config.optimizer.batch_sequences, steps_per_round
     each = -(-experts // peers)
-    plain = (f"sync.steps_per_round={steps_per_round}", "sync.merge_alpha=0")
-    rising = f"sync.steps_per_round=[[{2 * steps_per_round}, {max(1, steps_per_round // 4)}], [0, {steps_per_round}]]"
-    spes = (f"swarm.min_peers={peers}", f"swarm.experts_per_peer={each}", "swarm.target_replicas=1")
-    everything = f"swarm.experts_per_peer={experts}"
-    alone = ("swarm.min_peers=1", f"optimizer.batch_sequences={batch * peers}")
-    merge = (f"sync.merge_alpha={config.sync.merge_alpha or 0.05}", f"sync.merge_interval={steps_per_round}")
-    often = often_of(steps_per_round)
-    twice = (f"swarm.experts_per_peer={min(experts, 2 * each)}", "swarm.target_replicas=2")
-    diloco = (*plain, f"swarm.min_peers={peers}", everything, f"swarm.target_replicas={peers}")
-    return [
-        Method("centralized", (*plain, everything, *alone, f"optimizer.micro_batch_sequences={batch}")),
-        Method("DiLoCo, plain averaging", diloco),
-        Method("DiLoCo, outer Nesterov", (*diloco, "sync.outer=nesterov")),
-        Method("SPES", (*plain, *spes)),
-        Method("SPES, merge", (*plain, *spes, *merge)),
-        Method("SPES, 2 owners", (*plain, *spes, *twice)),
-        Method("SPES, rising H", (*plain, *spes, rising)),
-        Method("SPES, two periods", (*plain, *spes, f"sync.steps_per_round={often}", f"sync.expert_rounds={PERIODS}")),
-    ]
+    often = max(1, H // PERIODS)
+    return {
+        "experts": experts, "each": each, "half": max(1, each // 2), "twice": min(experts, 2 * each),
+        "peers": peers, "twice_peers": 2 * peers,
+        "batch": batch, "half_batch": max(1, batch // 2), "whole_batch": batch * peers,
+        "H": H, "twice_H": 2 * H, "quarter_H": max(1, H // 4),
+        "often": often, "periods": max(1, H // often), "long_periods": 4 * max(1, H // often),
+        "merge": config.sync.merge_alpha or 0.05,
+    }  # fmt: skip
 
 
-def often_of(steps_per_round: int) -> int:
-    """Steps between two averages of shared weights, with two periods."""
-    return max(1, steps_per_round // PERIODS)
+def arm_overrides(name: str, config: Config, peers: int, steps_per_round: int) -> tuple[str, ...]:
+    """The fields that an arm sets. Raises ConfigError for an unknown one."""
+    if name not in ARMS:
+        raise ConfigError(f"--arms has {name!r}, an unknown arm", fix=f"choose from {', '.join(ARMS)}")
+    known = terms(config, peers, steps_per_round)
+    plain = ["sync.steps_per_round={H}", "sync.merge_alpha=0", "swarm.min_peers={peers}", "swarm.target_replicas=1"]
+    return tuple(word.format(**known) for word in (*plain, "swarm.experts_per_peer={each}", *_words(name)))
+
+
+def _words(name: str) -> Iterator[str]:
+    for word in ARMS[name].split():
+        yield from _words(word) if word in ARMS else (_field(word),)
+
+
+def _field(word: str) -> str:
+    """`field=value` with the field's whole name."""
+    field, equals, value = word.partition("=")
+    return FIELDS.get(field, field) + equals + value
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method and one seed."""
+    """One arm and one seed. Bytes sent are those of all peers together, as counted on the network."""
 
-    method: str
+    arm: str
     seed: int
+    loss: float
+    """Held-out, of the committed model after the last round: nats a token."""
+    bytes_sent: int
+    trained_bytes: int
+    """Weights, gradients and moments of what is trained, as allocated at the peer that has most of them."""
+    model_bytes: int
+    """What the forward pass needs of the model, as allocated there."""
     peers: int
-    training: Training
+    tokens: int
+    rounds: int
+    cpu_seconds: float
+    key: str
+    """Names everything that decides the outcome, but for the code: config, data, steps, device."""
+    points: tuple[Point, ...]
 
-    @property
-    def last(self) -> Point:
-        return self.training.points[-1]
+    @staticmethod
+    def read(plain: dict[str, object]) -> Outcome:
+        points = tuple(Point(**point) for point in plain.pop("points"))  # type: ignore[attr-defined]
+        return Outcome(**plain, points=points)  # type: ignore[arg-type]
 
 
-def run(arguments: argparse.Namespace, data: Path, seed: int, folder: Path) -> Iterator[Outcome]:
-    """Every method with one seed; `folder` takes what its peers keep, for as long as it trains."""
+@dataclass(frozen=True)
+class Job:
+    """An arm and a seed that are to be run."""
+
+    arm: str
+    seed: int
+    config: Config
+    steps: int
+    device: torch.device
+
+    @cached_property
+    def key(self) -> str:
+        data = self.config.data.model_copy(update={"path": ""})
+        text = config_to_yaml(self.config.model_copy(update={"data": data}))
+        tokens = [hash_tokens(file) for file in open_dataset(self.config).files]
+        return hashlib.sha256(f"{text} {tokens} {self.steps} {self.device.type}".encode()).hexdigest()[:16]
+
+    def run(self, folder: Path) -> Outcome:
+        """`folder` takes what its peers keep, for as long as they train."""
+        started = time.process_time()
+        every = max(1, self.steps // POINTS)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            data = open_dataset(self.config)
+            found = train(self.config, Path(own), data, Measure(self.steps, every), self.device)
+        last, seconds = found.points[-1], round(time.process_time() - started, 1)
+        return Outcome(
+            self.arm, self.seed, last.held_out_loss, last.bytes_sent, found.held.training, found.held.model,
+            self.config.swarm.min_peers, last.tokens, last.round, seconds, self.key, found.points,
+        )  # fmt: skip
+
+
+def job_of(arguments: argparse.Namespace, data: Path, arm: str, seed: int) -> Job:
+    """What `arguments` make of an arm and a seed."""
     common = (f"data.path={data}", *arguments.overrides)
     base = load_config(config_path(arguments.config), common)
-    for method in methods_of(base, arguments.peers, arguments.steps_per_round):
-        config = load_config(config_path(arguments.config), (*common, *method.overrides, f"run.seed={seed}"))
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            training = train(config, Path(own), open_dataset(config), arguments.steps, arguments.device)
-        outcome = Outcome(method.name, seed, config.swarm.min_peers, training)
-        seconds = time.perf_counter() - started
-        print(f"seed {seed}, {method.name}: {outcome.last.held_out_loss:.4f} ({seconds:.0f} s)", flush=True)
-        yield outcome
+    own = arm_overrides(arm, base, arguments.peers, arguments.steps_per_round)
+    config = load_config(config_path(arguments.config), (*common, *own, f"run.seed={seed}"))
+    return Job(arm, seed, config, arguments.steps, arguments.device)
 
 
-def table(found: Sequence[Outcome], state_values: int) -> list[str]:
-    """Markdown: means over the seeds, and what each seed gave."""
+class Results:
+    """What was found until now, beside it in --json."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.found: list[Outcome] = []
+        if path is not None and path.exists():
+            self.found = [Outcome.read(plain) for plain in json.loads(path.read_text())]
+
+    def has(self, job: Job) -> bool:
+        return any(outcome.key == job.key and outcome.arm == job.arm for outcome in self.found)
+
+    def add(self, outcome: Outcome) -> None:
+        """In the place of an older one of that arm and seed."""
+        kept = [one for one in self.found if (one.arm, one.seed) != (outcome.arm, outcome.seed)]
+        self.found = sorted([*kept, outcome], key=lambda one: (list(ARMS).index(one.arm), one.seed))
+        if self._path is not None:
+            text = json.dumps([dataclasses.asdict(one) for one in self.found], indent=1)
+            write_whole(self._path, text.encode() + b"\n")
+        print(f"seed {outcome.seed}, {outcome.arm}: {outcome.loss:.4f} ({outcome.cpu_seconds:.0f} s)", flush=True)
+
+
+class Children:
+    """Runs each job in a process of its own, which is this script again, on one core."""
+
+    def __init__(self, arguments: argparse.Namespace, data: Path, folder: Path) -> None:
+        self._arguments, self._data, self._folder = arguments, data, folder
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_over = False
+
+    def run(self, jobs: Sequence[Job], take: Callable[[Outcome], None]) -> None:
+        """Raises SpesError where one fails; the others end first."""
+        with ThreadPoolExecutor(self._arguments.jobs) as pool:
+            try:
+                for outcome in as_completed([pool.submit(self._outcome, job) for job in jobs]):
+                    take(outcome.result())
+            finally:
+                self._is_over = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(self._running):
+                    process.kill()
+
+    def _outcome(self, job: Job) -> Outcome:
+        path = self._folder / f"{job.arm}-{job.seed}.json"
+        given = self._arguments
+        words = [*given.overrides, "--config", given.config, "--data", self._data, "--device", given.device]
+        words += ["--steps", given.steps, "--peers", given.peers, "--steps-per-round", given.steps_per_round]
+        words += ["--arms", job.arm, "--seeds", job.seed, "--jobs", 1, "--json", path, "--output", ""]
+        command = [sys.executable, __file__, *map(str, words)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, env=environment, preexec_fn=end_with_parent
+        ) as process:
+            self._running.add(process)
+            if self._is_over:  # just now
+                process.kill()
+            code = process.wait()
+            self._running.remove(process)
+        if code:
+            raise SpesError(f"arm {job.arm} with seed {job.seed} ended with {code}", fix="see what it said above")
+        return Outcome.read(json.loads(path.read_text())[0])
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """In a child: the kernel ends it when the thread that started it ends, however that comes."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Of Student's t at 97.5%, by degrees of freedom from 1 on."""
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95% confidence interval of a mean; NaN for one value."""
+    if len(values) < 2:
+        return math.nan
+    quantile = _T_QUANTILES[min(len(values) - 2, len(_T_QUANTILES) - 1)]
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def with_interval(values: Sequence[float], sign: str = "") -> str:
+    """Mean and half interval; the mean alone for one value."""
+    half = half_interval(values)
+    return f"{statistics.mean(values):{sign}.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")
+
+
+def table(found: Sequence[Outcome]) -> list[str]:
+    """Markdown: means over the seeds with 95% intervals, and the difference to the first arm over the same seeds."""
+    arms = list(dict.fromkeys(outcome.arm for outcome in found))
+    by_seed = {arm: {one.seed: one for one in found if one.arm == arm} for arm in arms}
     rows = [
-        "| method | peers | held-out loss | by seed | tokens | rounds | sent by a peer | memory of a peer |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| arm | peers | held-out loss | against {arms[0]} | seeds | tokens | rounds | sent by a peer "
+        "| trained memory of a peer |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in dict.fromkeys(outcome.method for outcome in found):
-        own = [outcome for outcome in found if outcome.method == name]
-        losses = [outcome.last.held_out_loss for outcome in own]
-        one = own[0]
-        memory = TRAINED_BYTES * one.training.trained_values
-        memory += STATE_BYTES * (state_values - one.training.trained_values)
+    for arm in arms:
+        own, first = by_seed[arm], by_seed[arms[0]]
+        differences = [own[seed].loss - first[seed].loss for seed in own if seed in first]
+        one, loss = next(iter(own.values())), with_interval([each.loss for each in own.values()])
+        against = with_interval(differences, "+") if differences and arm != arms[0] else ""
         rows.append(
-            f"| {name} | {one.peers} | **{statistics.mean(losses):.4f}** | {', '.join(f'{x:.4f}' for x in losses)} "
-            f"| {count_text(one.last.tokens)} | {one.last.round} "
-            f"| {bytes_text(one.last.bytes_sent // one.peers)} | {bytes_text(memory)} |"
+            f"| {arm} | {one.peers} | **{loss}** | {against} | {len(own)} "
+            f"| {count_text(one.tokens)} | {one.rounds} | {bytes_text(one.bytes_sent // one.peers)} "
+            f"| {bytes_text(one.trained_bytes)} |"
         )
     return rows
 
 
 def plot(found: Sequence[Outcome], folder: Path, stem: str) -> list[str]:
-    """Two plots; their file names. Says so where matplotlib is missing."""
+    """Three plots; their file names. Says so where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no plots: matplotlib is not installed (scripts/venv.sh plot)", file=sys.stderr)
         return []
     names = []
-    for what, field in (("tokens", "tokens"), ("bytes sent by all peers", "bytes_sent")):
+    labels = {"tokens": "tokens", "bytes_sent": "bytes sent by all peers", "memory": "trained memory of a peer (bytes)"}
+    for field, label in labels.items():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for name in dict.fromkeys(outcome.method for outcome in found):
-            own = [outcome.training.points for outcome in found if outcome.method == name]
-            points = list(zip(*own))  # rounds of the seeds side by side: they have the same steps
-            xs = [getattr(some[0], field) for some in points]
-            axes.plot(xs, [statistics.mean(p.held_out_loss for p in some) for some in points], label=name)
-        axes.set(xlabel=what, ylabel="held-out loss (nats a token)", xscale="linear" if field == "tokens" else "symlog")
-        axes.legend()
+        for arm in dict.fromkeys(outcome.arm for outcome in found):
+            own = [outcome for outcome in found if outcome.arm == arm]
+            if field == "memory":
+                axes.scatter([own[0].trained_bytes], [statistics.mean(one.loss for one in own)], label=arm)
+                continue
+            points = list(zip(*(one.points for one in own)))  # the seeds' points side by side: they have the same steps
+            losses = [statistics.mean(point.held_out_loss for point in some) for some in points]
+            axes.plot([getattr(some[0], field) for some in points], losses, label=arm)
+        axes.set(
+            xlabel=label, ylabel="held-out loss (nats a token)", xscale="linear" if field == "tokens" else "symlog"
+        )
+        axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
         names.append(f"{stem}-{field.replace('_', '-')}.svg")
         figure.savefig(folder / names[-1], metadata={"Date": None})
     return names
 
 
-def page(
-    arguments: argparse.Namespace, found: Sequence[Outcome], config: Config, images: Sequence[str], seeds: Sequence[int]
-) -> str:
+def page(arguments: argparse.Namespace, found: Sequence[Outcome], images: Sequence[str]) -> str:
     """The whole result, with the command that gives it again."""
-    from spes_p2p.planning.sizes import Sizes
-
-    sizes, often = Sizes.of(config.model), often_of(arguments.steps_per_round)
-    # overrides first: --seeds takes what follows it
-    words = ["python scripts/compare.py", *arguments.overrides, f"--config {arguments.config}"]
-    words += [f"--steps {arguments.steps}", f"--peers {arguments.peers}"]
-    words += [f"--steps-per-round {arguments.steps_per_round}", f"--seeds {' '.join(map(str, seeds))}"]
+    config = load_config(config_path(arguments.config), arguments.overrides)
+    sizes, seeds = Sizes.of(config.model), sorted({outcome.seed for outcome in found})
+    arms = list(dict.fromkeys(outcome.arm for outcome in found))
     corpus = "a copy of the standard library's sources" if arguments.data is None else "a corpus of its own"
     tokens = arguments.peers * config.optimizer.batch_sequences * config.data.sequence_length
+    known = terms(config, arguments.peers, arguments.steps_per_round)
     lines = [
         "# Results",
         "",
         "<!-- Written by scripts/compare.py, which says what is compared; run it again rather than edit this. -->",
         "",
         f"{count_text(sizes.total)} parameters ({config.model.num_experts} experts, top-{config.model.top_k}), "
-        f"{arguments.steps} steps of {tokens:,} tokens, {arguments.peers} peers, H = {arguments.steps_per_round}, "
+        f"{arguments.steps} steps of {tokens:,} tokens, H = {arguments.steps_per_round}, "
         f"{len(seeds)} seed(s), on {arguments.device.type}, trained on {corpus}. Loss: cross entropy in nats a "
         f"token on {config.eval.sequences} held-out sequences, of the committed model after the last round.",
         "",
-        "    " + " ".join(words),
+        "    " + _command(arguments, arms, seeds),
         "",
-        *table(found, sizes.total),
+        *table(found),
         "",
-        "Memory is what weights, gradients and moments take in fp32, without activations: 16 bytes a trained value, 4 "
-        "for the others. Bytes are counted on the in-memory network. Two periods: shared weights are averaged every "
-        f"{often} steps, a column is handed out every {PERIODS * often}. Outer Nesterov: learning rate "
-        f"{config.sync.outer_lr}, momentum {config.sync.outer_momentum}, as published, where a round has 500 steps and "
-        "there are over a hundred of them; its momentum is on disk, and is not in the memory counted here.",
+        "±: 95% confidence intervals (Student's t) over seeds; differences are taken seed by seed. Trained memory: "
+        "weights, gradients and moments of what the peer trains, as allocated. Bytes are counted on the in-memory "
+        "network; evaluation sends none.",
         "",
-        "A small model, few steps and few seeds: differences that are no larger than those between seeds mean nothing"
-        + ("." if len(seeds) > 1 else ", and one seed does not tell how large those are."),
+        "What an arm changes of SPES (merges off, one owner a column, one period of H steps):",
+        "",
+        *(f"- {arm}: {_line(arm, known)}" for arm in arms),
         "",
         *(f"![held-out loss]({image})" for image in images),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _line(arm: str, known: dict[str, int | float]) -> str:
+    words = ARMS[arm].format(**known).split()
+    return " ".join(word if word in ARMS else f"`{_field(word)}`" for word in words) or "nothing"
+
+
+def _command(arguments: argparse.Namespace, arms: Sequence[str], seeds: Sequence[int]) -> str:
+    words = ["python scripts/compare.py", *arguments.given]  # overrides first: --seeds takes what follows it
+    if arguments.benchmark:
+        words.append(f"--benchmark {arguments.benchmark}")
+    else:
+        words.append(f"--config {arguments.config}")
+    words += [f"--steps {arguments.steps}", f"--peers {arguments.peers}"]
+    words += [f"--steps-per-round {arguments.steps_per_round}"]
+    return " ".join([*words, f"--arms {' '.join(arms)}", f"--seeds {' '.join(map(str, seeds))}"])
 
 
 def make_data(folder: Path) -> Path:
@@ -205,16 +413,30 @@ def make_data(folder: Path) -> Path:
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("overrides", nargs="*", help="changes to the config, such as model.d_model=64")
-    parser.add_argument("--config", type=Path, default=Path("tiny"))
+    parser.add_argument("--benchmark", choices=BENCHMARKS, help="a config, steps, peers and H by name")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", default=list(ARMS), help=", ".join(ARMS))
+    parser.add_argument("--config", type=Path, help="(default: tiny)")
     parser.add_argument("--data", type=Path, help="token shards (default: the standard library's sources, as bytes)")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--steps-per-round", type=int, default=20)
+    parser.add_argument("--steps", type=int, help="(default: 200)")
+    parser.add_argument("--peers", type=int, help="(default: 4)")
+    parser.add_argument("--steps-per-round", type=int, metavar="H", help="(default: 20)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--device", type=choose_device, default="auto")
-    parser.add_argument("--output", type=Path, default=Path("docs/results.md"))
-    parser.add_argument("--json", type=Path, help="write all points there")
-    return parser.parse_args(words)
+    parser.add_argument("--jobs", type=int, help="arms at a time, on a core each (default: one a core; 1 on a GPU)")
+    parser.add_argument("--output", default="docs/results.md", help="the page (nothing: none)")
+    parser.add_argument("--json", type=Path, help="all outcomes; those that are there are not run again")
+    arguments = parser.parse_args(words)
+    named = BENCHMARKS.get(arguments.benchmark or "", Benchmark("tiny", 200, 4, 20, ()))
+    for field in ("steps", "peers", "steps_per_round", "config"):
+        if getattr(arguments, field) is None:
+            setattr(arguments, field, getattr(named, field))
+    arguments.given, arguments.overrides = arguments.overrides, [*named.overrides, *arguments.overrides]
+    arguments.config = Path(arguments.config)
+    if isinstance(arguments.device, str):
+        arguments.device = choose_device(arguments.device)
+    cores = len(os.sched_getaffinity(0)) if arguments.device.type == "cpu" else 1
+    arguments.jobs = arguments.jobs or cores
+    return arguments
 
 
 @contextlib.contextmanager
@@ -237,25 +459,36 @@ def working_folder() -> Iterator[Path]:
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
-    if isinstance(arguments.device, str):
-        arguments.device = choose_device(arguments.device)
+    results = Results(arguments.json)
     with working_folder() as folder:
         data = arguments.data or make_data(folder)
-        found: list[Outcome] = []
-        for at, seed in enumerate(arguments.seeds, 1):
-            found += run(arguments, data, seed, folder)
-            write(arguments, found, arguments.seeds[:at])  # a later seed may take too long
-    print(f"{arguments.output} is written")
+        jobs = [job_of(arguments, data, arm, seed) for seed in arguments.seeds for arm in arguments.arms]
+        left = [job for job in jobs if not results.has(job)]
+
+        def take(outcome: Outcome) -> None:
+            results.add(outcome)
+            write(arguments, results, jobs)  # a later one may take too long
+
+        if arguments.jobs > 1 and len(left) > 1:
+            Children(arguments, data, folder).run(left, take)
+        else:
+            for job in left:
+                take(job.run(folder))
+    write(arguments, results, jobs)
 
 
-def write(arguments: argparse.Namespace, found: Sequence[Outcome], seeds: Sequence[int]) -> None:
-    """The page, its plots, and the points, of the seeds until now."""
-    config = load_config(config_path(arguments.config), arguments.overrides)
-    images = plot(found, arguments.output.parent, arguments.output.stem)
-    arguments.output.write_text(page(arguments, found, config, images, seeds))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in found], indent=1) + "\n")
+def write(arguments: argparse.Namespace, results: Results, jobs: Sequence[Job]) -> None:
+    """The page and its plots, of those of `jobs` that have ended."""
+    keys = {(job.arm, job.key) for job in jobs}
+    found = [outcome for outcome in results.found if (outcome.arm, outcome.key) in keys]
+    if not arguments.output or not found:
+        return
+    output = Path(arguments.output)
+    output.write_text(page(arguments, found, plot(found, output.parent, output.stem)))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SpesError as error:
+        sys.exit(f"{error}\n  fix: {error.fix}")

@@ -14,6 +14,7 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.train.memory import Held
 from spes_p2p.train.own import own_trainer
 from spes_p2p.train.trainer import Trainer
 
@@ -60,6 +61,11 @@ class TrainerOf:
 
     def values(self, block: int) -> Values:
         return self._trainer.contribution(block)
+
+    @property
+    def held(self) -> Held:
+        """What the trainer's tensors take."""
+        return self._trainer.held
 
     def held_out_loss(self, committed: BlockSource, sequences: int, step: int = 0) -> float:
         """Mean cross entropy of a committed state over held-out sequences, nats a token; `begin` must follow."""

@@ -7,7 +7,8 @@ virtual; an inner step takes what the caller says, whatever it really took.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -23,6 +24,7 @@ from spes_p2p.testing.learning import TrainerOf
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer
 from spes_p2p.testing.virtual_time import run_virtual
+from spes_p2p.train.memory import Held
 from spes_p2p.train.stages import Load, Turn
 
 LOOK_SECONDS = 0.1
@@ -52,8 +54,7 @@ class TrainingPeer(PretendPeer):
         await super().start()
 
     def _begin(self, load: Load) -> None:
-        is_committed = not self.machine.work.tokens or self.swarm.config.sync.overlap
-        if is_committed and self.name == min(self.swarm.peers):
+        if self.name == min(self.swarm.peers):
             self._measure(load.turn.manifest)
         super()._begin(load)
 
@@ -62,13 +63,26 @@ class TrainingPeer(PretendPeer):
         self.inputs.take(turn.tip_hash, turn.blocks, self.learner.values)
 
     def _measure(self, manifest: Manifest) -> None:
-        """The held-out loss of the committed model."""
+        """The held-out loss of the committed model, where it is time for it."""
         swarm = cast(TrainingSwarm, self.swarm)
-        committed, sequences = self.store.version(manifest.round), swarm.config.eval.sequences
-        loss = self.learner.held_out_loss(committed, sequences, manifest.step)
+        if not swarm.is_due(manifest.step, self.points):
+            return
+        loss = swarm.evaluator.held_out_loss(self.store.version(manifest.round), swarm.config.eval.sequences)
         point = Point(manifest.round, manifest.step, manifest.tokens, swarm.bytes_sent(), loss)
         self.points.append(point)
         swarm.report(point)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The held-out loss is taken at the beginning, then every so many steps at least, and at the end of `steps`.
+
+    `report` hears of each point.
+    """
+
+    steps: int
+    every_steps: int = 1
+    report: Callable[[Point], None] = lambda point: None
 
 
 class TrainingSwarm(MemorySwarm):
@@ -82,7 +96,7 @@ class TrainingSwarm(MemorySwarm):
         folder: Path,
         dataset: Dataset,
         device: torch.device,
-        report: Callable[[Point], None] = lambda point: None,
+        measure: Measure,
         model: Model | None = None,
     ) -> None:
         start = None if model is None else OwnStart(model, config)
@@ -90,7 +104,14 @@ class TrainingSwarm(MemorySwarm):
         self.model = model
         self.dataset = dataset
         self.device = device
-        self.report = report
+        self.report = measure.report
+        self._measure = measure
+        self.evaluator = TrainerOf(config, dataset, device, model=model)
+
+    def is_due(self, step: int, points: Sequence[Point]) -> bool:
+        """Whether a point of the curve is taken at this step."""
+        last = points[-1].step if points else -math.inf
+        return last < step and (step - last >= self._measure.every_steps or step >= self._measure.steps)
 
     def bytes_sent(self) -> int:
         """By all peers together, in all rounds until now."""
@@ -99,39 +120,36 @@ class TrainingSwarm(MemorySwarm):
 
 @dataclass(frozen=True)
 class Training:
-    """What came out. `trained_values`: values with gradients and moments at the peer that has most of them."""
+    """What came out. `held`: what is allocated at the peer whose trained values, gradients and moments take most."""
 
     points: tuple[Point, ...]
-    trained_values: int
+    held: Held
 
 
 def train(
     config: Config,
     folder: Path,
     dataset: Dataset,
-    steps: int,
+    measure: Measure,
     device: torch.device,
-    report: Callable[[Point], None] = lambda point: None,
     model: Model | None = None,
 ) -> Training:
-    """Trains with `swarm.min_peers` peers until the run has made `steps` global steps."""
+    """Trains with `swarm.min_peers` peers until the run has made `measure.steps` global steps."""
 
     async def play() -> Training:
-        swarm = TrainingSwarm(config, folder, dataset, device, report, model)
+        swarm = TrainingSwarm(config, folder, dataset, device, measure, model)
         await swarm.start([f"peer-{number:03d}" for number in range(config.swarm.min_peers)])
         first = cast(TrainingPeer, swarm.peers[PeerId("peer-000")])
-        while not first.points or first.points[-1].step < steps:
+        while not first.points or first.points[-1].step < measure.steps:
             for peer in swarm.peers.values():
                 if peer.failures:
                     raise peer.failures[0]
             await asyncio.sleep(LOOK_SECONDS)
-        trained = max(
-            sum(swarm.layout.blocks[block].size for block in (0, *(1 + c for c in peer.learner.owned)))
-            for peer in cast("list[TrainingPeer]", list(swarm.peers.values()))
-        )
+        learners = [peer.learner for peer in cast("list[TrainingPeer]", list(swarm.peers.values()))]
+        held = max((learner.held for learner in learners), key=lambda held: held.training)
         await swarm.stop()
-        for peer in cast("list[TrainingPeer]", list(swarm.peers.values())):
-            peer.learner.close()
-        return Training(tuple(first.points), trained)
+        for learner in (*learners, swarm.evaluator):
+            learner.close()
+        return Training(tuple(first.points), held)
 
     return run_virtual(play(), 1e9)

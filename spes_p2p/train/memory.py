@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,25 @@ from spes_p2p.train.ddp import Ranks, least_over_ranks
 
 _MEMINFO = Path("/proc/meminfo")
 _WORDS = "out of memory", "alloc_failed", "can't allocate memory"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that the tensors of one rank take, as they are allocated."""
+
+    model: int
+    """Everything that a forward pass needs, what is trained among it."""
+    trained: int
+    """Values that are trained, in fp32."""
+    gradients: int
+    """In the last step; they are freed after each."""
+    moments: int
+    """With their scales."""
+
+    @property
+    def training(self) -> int:
+        """What training takes beside the forward pass: values, gradients, moments."""
+        return self.trained + self.gradients + self.moments
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
-from spes_p2p.train.memory import forget_peak, is_out_of_memory, out_of_memory
+from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
@@ -44,7 +44,7 @@ class RankTrainer:
         self.config, self.layout, self.ranks = config, layout, ranks
         self.step = 0
         self.round_steps = 0
-        self.gradient_bytes = 0
+        self._gradient_bytes = 0
         self.is_updating = False
         """Parameters may be half changed: a step that failed then must not be repeated."""
         self.notes: list[str] = []
@@ -150,7 +150,7 @@ class RankTrainer:
         finite = all(map(math.isfinite, (*losses, norm)))
         if finite:
             self._update(norm, lr)
-        self.gradient_bytes = gradient_bytes(self.model)
+        self._gradient_bytes = gradient_bytes(self.model)
         self._clear_gradients(self._forward)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite, counts)
@@ -237,6 +237,12 @@ class RankTrainer:
         for group in self.optimizer.groups:
             for name, parameter in group.tensors.items():
                 yield group, name, parameter.detach()
+
+    def held(self) -> Held:
+        """What the tensors of this rank take."""
+        trained = sum(values.nbytes for _, _, values in self.trained_tensors())
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return Held(sum(one.nbytes for one in tensors), trained, self._gradient_bytes, self.optimizer.nbytes)
 
     def value_hashes(self) -> list[str]:
         """SHA-256 of all trained values, for each rank."""

@@ -24,6 +24,7 @@ from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
 from spes_p2p.train.memory import (
+    Held,
     free_and_total_bytes,
     is_out_of_memory,
     least_free_and_total_bytes,
@@ -96,9 +97,9 @@ class Trainer:
         return notes
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of moments and step counts that this rank holds."""
-        return self._rank.optimizer.nbytes
+    def held(self) -> Held:
+        """What this rank's tensors take."""
+        return self._rank.held()
 
     def columns_that_fit(self) -> int | None:
         """Expert columns for which there is memory, by what the steps since the last call have used; None on a CPU."""
@@ -108,11 +109,6 @@ class Trainer:
         _, total = free_and_total_bytes(self._ranks.device)
         column_values, options = self._rank.layout.model_blocks[-1].size, Options.of(self.config)
         return columns_by_experience(len(self.owned), spare, total, column_values, options)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients that this rank held in the last step; they are freed after each."""
-        return self._rank.gradient_bytes
 
     def adopt(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.data.loader import open_dataset
+from spes_p2p.errors import ConfigError
 from spes_p2p.interop.own import Model, OwnStart
-from spes_p2p.testing.training_swarm import train
+from spes_p2p.testing.training_swarm import Measure, train
 from tests.peer.real import SMALL, make_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +35,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_peers_learn_and_it_comes_out_the_same_again(data: Path, tmp_path: Path) -> None:
     overrides = (*SMALL, f"data.path={data}", "swarm.min_peers=2", "swarm.experts_per_peer=4", "optimizer.lr=0.01")
     config = load_config(bundled_config("tiny"), overrides)
-    first, again = (train(config, tmp_path / name, open_dataset(config), 32, CPU) for name in ("first", "again"))
+    first, again = (
+        train(config, tmp_path / name, open_dataset(config), Measure(32), CPU) for name in ("first", "again")
+    )
     losses = [point.held_out_loss for point in first.points]
     assert [(point.round, point.step) for point in first.points] == [(0, 0), (1, 16), (2, 32)]
     assert losses[0] > losses[1] > losses[2]
     assert [point.held_out_loss for point in again.points] == losses
     assert first.points[-1].tokens == 2 * 32 * 8 * 64
     assert first.points[-1].bytes_sent > 0
-    everything = sum(block.size for block in _layout(config).blocks)
-    assert first.trained_values < everything
+    everything = 4 * sum(block.size for block in _layout(config).blocks)
+    held = first.held
+    assert held.trained == held.gradients == held.moments // 2 < everything < held.model
+
+
+def test_points_of_a_curve_are_taken_where_they_are_asked_for(data: Path, tmp_path: Path) -> None:
+    overrides = (*SMALL, f"data.path={data}", "swarm.min_peers=1", "swarm.experts_per_peer=8", "sync.steps_per_round=2")
+    config = load_config(bundled_config("tiny"), overrides)
+    found = train(config, tmp_path, open_dataset(config), Measure(steps=8, every_steps=3), CPU)
+    assert [point.step for point in found.points] == [0, 4, 8]
 
 
 class Words(nn.Module):
@@ -74,12 +86,12 @@ def test_a_model_of_ones_own_learns_in_a_swarm(data: Path, tmp_path: Path, outer
     overrides = ("sync.merge_alpha=0", f"sync.outer={outer}", "swarm.experts_per_peer=1", "swarm.min_peers=2")
     config = load_config(bundled_config("tiny"), [*SMALL, *overrides, f"data.path={data}", "optimizer.lr=0.02"])
     config = model.config_of(config, OwnStart(model, config).root())
-    found = train(config, tmp_path, open_dataset(config), 48, CPU, model=model)
+    found = train(config, tmp_path, open_dataset(config), Measure(48), CPU, model=model)
     losses = [point.held_out_loss for point in found.points]
     assert losses[0] > losses[1] > losses[-1]
     assert losses[-1] < 4.5  # bytes at random: 5.5
     expert = sum(parameter.numel() for parameter in Words().experts[0].parameters())
-    assert found.trained_values == sum(parameter.numel() for parameter in Words().parameters()) - expert
+    assert found.held.trained == 4 * (sum(parameter.numel() for parameter in Words().parameters()) - expert)
 
 
 def _layout(config: Any) -> Any:
@@ -89,20 +101,48 @@ def _layout(config: Any) -> Any:
     return Layout(state_tensors(config.model), config.sync.tile_values)
 
 
-@pytest.mark.timeout(300)
-def test_the_comparison_writes_a_table_of_all_methods(data: Path, tmp_path: Path) -> None:
-    compare = runpy.run_path(str(ROOT / "scripts" / "compare.py"))
-    page, points = tmp_path / "results.md", tmp_path / "points.json"
+def compare(*words: object) -> dict[str, Any]:
+    script = runpy.run_path(str(ROOT / "scripts" / "compare.py"))
     small = [text for text in SMALL if not text.startswith("sync.")]
-    compare["main"](
-        ["--data", str(data), "--steps", "4", "--steps-per-round", "4", "--peers", "2", "--seeds", "0", "--device",
-         "cpu", "--output", str(page), "--json", str(points), *small]
-    )  # fmt: skip
+    steps = ["--steps", "4", "--steps-per-round", "4", "--peers", "2", "--device", "cpu"]
+    script["main"]([*small, *steps, *map(str, words)])
+    return script
+
+
+@pytest.mark.timeout(300)
+def test_the_comparison_writes_a_table_of_all_arms_and_does_not_run_them_again(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, points = tmp_path / "results.md", tmp_path / "points.json"
+    files = ["--data", data, "--output", page, "--json", points, "--jobs", 1]
+    arms = list(compare(*files, "--seeds", 0)["ARMS"])
     text = page.read_text()
-    spes = ("SPES", "SPES, merge", "SPES, 2 owners", "SPES, rising H", "SPES, two periods")
-    for method in ("centralized", "DiLoCo, plain averaging", "DiLoCo, outer Nesterov", *spes):
-        assert f"| {method} |" in text
-    assert points.is_file()
+    for arm in arms:
+        assert f"| {arm} | " in text
+    found = {one["arm"]: one for one in json.loads(points.read_text())}
+    assert list(found) == arms
+    assert found["centralized"]["trained_bytes"] > found["spes"]["trained_bytes"]
+    assert found["diloco"]["bytes_sent"] > found["spes"]["bytes_sent"] > 0
+    capsys.readouterr()
+    compare(*files, "--arms", "spes", "diloco", "--seeds", 0, 1)
+    said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["seed 1, spes", "seed 1, diloco"]
+    assert "±" in page.read_text()
+    assert [one for one in json.loads(points.read_text()) if one["seed"] == 0] == list(found.values())
+
+
+@pytest.mark.timeout(300)
+def test_arms_that_run_side_by_side_give_what_they_give_alone(data: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "alone.json", tmp_path / "together.json"]
+    for jobs, path in zip((1, 2), files):
+        compare("--data", data, "--arms", "spes", "merge", "--output", "", "--json", path, "--jobs", jobs)
+    alone, together = ([one["points"] for one in json.loads(path.read_text())] for path in files)
+    assert alone == together
+
+
+def test_an_unknown_arm_is_named(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--arms has 'spse', an unknown arm"):
+        compare("--data", data, "--arms", "spse", "--output", "")
 
 
 @pytest.mark.timeout(300)
@@ -113,7 +153,18 @@ def test_a_comparison_that_is_ended_leaves_no_folder(data: Path, tmp_path: Path,
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     small = [text for text in SMALL if not text.startswith("sync.")]
-    arguments = ["--data", str(data), "--peers", "2", "--device", "cpu", "--output", str(tmp_path / "page.md")]
+    arguments = [
+        "--data",
+        str(data),
+        "--peers",
+        "2",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path / "page.md"),
+        "--jobs",
+        "1",
+    ]
     with subprocess.Popen(
         [sys.executable, script, *arguments, "--steps", "9000", *small],
         env=environment,

@@ -43,9 +43,9 @@ def test_two_bytes_and_scales_a_value_instead_of_eight() -> None:
         train(trainer, 1)
     sizes = [parameter.numel() for _, _, parameter in packed._rank.trained_tensors()]
     large, small = ([size for size in sizes if (size >= SMALLEST_VALUES) is wanted] for wanted in (True, False))
-    assert plain.optimizer_bytes == 8 * sum(sizes)
-    assert packed.optimizer_bytes == sum(2 * size + 2 * 4 * (size // 256) for size in large) + 8 * sum(small)
-    assert packed.optimizer_bytes < 0.35 * plain.optimizer_bytes
+    assert plain.held.moments == 8 * sum(sizes)
+    assert packed.held.moments == sum(2 * size + 2 * 4 * (size // 256) for size in large) + 8 * sum(small)
+    assert packed.held.moments < 0.35 * plain.held.moments
 
 
 def test_an_interrupted_peer_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_peer_may_choose_anew_when_it_resumes(before: str, after: str) -> None
     first, second = wide_trainer(before), wide_trainer(after)
     train(first, 3)
     second.load_private_state(first.private_state())
-    assert (second.optimizer_bytes > first.optimizer_bytes) is (before == EIGHT_BIT)
+    assert (second.held.moments > first.held.moments) is (before == EIGHT_BIT)
     assert train(second, 3, first=3) == pytest.approx(train(first, 3, first=3), rel=1e-2)
 
 
@@ -125,7 +125,7 @@ def test_gradients_in_bf16_take_half_the_memory_and_are_clipped_alike() -> None:
     results = [trainer.train_step(batch_of(0)) for trainer in (plain, half)]
     assert results[0].grad_norm > 0.2
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=2e-3)
-    assert half.gradient_bytes == plain.gradient_bytes // 2
+    assert half.held.gradients == plain.held.gradients // 2
     means = [trainer.moments(1).mean for trainer in (plain, half)]
     assert np.linalg.norm(means[1] - means[0]) <= 2e-2 * np.linalg.norm(means[0])
 

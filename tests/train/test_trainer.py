@@ -108,8 +108,8 @@ def test_foreign_experts_stay_and_cost_no_gradient_and_no_moments() -> None:
     with pytest.raises(LocalProtocolError, match="column 2"):
         trainer.contribution(3)
     trained_bytes = 4 * sum(values.size for values in own.values())
-    assert trainer.gradient_bytes == trained_bytes
-    assert trainer.optimizer_bytes == 2 * trained_bytes
+    assert trainer.held.gradients == trained_bytes
+    assert trainer.held.moments == 2 * trained_bytes
     for expert in (0, 2, 3, 5):
         matrices = [bank.read(expert, which).numpy() for bank in trainer._rank.transformer.banks for which in MATRICES]
         assert np.array_equal(np.concatenate([matrix.ravel() for matrix in matrices]), before[1 + expert])
@@ -298,9 +298,9 @@ def test_a_model_that_cannot_be_made_for_lack_of_memory_is_a_known_error() -> No
 def test_moments_are_made_before_the_first_activations() -> None:
     """Else the first step finds out last of all, in its update, that memory is short: too late to make it smaller."""
     trainer, seen = trainer_of(small_config()), list[int]()
-    trainer._rank.model.register_forward_pre_hook(lambda *given: seen.append(trainer.optimizer_bytes))
+    trainer._rank.model.register_forward_pre_hook(lambda *given: seen.append(trainer.held.moments))
     trainer.train_step(batch_of(0))
-    assert seen[0] == trainer.optimizer_bytes > 0
+    assert seen[0] == trainer.held.moments > 0
 
 
 def test_a_first_step_that_was_given_up_can_be_saved_and_loaded() -> None:
