@@ -12,7 +12,7 @@ MAX_PEER_ID = 128
 """Characters; libp2p's of RSA keys have 46."""
 
 Hash = NewType("Hash", bytes)
-"""A SHA-256 digest, 32 bytes."""
+"""A SHA-256 digest, or the BLAKE3 digest of a tile (`state/hashes.py`); 32 bytes."""
 
 NO_HASH = Hash(b"\0" * 32)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -85,7 +86,7 @@ def _place(name: str) -> tuple[Any, ...]:
 
 
 def root_of(state: Tensors, tile_values: int) -> str:
-    """The hash that names a state: SHA-256 over that of each tile, tiles cut inside each block, momentum last."""
+    """The name of a state: SHA-256 over the BLAKE3 hash of each tile; tiles are cut inside blocks, momentum last."""
     joined = hashlib.sha256()
     blocks: dict[tuple[bool, int], list[NDArray[Any]]] = {}
     for prefix in ("", MOMENTUM):
@@ -96,7 +97,7 @@ def root_of(state: Tensors, tile_values: int) -> str:
     for parts in (blocks[key] for key in sorted(blocks)):
         values = np.concatenate(parts)
         for start in range(0, len(values), tile_values):
-            joined.update(hashlib.sha256(values[start : start + tile_values].tobytes()).digest())
+            joined.update(blake3(values[start : start + tile_values].tobytes()).digest())
     return joined.hexdigest()
 
 

@@ -15,7 +15,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_MEMBERS = 1024
 
 T = TypeVar("T")

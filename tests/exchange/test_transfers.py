@@ -15,6 +15,7 @@ from spes_p2p.exchange.rates import Turns
 from spes_p2p.exchange.requests import ChainPart, ChainRequest, Request, TilesRequest, unpack_request
 from spes_p2p.exchange.transfers import TILES_A_FETCH, Transfers, all_of, fetch_run
 from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.state.hashes import hash_tile
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
@@ -80,7 +81,7 @@ def tile(tile_id: int) -> bytes:
     return bytes([tile_id]) * (4 * LAYOUT.tiles[tile_id].size)
 
 
-WANTED = {tile_id: sha256(tile(tile_id)) for tile_id in range(6)}
+WANTED = {tile_id: hash_tile(tile(tile_id)) for tile_id in range(6)}
 BY_HASH = {tile_hash: tile(tile_id) for tile_id, tile_hash in WANTED.items()}
 
 
@@ -316,7 +317,7 @@ def test_the_first_error_ends_the_others_and_is_raised_as_it_is() -> None:
 
 def test_the_fastest_holder_gives_most_and_the_slow_one_holds_nothing_up() -> None:
     """Rates are learnt: at first both are asked, then whoever will be done first."""
-    many = {tile_id: sha256(tile(tile_id)) for tile_id in range(len(LAYOUT.tiles))}
+    many = {tile_id: hash_tile(tile(tile_id)) for tile_id in range(len(LAYOUT.tiles))}
     BY_HASH.update({tile_hash: tile(tile_id) for tile_id, tile_hash in many.items()})
     size = sum(4 * LAYOUT.tiles[tile_id].size for tile_id in many)
 
@@ -342,7 +343,7 @@ def test_the_fastest_holder_gives_most_and_the_slow_one_holds_nothing_up() -> No
 
 
 def test_a_holder_that_dies_in_the_middle_costs_only_what_was_on_its_way() -> None:
-    many = {tile_id: sha256(tile(tile_id)) for tile_id in range(len(LAYOUT.tiles))}
+    many = {tile_id: hash_tile(tile(tile_id)) for tile_id in range(len(LAYOUT.tiles))}
     BY_HASH.update({tile_hash: tile(tile_id) for tile_id, tile_hash in many.items()})
     size = sum(4 * LAYOUT.tiles[tile_id].size for tile_id in many)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spes_p2p.errors import LocalProtocolError, StateError
-from spes_p2p.ids import NO_HASH, sha256
+from spes_p2p.ids import NO_HASH
+from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.store import StateStore, Version
 from tests.state.small import commit_round, new_values, small_layout, small_store, stage_round
@@ -35,7 +36,7 @@ def test_the_initial_version_is_the_same_from_tiles_and_from_blocks(tmp_path: Pa
     assert from_tiles.root == layout.root_of(from_tiles.tile_hashes)
     tile = layout.tiles[5]
     assert from_tiles.tile(5) == initial(tile).tobytes()
-    assert from_tiles.tile_hashes[5] == sha256(initial(tile).tobytes())
+    assert from_tiles.tile_hashes[5] == hash_tile(initial(tile).tobytes())
 
 
 def test_a_version_has_the_values_that_were_staged(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_tile_done_again_replaces_the_first(tmp_path: Path) -> None:
     staging = store.stage(1, 0)
     first = staging.write_tile(0, np.ones(8, np.float32))
     second = staging.write_tile(0, bytes(32))
-    assert staging.wire_hash(0) == second == sha256(bytes(32))
+    assert staging.wire_hash(0) == second == hash_tile(bytes(32))
     assert store.find(first) is None
     staging.finish()
     assert staging.publish().tile(0) == bytes(32)
