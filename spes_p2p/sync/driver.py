@@ -31,15 +31,14 @@ from spes_p2p.exchange.patience import Patience
 from spes_p2p.exchange.rates import Rates
 from spes_p2p.exchange.requests import DataRequest, ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.retention import Retention
-from spes_p2p.exchange.transfers import Transfers
+from spes_p2p.exchange.transfers import FewStreams, Transfers
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Layout
-from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.ports import Blob, Clock, Transport
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
-from spes_p2p.sync.catch_up import CatchUp, ForkPoint, Parted
+from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint, HeadersOnly, Parted
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run
@@ -146,6 +145,8 @@ class Disk:
     """What is handed over to new owners of columns; none where nothing is trained."""
     data: Callable[[DataRequest], Blob] | None = None
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
+    keeps_states: bool = True
+    """False: certificates alone go on here, the store stays as it is."""
 
 
 @dataclass
@@ -207,10 +208,11 @@ class Driver:
             core, self._layout, outgoing, disk.residuals, self._candidate, self._transfers, self._tasks, self._tell,
             hooks.notice, clock.now, committed=lambda: disk.store.version(core.tip.round), held_bytes=held_bytes,
         )  # fmt: skip
-        later = Transfers(  # the running round of others goes first
+        self._looks_on = not core.state.own.intent.joining
+        later = (FewStreams if self._looks_on else Transfers)(  # the running round of others goes first
             transport, self._layout, self._stall_seconds, self._on_bytes, self._on_refused, self._patience, True, rates
         )
-        self._catching_up = CatchUp(
+        self._catching_up = (CatchUp if disk.keeps_states else HeadersOnly)(
             info, core.state.rules, checker.check, disk.chain, disk.store, later, self._tasks.in_thread
         )
         self._fetching: asyncio.Task[None] | None = None
@@ -231,7 +233,8 @@ class Driver:
         self._recover()
         await self._transport.serve(self, self._is_no_stranger)
         self._tasks.spawn(self._tick_for_ever())
-        self._tasks.spawn(self._scrubber().run())
+        if self._disk.keeps_states:
+            self._tasks.spawn(self._scrubber().run())
 
     def halt(self) -> None:
         """From now on nothing is begun, said or answered; `stop` waits for what is under way."""
@@ -259,6 +262,10 @@ class Driver:
         """Peers of the run that were found somewhere: who is no member hears from us too."""
         self._tell(on.PeersFound(tuple(known)))
 
+    def hide_status(self, hidden: bool) -> None:
+        """From now on the others do not hear, or hear again, where this peer stands."""
+        self._outbox.hides_status = hidden
+
     def choose(self, children: Mapping[Hash, Hash]) -> None:
         """The organiser's word, by parent: the child that the run goes on with."""
         self._choices.told(children)
@@ -271,7 +278,7 @@ class Driver:
         self._require_life()
         envelope = self._checker.open(caller, request)
         check_same_run(envelope, self._info)
-        self._tell(on.MessageReceived(envelope))
+        self._heard(envelope)
         [reply] = self.core.handle(on.ReplyRequested(caller), self._clock.now())
         assert isinstance(reply, do.Send)
         return self._outbox.answer(caller, reply.envelope)
@@ -392,6 +399,8 @@ class Driver:
 
     def _heard(self, answer: Envelope) -> None:
         self._tell(on.MessageReceived(answer))
+        if self._looks_on and self._fetching is not None and answer.commit is not None:
+            self._tasks.spawn(self._catching_up.note(answer.commit))
 
     # ---------------------------------------------------------------- committing
 
@@ -460,7 +469,7 @@ class Driver:
             else:
                 await self._follow(tip, newest, staging)
 
-    async def _state(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Staging]:
+    async def _state(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Fetched]:
         """A state to go to, finished: that of `newest`, or one on our own line that we have begun with."""
         now, received = self._clock.now(), self._transport.bytes_received
         others = [  # who stands on an older state has not what is wanted, and may be slow to say so
@@ -478,7 +487,7 @@ class Driver:
     def _check_link(self) -> None:
         """A newcomer whose link is too slow to ever take part is told so, and ends."""
         chain = self._disk.chain
-        if not self.core.state.is_member() and chain.length > 1:
+        if not self._looks_on and not self.core.state.is_member() and chain.length > 1:
             rounds = range(max(1, chain.length - self.core.state.rules.expert_rounds), chain.length)
             newest = [chain.commit(round).manifest for round in rounds]
             self._keeping_up.headers(self._clock.now(), chain.length - 1, newest)
@@ -511,7 +520,7 @@ class Driver:
             if self.core.tip.round == tip:
                 await self._follow(tip, commit, staging)
 
-    async def _follow(self, tip: int, newest: Commit, staging: Staging) -> None:
+    async def _follow(self, tip: int, newest: Commit, staging: Fetched) -> None:
         """To a later state of our own chain."""
         first = self._disk.chain.commit(tip + 1).manifest
         hashes = wire_tiles(*self.core.handed_out(first))  # here: a thread would look at what changes meanwhile
@@ -669,7 +678,8 @@ class Driver:
         """Nothing can be staged: say so once, train on, look again later."""
         if not self._was_full:
             self._was_full = True
-            self._hooks.notice(do.Notice("disk", f"{error}; training goes on, but this peer cannot vote until then"))
+            goes_on = "no newer state is taken" if self._looks_on else "training goes on, but this peer cannot vote"
+            self._hooks.notice(do.Notice("disk", f"{error}; {goes_on} until there is room"))
         if self._fetching is not None:  # asked for again when there is room
             self._fetching.cancel()
         self._retention.clear()
@@ -685,7 +695,7 @@ class Driver:
     def _room_again(self) -> None:
         if self._was_full and self._full_until is None:
             self._was_full = False
-            self._hooks.notice(do.Notice("disk", "there is room again: this peer takes part in the votes"))
+            self._hooks.notice(do.Notice("disk", "there is room again"))
 
     def _try_disk_again(self) -> None:
         if self._full_until is not None and self._clock.now() > self._full_until and not self._executor.lock.locked():
