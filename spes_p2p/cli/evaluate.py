@@ -48,6 +48,11 @@ def evaluate(
     max_length: Annotated[
         int | None, typer.Option(help="Tokens that the model sees at once (default: as it was trained).", min=1)
     ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append the scores there (default: the metrics.jsonl of the peer, if any)."),
+    ] = None,
+    append: Annotated[bool, typer.Option("--append/--no-append", help="Append the scores to the metrics.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Scores a model on tasks of lm-evaluation-harness (pip extra eval): a folder, a checkpoint, or a live run.
@@ -68,7 +73,7 @@ def evaluate(
         one_source(checkpoint, run.addresses)
     network = NetworkOptions(run.addresses, client_mode=True)
     source = ExportOptions(Path(), checkpoint, network, run.run_id, run.fingerprint, dtype.value, tokenizer=tokenizer)
-    options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length)
+    options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length, metrics, append)
     try:
         with shown_bytes() as report:
             found = run_eval(options, lambda text: typer.echo(text, err=True), report)

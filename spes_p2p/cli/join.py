@@ -54,6 +54,14 @@ def join(
         WebAccess,
         typer.Option(help="Web servers of the organiser's to fetch data from: none, public ones by https, or any."),
     ] = WebAccess.PUBLIC,
+    max_checkpoint_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most disk for checkpoints; the newest always stays (default: no limit).",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
@@ -115,6 +123,8 @@ def join(
         split_words,
     )
     from spes_p2p.peer.pausing import Schedule
+    from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK
+    from spes_p2p.planning.units import parse_bytes
     from spes_p2p.sync.histories import checked_prefix
 
     invites, overrides = split_words(words or ())
@@ -144,6 +154,7 @@ def join(
         overrides=overrides,
         config_path=config,
         max_disk=parse_disk(max_disk),
+        max_checkpoint_disk=parse_bytes(max_checkpoint_disk, MAX_CHECKPOINT_DISK) if max_checkpoint_disk else None,
         organiser=found.organiser,
         schedule=None if schedule is None else Schedule.parse(schedule),
         pause_on_battery=pause_on_battery,

@@ -62,6 +62,10 @@ class Outbox:
         for part in in_parts(self._said(envelope)):
             self._send(peer, part)
 
+    def open(self, peer: PeerId, data: bytes) -> Envelope:
+        """What `peer` sent. Raises RemoteProtocolError where it is not well-formed, or not signed as it should be."""
+        return self._checker.open(peer, data)
+
     def answer(self, peer: PeerId, envelope: Envelope) -> bytes:
         """The bytes to answer a call of `peer` with; what does not fit follows in calls of our own."""
         first, *rest = in_parts(self._said(envelope))
@@ -96,7 +100,7 @@ class Outbox:
     async def _ask(self, peer: PeerId, data: bytes) -> None:
         try:
             answer = await self._transport.call(peer, data, self._timeout_seconds())
-            reply = self._checker.open(peer, answer)
+            reply = self.open(peer, answer)
         except RemoteProtocolError as error:
             self._refused(peer, str(error))
         except NetworkError:

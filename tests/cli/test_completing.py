@@ -64,7 +64,7 @@ def tab(bash: Shell, script: str) -> Complete:
 def test_commands_and_options(tab: Complete) -> None:
     assert set(tab("spes-p2p ")) == {*COMMANDS, *GROUPS}
     assert tab("spes-p2p run in") == ["init", "inspect"]
-    assert tab("spes-p2p join --max-di") == ["--max-disk"]
+    assert tab("spes-p2p join --max-c") == ["--max-checkpoint-disk"]
 
 
 def test_values_that_are_known(tab: Complete) -> None:

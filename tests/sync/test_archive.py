@@ -76,7 +76,7 @@ async def left_with_a_certificate(swarm: MemorySwarm) -> PretendPeer:
     last = swarm.peers[PeerId("c")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catching_up(swarm), "state", never)
-        patch.setattr(last.driver._transfers, "tiles", never)
+        patch.setattr(last.driver._fetchers.urgent, "tiles", never)
         async with asyncio.timeout(60.0):
             while last.driver.core.state.round.decided is None or swarm.organiser.chain.length <= last.round + 1:
                 await asyncio.sleep(0.01)

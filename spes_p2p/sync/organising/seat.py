@@ -20,11 +20,12 @@ from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain, VoteBook
-from spes_p2p.sync.composition import Role, build_driver, open_disk
-from spes_p2p.sync.driver import Applied, Driver
+from spes_p2p.sync.composition import build_driver, open_disk
+from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.joining import JoinedRun, Joining
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.starting import Sources
+from spes_p2p.sync.surroundings import Applied, Role
 from spes_p2p.sync.tasks import Tasks
 
 HELD_BYTES = 2**28
