@@ -70,6 +70,10 @@ ARMS = {
     "two-periods": "sync.steps_per_round={often} sync.expert_rounds={periods}",
     "two-periods-long": "sync.steps_per_round={often} sync.expert_rounds={long_periods}",
     "two-periods-two-owners": "two-periods two-owners",
+    "guests-4": "two-periods model.guest_rank=4",
+    "guests-16": "two-periods model.guest_rank=16",
+    "guests-often": "spes-often model.guest_rank=16",
+    "guests-seldom": "model.guest_rank=16",
     "eight-peers": "two-periods each={half} swarm.min_peers={twice_peers} batch={half_batch} micro={half_batch}",
 }  # fmt: skip
 """What each changes of SPES with merges off, one owner a column and H steps a round: names of other arms, and fields.

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import (
-    CheckpointFolder,
-    Device,
-    DeviceOption,
-    Fingerprint,
-    OptionalPeers,
-    RunId,
-    TokenizerOption,
-)
+from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, OptionalPeers, RunId, TokenizerOption
+from spes_p2p.cli.completing import DEVICES, one_of
 from spes_p2p.cli.export import Dtype, DtypeOption, one_source
 from spes_p2p.cli.showing import shown_bytes
 
@@ -43,7 +36,7 @@ def evaluate(
     include_path: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Task files of your own; nothing is downloaded for them.")
     ] = None,
-    device: DeviceOption = Device.AUTO,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=one_of(*DEVICES))] = "auto",
     batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens that the model sees at once (default: as it was trained).", min=1)
@@ -79,19 +72,23 @@ def evaluate(
             found = run_eval(options, lambda text: typer.echo(text, err=True), report)
     except Stopped as stopped:
         raise typer.Exit(INTERRUPTED) from stopped
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found)))
-    else:
-        _show(found)
+    typer.echo(json.dumps(dataclasses.asdict(found)) if as_json else table_of(found))
 
 
-def _show(found: Evaluation) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("task", "shots", "samples", "metric", "value", "", box=None, pad_edge=False)
-    for score in found.scores:
-        counts = ("" if count is None else str(count) for count in (score.shots, score.samples))
-        error = "" if score.stderr is None else f"± {score.stderr:.4f}"
-        table.add_row(score.task, *counts, score.metric, f"{score.value:.4f}", error)
-    Console().print(table)
+def table_of(found: Evaluation) -> str:
+    """One line a metric, in 80 columns where names are not longer."""
+    rows = [
+        (
+            score.task,
+            "" if score.shots is None else str(score.shots),
+            "" if score.samples is None else str(score.samples),
+            score.metric,
+            f"{score.value:.4f}",
+            "" if score.stderr is None else f"± {score.stderr:.4f}",
+        )
+        for score in found.scores
+    ]
+    head = ("task", "shots", "samples", "metric", "value", "")
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)]
+    return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def init(
         typer.Option(
             help="Bundled config to begin with: tiny, small, spes-1b...",
             show_default=False,
+            autocompletion=completing.bundled,
         ),
     ] = None,
     data: Annotated[
@@ -48,6 +50,12 @@ def init(
     ] = None,
     steps_per_round: Annotated[
         int | None, typer.Option(help="Inner steps between two syncs (default: the template's).", min=1)
+    ] = None,
+    guest_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Rank of what each peer trains in others' experts, too; 0: nothing.", min=0, show_default=False
+        ),
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="24GiB", help="Of the volunteers' GPUs: does it fit?", show_default=False)
@@ -80,6 +88,9 @@ def init(
             known.swarm.experts_per_peer, int,
         ),
         steps_per_round=steps_per_round,
+        guest_rank=_answer(
+            guest_rank, "rank of what it trains in others' experts, too (16 is good; 0: nothing, as SPES)", 0, int
+        ),
         gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else None,
         up=parse_rate(uplink, "--uplink") if uplink else None,
         down=parse_rate(downlink, "--downlink") if downlink else None,

@@ -5,6 +5,7 @@ The sections and their fields are explained in `sections`; reading YAML and over
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pydantic import model_validator
@@ -61,7 +62,30 @@ class Config(Section):
                 f"swarm.experts_per_peer is {claimed}, more than model.num_experts ({experts})",
                 fix=f"set it to at most {experts} (all: every peer trains the whole model)",
             )
+        if self.model.guest_rank:
+            self._check_guests()
         return self
+
+    def _check_guests(self) -> None:
+        rank, experts = self.model.guest_rank, self.model.num_experts
+        if self.swarm.experts_per_peer == experts:
+            raise ConfigError(
+                f"model.guest_rank is {rank}, but every peer trains all {experts} experts: nobody is a guest",
+                fix="set model.guest_rank=0, or swarm.experts_per_peer to fewer",
+            )
+        if not self.sync.enabled:
+            raise ConfigError(
+                f"model.guest_rank is {rank}, but peers exchange nothing: no owner would take it in",
+                fix="set model.guest_rank=0",
+            )
+        row = math.lcm(self.model.d_model, self.model.expert_ffn)
+        if self.sync.tile_values % row:
+            whole = max(1, self.sync.tile_values // row) * row
+            raise ConfigError(
+                f"sync.tile_values is {self.sync.tile_values}, which cuts rows of the experts' matrices apart, but "
+                f"with model.guest_rank ({rank}) whoever reduces a tile needs whole rows",
+                fix=f"set sync.tile_values to a multiple of {row} (of d_model and expert_ffn), such as {whole}",
+            )
 
 
 def steps_per_round_at(config: Config, step: int) -> int:

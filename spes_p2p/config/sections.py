@@ -60,6 +60,11 @@ class ModelConfig(Section):
     qkv_bias: bool = agreed("Biases on queries, keys and values, as Qwen2 has them.", False)
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
+    guest_rank: Natural = agreed(
+        "Rank of the change that each peer trains in every expert that it does not own, as a guest, and that the owner "
+        "takes in when it hands the expert out; 0: none, as SPES has it. 16 is a good one.",
+        0,
+    )
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
     expert_backend: Literal["auto", "grouped_mm", "triton", "megablocks", "eager"] = local(
         "How this machine computes experts; auto takes the fastest that works here.", "auto"
@@ -109,6 +114,18 @@ class ModelConfig(Section):
             raise ConfigError(
                 f"model.top_k is {self.top_k}, more than model.num_experts ({self.num_experts})",
                 fix=f"set model.top_k to at most {self.num_experts}",
+            )
+        narrowest = min(self.d_model, self.expert_ffn)
+        if self.guest_rank >= narrowest:
+            raise ConfigError(
+                f"model.guest_rank is {self.guest_rank}, no less than the width of the experts' matrices ({narrowest})",
+                fix="16 is a good rank; 0 turns guests off",
+            )
+        if self.guest_rank and self.own_layout:
+            raise ConfigError(
+                f"model.guest_rank is {self.guest_rank}, but the run trains a model of one's own, whose experts may be "
+                "anything",
+                fix="set model.guest_rank=0",
             )
         if self.embedding_rows < self.vocab_size:
             raise ConfigError(

@@ -112,6 +112,4 @@ class Notice:
     peer: PeerId | None = None
 
 
-Work = Reduce | Fetch | Build | Verify | Adopt | CatchUp
-"""What takes long, and needs room on the disk."""
-Action = Send | Persist | Forget | CloseTraining | Notice | Work
+Action = Send | Persist | Forget | CloseTraining | Reduce | Fetch | Build | Verify | Adopt | CatchUp | Notice

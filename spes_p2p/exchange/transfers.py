@@ -101,6 +101,12 @@ class Transfers:
         is raised where it is not any more.
         """
         size = sum(self._layout.wire_bytes(self._layout.tiles[tile_id]) for tile_id in piece.tile_ids)
+        return await self.trained(entry, parent, piece, size, is_wanted)
+
+    async def trained(
+        self, entry: Contribution, parent: Hash, piece: Slice, size: int, is_wanted: Callable[[], bool]
+    ) -> memoryview:
+        """The same for `size` bytes: as a guest a peer has less than values for a slice (see sync/guests.py)."""
         request = ValuesRequest(parent, piece.first_tile, piece.tiles, entry)
         try:
             data = await self._ask(entry.peer, request, size, is_wanted)
@@ -352,9 +358,3 @@ async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         while isinstance(failed, ExceptionGroup):
             failed = failed.exceptions[0]
         raise failed from None
-
-
-class FewStreams(Transfers):
-    """Takes little of the others' uplinks at a time."""
-
-    PARALLEL = 2

@@ -16,18 +16,18 @@ Leaves out: routing (model/router.py), kernels (backends.py), and who owns what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.backends import Backend
-from spes_p2p.experts.mlp import experts_of
+from spes_p2p.experts.guests import MATRICES, Guests, Matrix
+from spes_p2p.experts.mlp import Trained, experts_of
 from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, QuantizedStore, Store
 
-Matrix = Literal["gate", "up", "down"]
-MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
+__all__ = ["MATRICES", "ExpertBank", "Matrix"]
 
 
 class ExpertBank(nn.Module):
@@ -65,6 +65,9 @@ class ExpertBank(nn.Module):
             self.store = Dense(shapes, device, dtype)
         for part in PARTS:
             self.register_parameter(part, None)
+        matrices = {which: self.shape_of(which) for which in MATRICES}
+        rank = 0 if foreign is None else foreign.guest_rank
+        self.guests = Guests(matrices, num_experts, rank, device, dtype) if rank else None
         self.register_buffer("_slot_E", torch.arange(num_experts, device=device), persistent=False)
         self.set_owned(owned)
 
@@ -120,7 +123,10 @@ class ExpertBank(nn.Module):
 
     def _reorder(self, owned: tuple[int, ...]) -> None:
         experts = [*owned, *(expert for expert in range(self.num_experts) if expert not in owned)]
-        self.store.reorder([self._slots[expert] for expert in experts], len(owned))
+        old_slots = [self._slots[expert] for expert in experts]
+        self.store.reorder(old_slots, len(owned))
+        if self.guests is not None:
+            self.guests.reorder(old_slots, len(owned))
         self._slots = tuple(experts.index(expert) for expert in range(self.num_experts))
         self._slot_E.copy_(torch.tensor(self._slots))
         self.owned = owned
@@ -165,5 +171,5 @@ class ExpertBank(nn.Module):
         # autocast would undo the store's dtype, which is the compute dtype already
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
             order = self.backend.sort(self._slot_E[expert_TK], self.num_experts)
-            masters = self.master("gate_up"), self.master("down")
-            return experts_of(x_TD.to(self.dtype), weight_TK, order, self.store, *masters, self.backend)
+            trained = Trained(self.master("gate_up"), self.master("down"), self.guests)
+            return experts_of(x_TD.to(self.dtype), weight_TK, order, self.store, trained, self.backend)

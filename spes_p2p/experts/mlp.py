@@ -6,14 +6,14 @@ outputs of experts are needed by nobody, since the router's weight is applied be
 
 The masters take no part in the forward pass: they are inputs so that autograd asks for their gradient, which is one
 product over the rows of the first `n_owned` slots. They always get one, of zeros where an expert saw no token, so that
-DDP never waits for it.
+DDP never waits for it. The same holds for the coordinates of guests (guests.py), which change foreign experts.
 
 Legend: T tokens, K experts a token, N = T * K rows sorted by slot, D d_model, F expert ffn, E experts, O owned experts.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
@@ -21,6 +21,7 @@ from torch.autograd.function import Function, once_differentiable
 from spes_p2p.experts import swiglu
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.dispatch import Order
+from spes_p2p.experts.guests import MATRICES, Guests
 from spes_p2p.experts.stores import Store
 
 
@@ -29,12 +30,22 @@ def experts_of(
     weight_TK: Tensor,
     order: Order,
     store: Store,
-    master_gate_up: Tensor | None,
-    master_down: Tensor | None,
+    trained: Trained,
     backend: Backend,
 ) -> Tensor:
     """y_TD = sum over k of weight[t, k] * down @ (silu(gate @ x) * (up @ x)) of the expert; no token is dropped."""
-    return cast(Tensor, _Experts.apply(x_TD, weight_TK, *order, store, master_gate_up, master_down, backend))
+    guests = trained.guests if trained.guests is not None and trained.guests.active else None
+    coordinates = (None,) * 3 if trained.guests is None else tuple(map(trained.guests.coordinates, MATRICES))
+    arguments = (*order, store, trained.gate_up, trained.down, *coordinates, guests, backend)
+    return cast(Tensor, _Experts.apply(x_TD, weight_TK, *arguments))
+
+
+class Trained(NamedTuple):
+    """What of the experts gets gradients: masters [O, out, in] of the owned ones, and what changes the others."""
+
+    gate_up: Tensor | None
+    down: Tensor | None
+    guests: Guests | None
 
 
 class _Experts(Function):
@@ -50,16 +61,29 @@ class _Experts(Function):
         store: Store,
         master_gate_up: Tensor | None,
         master_down: Tensor | None,
+        guest_gate: Tensor | None,
+        guest_up: Tensor | None,
+        guest_down: Tensor | None,
+        guests: Guests | None,
         backend: Backend,
     ) -> Tensor:
         order = Order(order_N, inverse_TK, ends_E, slot_N)
         weight_N = weight_TK.flatten().index_select(0, order_N)
-        gate_up_N2F = backend.rows(backend.gather(x_TD, order), store.matrices("gate_up").mT, ends_E)
+        thin = None if guests is None else guests.thin(x_TD.dtype)
+        x_ND = backend.gather(x_TD, order)
+        gate_up_N2F = backend.rows(x_ND, store.matrices("gate_up").mT, ends_E)
+        if thin is not None:
+            for change, y_NF in zip(thin, gate_up_N2F.chunk(2, dim=1)):
+                y_NF += change.product(x_ND, ends_E, backend)
+        del x_ND
         hidden_NF = swiglu.forward(gate_up_N2F, weight_N)
         ctx.save_for_backward(x_TD, weight_N, gate_up_N2F, *order)
         ctx.store, ctx.backend = store, backend
-        ctx.num_owned = 0 if master_down is None else master_down.shape[0]
-        return backend.combine(backend.rows(hidden_NF, store.matrices("down").mT, ends_E), order)
+        ctx.num_owned, ctx.guests = 0 if master_down is None else master_down.shape[0], guests
+        y_ND = backend.rows(hidden_NF, store.matrices("down").mT, ends_E)
+        if thin is not None:
+            y_ND += thin[-1].product(hidden_NF, ends_E, backend)
+        return backend.combine(y_ND, order)
 
     @staticmethod
     @once_differentiable
@@ -67,14 +91,30 @@ class _Experts(Function):
         x_TD, weight_N, gate_up_N2F, *order_parts = ctx.saved_tensors
         order, backend = Order(*order_parts), cast(Backend, ctx.backend)
         store, owned_ends = cast(Store, ctx.store), order.ends_E[: ctx.num_owned]
+        thin = None if ctx.guests is None else cast(Guests, ctx.guests).thin(x_TD.dtype)
         dy_ND = backend.gather(dy_TD.to(x_TD.dtype), order)
         d_hidden_NF = backend.rows(dy_ND, store.matrices("down"), order.ends_E)
+        if thin is not None:
+            d_hidden_NF += thin[-1].input_gradient(dy_ND, order.ends_E, backend)
         hidden_NF, d_gate_up_N2F, d_weight_N = swiglu.backward(d_hidden_NF, gate_up_N2F, weight_N)
+        d_guests: list[Tensor | None] = [None] * 3
+        if thin is not None:
+            d_guests[2] = thin[-1].gradient(dy_ND, hidden_NF, order.ends_E, backend)
         d_down = backend.outer(dy_ND, hidden_NF, owned_ends) if ctx.num_owned else None
         del dy_ND, d_hidden_NF, hidden_NF
         dx_TD = None
+        halves = d_gate_up_N2F.chunk(2, dim=1)
         if ctx.needs_input_grad[0]:
-            dx_TD = backend.combine(backend.rows(d_gate_up_N2F, store.matrices("gate_up"), order.ends_E), order)
-        d_gate_up = backend.outer(d_gate_up_N2F, backend.gather(x_TD, order), owned_ends) if ctx.num_owned else None
+            dx_ND = backend.rows(d_gate_up_N2F, store.matrices("gate_up"), order.ends_E)
+            if thin is not None:
+                for change, dy_NF in zip(thin, halves):
+                    dx_ND += change.input_gradient(dy_NF, order.ends_E, backend)
+            dx_TD = backend.combine(dx_ND, order)
+            del dx_ND
+        x_ND = backend.gather(x_TD, order) if ctx.num_owned or thin is not None else None
+        d_gate_up = backend.outer(d_gate_up_N2F, x_ND, owned_ends) if ctx.num_owned and x_ND is not None else None
+        if thin is not None and x_ND is not None:
+            for at, (change, dy_NF) in enumerate(zip(thin, halves)):
+                d_guests[at] = change.gradient(dy_NF, x_ND, order.ends_E, backend)
         d_weight_TK = d_weight_N[order.inverse_TK]
-        return dx_TD, d_weight_TK, *(None,) * len(order), None, d_gate_up, d_down, None
+        return dx_TD, d_weight_TK, *(None,) * len(order), None, d_gate_up, d_down, *d_guests, None, None

@@ -83,9 +83,8 @@ def state_layout(config: Config) -> Layout:
             f"run {config.run.run_id} trains a model of its organiser's own ({config.model.own_layout[:16]})",
             fix="join it from Python with the same model: spes_p2p.Peer(..., model=...), see docs/api.md",
         )
-    sync = config.sync
-    tensors = state_tensors(config.model)
-    return Layout(tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum=sync.outer != "none")
+    sync, tensors, rank = config.sync, state_tensors(config.model), config.model.guest_rank
+    return Layout(tensors, sync.tile_values, sync.codec, sync.expert_codec, sync.outer != "none", rank)
 
 
 def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:

@@ -99,7 +99,8 @@ class Transformer(nn.Module):
             LayerShape(config.num_experts, config.top_k, config.d_model, config.expert_ffn),
         )
         self.embedding = unloaded(config.embedding_rows, config.d_model, device=device)
-        foreign = Foreign(config.foreign_dtype, HostPrefetcher(device) if config.foreign_offload else None)
+        courier = HostPrefetcher(device) if config.foreign_offload else None
+        foreign = Foreign(config.foreign_dtype, courier, guest_rank=config.guest_rank)
         self.layers = nn.ModuleList(
             Layer(config, owned, self.backend, device, dtype, foreign) for _ in range(config.num_layers)
         )
@@ -122,6 +123,12 @@ class Transformer(nn.Module):
         """Changes the expert columns trained here in every layer (see ExpertBank.set_owned for what must follow)."""
         for bank in self.banks:
             bank.set_owned(owned)
+
+    def take_guests_in(self, active: bool) -> None:
+        """Whether what is trained in foreign experts takes part in the forward pass."""
+        for bank in self.banks:
+            if bank.guests is not None:
+                bank.guests.active = active
 
     def refresh(self) -> None:
         """Makes the forward pass see the masters: call it after every optimizer step."""

@@ -143,6 +143,14 @@ def parse_disk(text: str) -> int:
     return size
 
 
+def parse_web_data(text: str) -> WebAccess:
+    """Raises ConfigError."""
+    try:
+        return WebAccess(text)
+    except ValueError:
+        raise ConfigError(f"--web-data is {text[:40]!r}", fix="say no, public or any") from None
+
+
 def parse_limit(text: str | None, flag: str) -> float | None:
     """`20Mbit` to bytes a second. Raises ConfigError that names `flag`, also for less than a peer can live with."""
     rate = None if text is None else parse_rate(text, flag)

@@ -20,9 +20,9 @@ from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
+from spes_p2p.sync.driver import Disk
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import RebasedState
-from spes_p2p.sync.surroundings import Disk
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack

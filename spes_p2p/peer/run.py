@@ -45,10 +45,10 @@ from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.planning.disk import checkpoint_bytes
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
+from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.outer import outer_optimizer
-from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.own import own_trainer

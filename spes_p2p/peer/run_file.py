@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ class NewRun:
     down: float | None = None
     overrides: tuple[str, ...] = ()
     data_urls: tuple[str, ...] = ()
+    guest_rank: int = 0
+    """Of what each peer trains in others' experts; 0: nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     if path.exists():
         raise ConfigError(f"{path} is there already", fix="choose another name, or remove it")
     template = bundled_config(run.template)
-    given = [*_overrides(run), *run.overrides]
+    given = [*_overrides(run), *_guest_overrides(run, template), *run.overrides]
     words = list[str]()
     if run.data or run.data_urls:
         found, tokens = _look_at_data(run, template, words.append)
@@ -73,7 +76,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     make_folder(node)
     identity = IdentityFile(node / "identity.key")
     identity.release()
-    keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer")
+    keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank")
     path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config)))
 
@@ -87,6 +90,15 @@ def _overrides(run: NewRun) -> list[str]:
     if run.steps_per_round is not None:
         found.append(f"sync.steps_per_round={run.steps_per_round}")
     return found
+
+
+def _guest_overrides(run: NewRun, template: Path) -> list[str]:
+    """The rank, and tiles that hold whole rows of the experts' matrices."""
+    if not run.guest_rank:
+        return []
+    model, tile_values = load_config(template).model, load_config(template).sync.tile_values
+    row = math.lcm(model.d_model, model.expert_ffn)
+    return [f"model.guest_rank={run.guest_rank}", f"sync.tile_values={max(1, tile_values // row) * row}"]
 
 
 def _look_at_data(run: NewRun, template: Path, say: Callable[[str], None]) -> tuple[list[str], int]:

@@ -24,8 +24,8 @@ from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
+from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
-from spes_p2p.sync.surroundings import Applied
 from spes_p2p.train.loop import RoundWork, run_inner_steps
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.routing import LoadMeter
@@ -102,8 +102,9 @@ class TrainingLoop:
         self.emit = emit
         self.save = save
         self.machine = TrainerMachine(_rules_of(connection, learning), connection.layout)
+        trainer = learning.trainer
         self.values = TrainedValues(
-            connection.layout, disk.store, disk.inputs, disk.residuals, learning.trainer.contribution
+            connection.layout, disk.store, disk.inputs, disk.residuals, trainer.contribution, trainer.coordinates
         )
         self.moments = HandOver(connection, config, learning.trainer, emit)
         self._loader = learning.loader
@@ -346,6 +347,7 @@ class TrainingLoop:
                 self.trainer.adopt(turn.owned, self.values.base, manifest.step)
                 self._evaluator.evaluate(manifest)
             self.trainer.adopt(turn.owned, carried or masters, manifest.step, round_steps=load.own_steps)
+            self.trainer.use_bases(self.connection.disk.bases.now)
             self.moments.take(manifest, new)
             if not self._pause.active or new or self.machine.work.tokens:  # else the last one has it all
                 self.save(manifest, self.values.base, self.machine.work)

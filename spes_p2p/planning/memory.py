@@ -17,6 +17,7 @@ from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.units import GIB, MIB
 
 SHARED, BANK, MASTERS, GRADIENTS, OPTIMIZER = "shared parameters", "bank", "masters", "gradients", "optimizer"
+GUESTS = "guests"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 
 HEAD, LAST, FIRST, STEP = "the loss", "the last layer's backward", "the first layer's backward", "the update"
@@ -123,7 +124,8 @@ def state_bytes(work: Workload) -> int:
     """Weights, masters, moments and gradients alone: what depends on neither batch nor sequence."""
     sizes = Sizes.of(work.model)
     trained = sizes.trained(work.owned) * (4 + GRADIENT_BYTES[work.options.gradient_dtype])
-    return trained + _optimizer_bytes(work) + bank_bytes(work)
+    thin = GRADIENT_BYTES[work.options.gradient_dtype] * sizes.num_experts * sizes.coordinates
+    return trained + _optimizer_bytes(work) + bank_bytes(work) + guest_bytes(work) + thin
 
 
 def trained_value_bytes(options: Options) -> float:
@@ -183,8 +185,19 @@ def _held(work: Workload) -> dict[str, int]:
         BANK: bank_bytes(work),
         MASTERS: 4 * work.owned * sizes.column,
         OPTIMIZER: _optimizer_bytes(work),
+        GUESTS: guest_bytes(work),
         BUFFERS: WORKSPACE_BYTES if work.compute_bytes == 2 else 0,
     }
+
+
+def guest_bytes(work: Workload) -> int:
+    """What is trained in columns of others, without gradients: values for all columns, moments for the foreign ones.
+
+    Coordinates and moments in fp32, bases in the compute dtype.
+    """
+    sizes, experts = Sizes.of(work.model), work.model.num_experts
+    moments = round(OPTIMIZER_BYTES["adamw"]) * (experts - work.owned) * sizes.coordinates
+    return experts * (4 * sizes.coordinates + work.compute_bytes * sizes.bases) + moments
 
 
 def _optimizer_bytes(work: Workload) -> int:
@@ -197,7 +210,7 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     active = Activations(model, work.sequences * work.sequence_length, work.compute_bytes, checkpointing)
     gradient = GRADIENT_BYTES[work.options.gradient_dtype]
     trained = sizes.trained(work.owned)
-    all_gradients = gradient * trained
+    all_gradients = gradient * (trained + sizes.num_experts * sizes.coordinates)
     early = all_gradients if work.accumulates else 0
     # autocast keeps copies of the attention's matrices, from forward to backward pass unless checkpointed; the head
     # makes one for a moment, and its fp32 gradient in the forward pass

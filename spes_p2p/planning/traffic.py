@@ -7,6 +7,10 @@ with O columns sends, and receives, in values:
     up    2 (N - 1) / N P_s  +  O ((r - 1) + (N - 1)) / r P_c
     down  2 (N - 1) / N P_s  +  2 O (r - 1) / r P_c  +  (E_o - O) P_c
 
+and of C coordinates a column, where peers are guests in columns of others (model.guest_rank), always in fp32,
+
+    up    (E_o - O) C        down  O (N - r) / r C
+
 where E_o columns have an owner. With r = 1 and E = N O that is 2(N-1)/N P_s + (N-1)/N P_e both ways. Any holder may
 hand a tile on, so that one peer may send more and another less; the sum stays. The momentum of an outer optimizer is no
 part of this: all peers compute it, and only who fetches a state gets it from others. Leaves out what messages add: the
@@ -32,20 +36,24 @@ class Traffic:
     up_columns: float
     down_shared: float
     down_columns: float
+    up_guests: float = 0.0
+    down_guests: float = 0.0
 
     @property
     def up_values(self) -> float:
-        return self.up_shared + self.up_columns
+        return self.up_shared + self.up_columns + self.up_guests
 
     @property
     def down_values(self) -> float:
-        return self.down_shared + self.down_columns
+        return self.down_shared + self.down_columns + self.down_guests
 
     def bytes_up(self, codec: Codec, expert_codec: Codec | None = None) -> float:
-        return self.up_shared * bytes_a_value(codec) + self.up_columns * bytes_a_value(expert_codec or codec)
+        columns = self.up_columns * bytes_a_value(expert_codec or codec)
+        return self.up_shared * bytes_a_value(codec) + columns + self.up_guests * bytes_a_value("fp32")
 
     def bytes_down(self, codec: Codec, expert_codec: Codec | None = None) -> float:
-        return self.down_shared * bytes_a_value(codec) + self.down_columns * bytes_a_value(expert_codec or codec)
+        columns = self.down_columns * bytes_a_value(expert_codec or codec)
+        return self.down_shared * bytes_a_value(codec) + columns + self.down_guests * bytes_a_value("fp32")
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ def round_traffic(sizes: Sizes, spread: Spread, column_rounds: int = 1, fragment
     share, column = 2 * others / spread.peers * sizes.shared / fragments, sizes.column / column_rounds
     up = owned * (replicas - 1 + others) / replicas * column
     down = (2 * owned * (replicas - 1) / replicas + spread.covered - owned) * column
-    return Traffic(share, up, share, down)
+    coordinates = sizes.coordinates / column_rounds
+    guests = (spread.covered - owned) * coordinates, owned * (spread.peers - replicas) / replicas * coordinates
+    return Traffic(share, up, share, down, *guests)
 
 
 def sync_costs(

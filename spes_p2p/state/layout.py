@@ -100,8 +100,12 @@ class Layout:
         shared_codec: Codec = "fp32",
         expert_codec: Codec = "fp32",
         has_momentum: bool = False,
+        guest_rank: int = 0,
     ) -> None:
-        """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense."""
+        """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense.
+
+        `guest_rank`: of the changes that are trained in columns by who does not own them; tiles then hold whole rows.
+        """
         if tile_values < 1:
             raise ConfigError(f"sync.tile_values is {tile_values}, not positive", fix="set it to 1048576")
         self.tile_values = tile_values
@@ -109,6 +113,7 @@ class Layout:
         self.tensors = tuple(tensors)
         self.num_columns = _count_columns(self.tensors)
         self.has_momentum = has_momentum
+        self.guest_rank = guest_rank
         self.model_blocks = tuple(_place(index, self.tensors) for index in range(1 + self.num_columns))
         self.blocks = self.model_blocks + (_momentum_of(self.model_blocks) if has_momentum else ())
         self._tile_ranges = _tile_ranges(self.blocks, tile_values)
@@ -172,6 +177,17 @@ class Layout:
         """The tensor that holds value `offset` of a block."""
         tensors = self.blocks[block].tensors
         return tensors[bisect_right(tensors, offset, key=lambda placed: placed.offset) - 1]
+
+    def coordinates_before(self, block: int, offset: int) -> int:
+        """How many coordinates of guests stand for the values of a column before `offset`: `guest_rank` for each row.
+
+        `offset` is where a row begins, or the block's end.
+        """
+        if not offset:
+            return 0
+        placed = self.tensor_at(block, offset - 1)
+        rows = sum(at.tensor.shape[0] for at in self.blocks[block].tensors if at.offset < placed.offset)
+        return self.guest_rank * (rows + (offset - placed.offset) // placed.tensor.shape[1])
 
     @staticmethod
     def root_of(tile_hashes: Iterable[Hash]) -> Hash:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import NO_HASH, Hash
-from spes_p2p.state.layout import BlockSource, Layout, Values
+from spes_p2p.state.basis import Coordinates
+from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.version import block_file, on_disk
 
 _FROZEN = "frozen"
@@ -27,6 +28,8 @@ class Snapshot:
 
     parent: Hash
     arrays: Mapping[int, Values]
+    coordinates: Mapping[int, Coordinates] = field(default_factory=dict)
+    """By column of others: what was trained there as a guest."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -48,15 +51,23 @@ class Inputs:
         self._snapshot = Snapshot(NO_HASH, {})
         self._count = 0
 
-    def take(self, parent: Hash, blocks: Sequence[int], values: Callable[[int], Values]) -> None:
+    def take(
+        self,
+        parent: Hash,
+        blocks: Sequence[int],
+        values: Callable[[int], Values],
+        coordinates: Mapping[int, Coordinates] | None = None,
+    ) -> None:
         """Replaces the snapshot by `values(block)` for each of `blocks`, trained on top of manifest `parent`.
+
+        `coordinates`: what was trained in columns of others, by column.
 
         Where the disk is full the snapshot is held in memory. Maps of the earlier one stay good.
         """
         self._count += 1
         folder = self._directory / f"{self._count:08d}"
         arrays = {block: self._store(folder, block, values(block)) for block in blocks}
-        self._snapshot = Snapshot(parent, arrays)  # at once: readers see the one or the other
+        self._snapshot = Snapshot(parent, arrays, coordinates or {})  # at once: readers see the one or the other
         for older in self._directory.iterdir():
             if older != folder:
                 shutil.rmtree(older)
@@ -94,13 +105,26 @@ class Inputs:
 
     def values(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Values of consecutive tiles of one block, or None where the snapshot does not have them."""
-        snapshot = self._snapshot
-        if parent != snapshot.parent or first_tile < 0 or count < 1:
-            return None
-        tiles = self._layout.tiles[first_tile : first_tile + count]
-        if len(tiles) != count or tiles[0].block != tiles[-1].block or tiles[0].block not in snapshot.arrays:
+        snapshot, tiles = self._snapshot, self._tiles(first_tile, count)
+        if parent != snapshot.parent or not tiles or tiles[0].block not in snapshot.arrays:
             return None
         return snapshot.arrays[tiles[0].block][tiles[0].start : tiles[-1].stop]
+
+    def coordinates(self, parent: Hash, first_tile: int, count: int) -> Coordinates | None:
+        """What was trained as a guest in consecutive tiles of a column of others, or None."""
+        snapshot, tiles = self._snapshot, self._tiles(first_tile, count)
+        found = snapshot.coordinates.get(tiles[0].block - 1) if tiles and parent == snapshot.parent else None
+        if found is None:
+            return None
+        first, last = (self._layout.coordinates_before(tiles[0].block, end) for end in (tiles[0].start, tiles[-1].stop))
+        return Coordinates(found.mark, found.values[first:last])
+
+    def _tiles(self, first_tile: int, count: int) -> Sequence[Tile]:
+        """Consecutive tiles; none where they are not all there, or not of one block."""
+        if first_tile < 0 or count < 1:
+            return ()
+        tiles = self._layout.tiles[first_tile : first_tile + count]
+        return tiles if len(tiles) == count and tiles[0].block == tiles[-1].block else ()
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Outgoing:
         """The bytes for another reducer; what they leave out is kept for the next round, if this one counts them."""
         values = self._inputs.values(parent, first_tile, count)
         if values is None:
-            return None
+            return self.coordinates(parent, first_tile, count)
         codec = self._codec(first_tile)
         if codec == "fp32":
             return bytes_of(values)
@@ -70,6 +70,11 @@ class Outgoing:
             self._residuals.stage(parent, "sent", tile.id, left)
             sent.append(data)
         return b"".join(sent)
+
+    def coordinates(self, parent: Hash, first_tile: int, count: int) -> bytes | None:
+        """What was trained as a guest in consecutive tiles of a column of others, as it travels."""
+        found = self._inputs.coordinates(parent, first_tile, count)
+        return None if found is None else found.mark + bytes_of(found.values)
 
     def _codec(self, first_tile: int) -> Codec:
         return self._layout.codec_of(self._layout.tiles[first_tile].block)

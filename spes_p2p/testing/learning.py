@@ -5,6 +5,8 @@ For comparing what runs learn, not how fast: an inner step takes no virtual time
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from spes_p2p.config.schema import Config
@@ -13,6 +15,7 @@ from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, run_layout
+from spes_p2p.state.basis import Basis, Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.train.memory import Held
 from spes_p2p.train.own import own_trainer
@@ -61,6 +64,14 @@ class TrainerOf:
 
     def values(self, block: int) -> Values:
         return self._trainer.contribution(block)
+
+    def use_bases(self, bases: Mapping[int, Basis]) -> None:
+        """See `Trainer.use_bases`."""
+        self._trainer.use_bases(bases)
+
+    def coordinates(self) -> Mapping[int, Coordinates]:
+        """See `Trainer.coordinates`."""
+        return self._trainer.coordinates()
 
     @property
     def held(self) -> Held:

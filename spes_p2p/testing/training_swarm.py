@@ -57,10 +57,11 @@ class TrainingPeer(PretendPeer):
         if self.name == min(self.swarm.peers):
             self._measure(load.turn.manifest)
         super()._begin(load)
+        self.learner.use_bases(self.disk.bases.now)
 
     def _snapshot(self, turn: Turn) -> None:
         """Without keeping what was handed in for ever."""
-        self.inputs.take(turn.tip_hash, turn.blocks, self.learner.values)
+        self.inputs.take(turn.tip_hash, turn.blocks, self.learner.values, self.learner.coordinates())
 
     def _measure(self, manifest: Manifest) -> None:
         """The held-out loss of the committed model, where it is time for it."""

@@ -5,6 +5,9 @@ a column that was adopted later needs its own. So the optimizer gets the rows: l
 masters, and whose gradients are views of the masters' gradients. One parameter group a column, so that each has its own
 learning-rate ramp. Moments stay with a column for as long as it is owned; they are never averaged (SPES). How they are
 kept is the business of moment_store.py.
+
+What a guest trains in a column of others (experts/guests.py) has moments in fp32, as long as its basis stays, no weight
+decay and no ramp.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from torch import Tensor, nn
 
 from spes_p2p.config.schema import OptimizerConfig
 from spes_p2p.errors import ConfigError
+from spes_p2p.experts.guests import MATRICES
 from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
-from spes_p2p.train.moment_store import MOMENTS, Piece, Stored, kind_of, unpacked
+from spes_p2p.train.moment_store import MOMENTS, Float32, Piece, Stored, kind_of, unpacked
 from spes_p2p.train.schedule import ramp
 
 __all__ = ["MOMENTS", "Group", "Optimizer"]
@@ -53,6 +57,9 @@ class Optimizer:
         self._kind = kind_of(config)
         self._gradient_dtype = _gradient_dtype(config)
         self._groups: dict[int | None, Group] = {}
+        self._guest_kind = Float32(config.model_copy(update={"weight_decay": 0.0}))
+        self._guests: dict[int, Group] = {}
+        """What is trained in columns of others, for those that have a basis."""
         self._masters: dict[int, tuple[nn.Parameter, int]] = {}
         """Where a row's gradient is, by the row's id: in that of its master."""
 
@@ -64,7 +71,8 @@ class Optimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of moments, with their scales."""
-        moments = (tensor for group in self.groups for kept in group.moments.values() for tensor in kept.values())
+        groups = (*self.groups, *self._guests.values())
+        moments = (tensor for group in groups for kept in group.moments.values() for tensor in kept.values())
         return sum(tensor.nbytes for tensor in moments)
 
     def rebuild(self, model: Transformer | OwnModel, keep_moments: bool, ramp_fresh: bool) -> None:
@@ -84,6 +92,31 @@ class Optimizer:
         for column, tensors in groups:
             old = before.get(column, Group(column, tensors, ramp_fresh))
             self._groups[column] = replace(old, tensors=tensors)
+        guests = self._guests if keep_moments else {}
+        self._guests = {}
+        for column, group in guests.items():
+            if column not in self._groups:
+                self._guests[column] = replace(group, tensors=self._guest_tensors(model, column))
+
+    def begin_guest(self, model: Transformer, column: int) -> None:
+        """Trains what a guest changes in a column, with fresh moments."""
+        self._guests[column] = Group(column, self._guest_tensors(model, column), ramped=False)
+
+    def end_guest(self, column: int) -> None:
+        """Trains it no more."""
+        self._guests.pop(column, None)
+
+    def _guest_tensors(self, model: Transformer | OwnModel, column: int) -> dict[str, nn.Parameter]:
+        assert isinstance(model, Transformer)
+        tensors = {}
+        for layer, bank in enumerate(model.banks):
+            assert bank.guests is not None
+            slot = bank.slot(column)
+            for which in MATRICES:
+                whole = bank.guests.coordinates(which)
+                row = tensors[f"layers.{layer}.{which}"] = nn.Parameter(whole.detach()[slot])
+                self._masters[id(row)] = whole, slot
+        return tensors
 
     def restore(self, column: int | None, ramped: bool, steps: int, moments: dict[str, Stored]) -> None:
         """Replaces what is known of one group. The moments may be of any kind."""
@@ -93,7 +126,7 @@ class Optimizer:
 
     def reserve(self) -> None:
         """Makes the moments that the next step would make."""
-        for group in self.groups:
+        for group in (*self.groups, *self._guests.values()):
             for name, parameter in group.tensors.items():
                 self._moments(group, name, parameter)
 
@@ -103,6 +136,9 @@ class Optimizer:
         for group in self.groups:
             self._kind.update(self._pieces(group), group.steps, lr * ramp(group.steps) if group.ramped else lr)
             group.steps += 1
+        for guest in self._guests.values():
+            self._guest_kind.update(self._pieces(guest), guest.steps, lr)
+            guest.steps += 1
 
     def _pieces(self, group: Group) -> list[Piece]:
         pieces = []

@@ -10,6 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from types import EllipsisType
 
 import torch
@@ -27,6 +28,7 @@ from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
+from spes_p2p.train.guests import GuestWork
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.randomness import random_state, restore_random_state
@@ -51,6 +53,10 @@ class RankTrainer:
         """What there is to say of steps; whoever says it empties the list."""
         self.model: Transformer | OwnModel = self._make_model()
         self.optimizer = Optimizer(config.optimizer)
+        self.guests: GuestWork | None = None
+        """What is trained in columns of others, in a run that has guests."""
+        if config.model.guest_rank:
+            self.guests = GuestWork(self.transformer, self._table, self.optimizer, ranks)
         self._forward: nn.Module | None = None
         self._rehearsed = False
 
@@ -108,12 +114,16 @@ class RankTrainer:
         """Steps from here on belong to the next round, though the state that it begins with is not known yet."""
         self.step += min(self.round_steps, steps_per_round_at(self.config, self.step))
         self.round_steps = 0
+        if self.guests is not None:
+            self.guests.run_ahead()
 
     def set_owned(self, owned: tuple[int, ...], keep_moments: bool, ramp_fresh: bool) -> None:
         """Changes what is trained; optimizer and DDP are built again only where that is needed."""
         changed = owned != self.owned or self._forward is None
         if changed or not keep_moments:
             self.model.set_owned(owned)
+            if self.guests is not None:
+                self.guests.leave(owned)
             self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
         if changed:
             was_wrapped = self._forward not in (None, self.model)
@@ -218,6 +228,10 @@ class RankTrainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token, in nats, by this rank alone; NaN where there is no target."""
         device = self.ranks.device
+        with nullcontext() if self.guests is None else self.guests.left_out():
+            return self._evaluated(batches, device)
+
+    def _evaluated(self, batches: Iterable[Batch], device: torch.device) -> float:
         total, targets = torch.zeros(2, dtype=torch.float64, device=device)
         for batch in batches:
             with autocast(device):

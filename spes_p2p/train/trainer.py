@@ -20,6 +20,7 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.planning.budget import columns_by_experience
 from spes_p2p.planning.options import Options
+from spes_p2p.state.basis import Basis, Coordinates
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.moments import Moments
 from spes_p2p.train.ddp import Ranks, broadcast_object
@@ -133,6 +134,21 @@ class Trainer:
         adopt = self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps)
         with adopt, telling_of_memory(f"loading the state to train {len(owned)} expert columns"):
             self._rank.adopt(owned, values, step, keep_moments, round_steps)
+
+    def use_bases(self, bases: Mapping[int, Basis]) -> None:
+        """Trains low-rank changes of foreign columns in these bases, by column, from here on.
+
+        A column whose basis has the mark of the one before goes on; else it begins at zero, with fresh moments. What is
+        owned has no use for one. To be called after `adopt`.
+        """
+        marks = {column: basis.mark for column, basis in bases.items()}
+        if self._rank.guests is not None:
+            with self._command("use_bases", marks=list(marks.items())), telling_of_memory("changing other experts"):
+                self._rank.guests.use(marks, bases)
+
+    def coordinates(self) -> Mapping[int, Coordinates]:
+        """What was trained in columns of others, by column: copies."""
+        return {} if self._rank.guests is None else self._rank.guests.coordinates()
 
     def run_ahead(self) -> None:
         """The round is over here and its outcome not known yet: steps from now on are the next round's."""

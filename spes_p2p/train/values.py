@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from spes_p2p.consensus.messages import Manifest, manifest_hash
+from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
@@ -24,12 +25,15 @@ class TrainedValues:
         inputs: Inputs,
         residuals: Residuals,
         trained: Callable[[int], Values],
+        coordinates: Callable[[], Mapping[int, Coordinates]] = dict,
     ) -> None:
+        """`coordinates()`: what is trained in columns of others, as it is now."""
         self._layout = layout
         self._store = store
         self._inputs = inputs
         self._residuals = residuals
         self._trained = trained
+        self._coordinates = coordinates
         self._base: Version | None = None
         self._masters: LocalParameters | None = None
         self._work: RebasedState | None = None
@@ -58,7 +62,7 @@ class TrainedValues:
 
     def snapshot(self, turn: Turn) -> None:
         """Keeps what was trained in a turn, to be handed in."""
-        self._inputs.take(turn.tip_hash, turn.blocks, self._trained)
+        self._inputs.take(turn.tip_hash, turn.blocks, self._trained, self._coordinates())
 
     def rebased(self, newest: Manifest, rebase: Rebase | GoOver, is_read_late: bool = False) -> BlockSource:
         """What to train on after `newest`; to be asked for before `begin` of the turn on top of it.

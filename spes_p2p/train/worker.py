@@ -23,6 +23,7 @@ import torch
 
 from spes_p2p.config.load import config_from_text
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
+from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
@@ -74,8 +75,14 @@ def _adopt(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
     )
 
 
+def _use_bases(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
+    assert trainer.guests is not None
+    trainer.guests.use({column: Hash(mark) for column, mark in arguments["marks"]}, None)
+
+
 _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "adopt": _adopt,
+    "use_bases": _use_bases,
     "run_ahead": lambda trainer, arguments: trainer.run_ahead(),
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),

@@ -60,6 +60,23 @@ def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, messag
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message", "fix"),
+    [
+        ((), "model.guest_rank is 128, no less than the width", "16 is a good rank"),
+        (("model.guest_rank=16", "swarm.experts_per_peer=8"), "trains all 8 experts: nobody is a guest", "=0"),
+        (("model.guest_rank=16", "sync.enabled=false"), "peers exchange nothing", "=0"),
+        (("model.guest_rank=16", f"model.own_layout={'a' * 64}"), "a model of one's own", "=0"),
+        (("model.guest_rank=16", "model.expert_ffn=96"), "sync.tile_values is 65536, which cuts rows", "such as 65280"),
+    ],
+)
+def test_guests_are_refused_where_they_make_no_sense(overrides: tuple[str, ...], message: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny("model.guest_rank=128", *overrides)
+    assert message in str(error.value)
+    assert fix in error.value.fix
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [", "is not YAML"),

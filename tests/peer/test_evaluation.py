@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from spes_p2p.cli.evaluate import table_of
 from spes_p2p.config.schema import EvalConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.interop.evaluate import SUITES, chosen_tasks, evaluate, flat
+from spes_p2p.interop.evaluate import SUITES, Score, chosen_tasks, evaluate, flat
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.observe.events import Event, Tasks, Warning
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
-from spes_p2p.peer.evaluation import EvalOptions, run_eval
+from spes_p2p.peer.evaluation import EvalOptions, Evaluation, run_eval
 from spes_p2p.peer.export import ExportOptions
 from spes_p2p.peer.task_runner import TaskRunner
 from tests.interop.states import OLMOE, model_of, random_state, run_config
@@ -82,6 +83,15 @@ def test_a_checkpoint_is_scored_and_the_run_remembers(tmp_path: Path, tasks: Pat
     assert (found.round, found.step) == (7, 140)
     ((_, event),) = EventReader(peer / METRICS_FILE).read()
     assert event == Tasks(7, 140, flat(found.scores))
+
+
+def test_a_table_for_people() -> None:
+    scores = (Score("sciq", "acc", 0.5, 0.01, 0, 100), Score("mmlu", "acc", 0.25, None, None, None))
+    assert table_of(Evaluation(scores, 1, 2)) == (
+        "task  shots  samples  metric  value\n"
+        "sciq  0      100      acc     0.5000  ± 0.0100\n"
+        "mmlu                  acc     0.2500"
+    )
 
 
 def test_suites_and_lists() -> None:

@@ -66,6 +66,14 @@ def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
     assert again.organiser == made.organiser
 
 
+def test_a_new_run_with_guests_has_tiles_of_whole_rows(tmp_path: Path) -> None:
+    made = start_run(NewRun("mine", "small", "", 4, 2, guest_rank=16), tmp_path / "mine.yaml", tmp_path / "node")
+    config = load_config(made.path)
+    assert config.model.guest_rank == 16
+    assert config.sync.tile_values == 2**20 // (384 * 7) * (384 * 7)
+    assert "guest_rank: 16" in made.path.read_text()
+
+
 def test_a_new_run_with_too_little_data_is_refused(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path / "corpus", words=500)
     with pytest.raises(DataError, match=r"29 training sequences of 128 tokens, a round needs 240 \("):

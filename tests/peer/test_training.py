@@ -29,9 +29,9 @@ from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, TrainingLoop
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
+from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
-from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.stages import Stage, Uncounted

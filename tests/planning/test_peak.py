@@ -19,6 +19,7 @@ from spes_p2p.model import output_loss
 from spes_p2p.model.layers import RMSNorm, compute_dtype
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.memory import BUFFERS, HEAD, LAST, OPTIMIZER, Workload, predict
+from spes_p2p.planning.sizes import Sizes
 from tests.model.tiny import init_normal_
 from tests.planning.runs import run_named
 
@@ -90,11 +91,15 @@ def peak_bytes(work: Workload) -> int:
     ("mode", "owned", "vocabulary", "moment"),
     [("none", 2, 500, LAST), ("selective", 8, 500, LAST), ("full", 2, 500, LAST), ("full", 4, 6000, HEAD)],
 )
+@pytest.mark.parametrize("guest_rank", [0, 16])
 @pytest.mark.usefixtures("_kernels")
-def test_the_peak_of_a_step_is_what_was_predicted(mode: str, owned: int, vocabulary: int, moment: str) -> None:
+def test_the_peak_of_a_step_is_what_was_predicted(
+    mode: str, owned: int, vocabulary: int, moment: str, guest_rank: int
+) -> None:
     shape = (*SHAPE, f"model.vocab_size={vocabulary}", f"model.activation_checkpointing={mode}")
-    work = Workload.of(run_named("tiny", *shape), owned)
+    work = Workload.of(run_named("tiny", *shape, f"model.guest_rank={guest_rank}"), owned)
     memory = predict(work)
-    predicted = memory.allocated - memory.parts[OPTIMIZER] - memory.parts[BUFFERS]
+    moments = 8 * (work.model.num_experts - owned) * Sizes.of(work.model).coordinates
+    predicted = memory.allocated - memory.parts[OPTIMIZER] - memory.parts[BUFFERS] - moments
     assert memory.moment == moment
     assert predicted == pytest.approx(peak_bytes(work), rel=0.04)

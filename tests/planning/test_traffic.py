@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spes_p2p.consensus.slices import plan_slices
@@ -34,7 +36,21 @@ def planned(peers: int, experts: int, replicas: int) -> list[tuple[int, int]]:
 
 def sizes(experts: int) -> Sizes:
     """Shared parameters and each column of TILES values."""
-    return Sizes(embedding=0, attention=TILES, router=0, norms=0, expert=1, column=TILES, num_experts=experts, top_k=1)
+    return Sizes(
+        embedding=0, attention=TILES, router=0, norms=0, expert=1, column=TILES, num_experts=experts, top_k=1,
+        coordinates=0, bases=0,
+    )  # fmt: skip
+
+
+def test_guests_send_coordinates_of_each_column_to_its_owner() -> None:
+    """Four peers with two of eight columns each: three guests in every column, in a fourth of the rounds."""
+    some = replace(sizes(8), coordinates=12)
+    traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
+    assert (traffic.up_guests, traffic.down_guests) == (6 * 3, 2 * 3 * 3)
+    plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
+    assert traffic.bytes_up("int4") - plain.bytes_up("int4") == 4 * 18
+    shared = round_traffic(some, Spread.of(8, peers=4, owned=4, owned_by_others=4))  # two owners a column
+    assert (shared.up_guests, shared.down_guests) == (4 * 12, 4 * (4 - 2) / 2 * 12)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+"""What a rank trains in columns of others: AdamW in the coordinates, by the gradients that the owner would have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from spes_p2p.config.schema import Config
+from spes_p2p.ids import Hash
+from spes_p2p.model.params import ExpertPlace
+from spes_p2p.state.basis import Basis, first_basis, matrices
+from spes_p2p.train.schedule import learning_rate
+from spes_p2p.train.trainer import Trainer
+from spes_p2p.train.worker import LocalRanks
+from tests.train.small import CPU, batch_of, initial, largest_difference, small_config, small_layout, values_of
+
+RANK, OWNED = 3, (1, 4)
+FOREIGN = (0, 2, 3, 5)
+
+
+def guest_config(*overrides: str) -> Config:
+    return small_config(f"model.guest_rank={RANK}", "optimizer.grad_clip=1e6", *overrides)
+
+
+def mark(number: int) -> Hash:
+    return Hash(bytes([number]) * 32)
+
+
+def bases(config: Config, columns: tuple[int, ...] = FOREIGN, number: int = 0) -> dict[int, Basis]:
+    return {column: first_basis(small_layout(config), column, mark(number)) for column in columns}
+
+
+def guest(config: Config, columns: tuple[int, ...] = FOREIGN) -> Trainer:
+    trainer = Trainer(config, small_layout(config), CPU)
+    trainer.adopt(OWNED, initial(config), 0)
+    trainer.use_bases(bases(config, columns))
+    return trainer
+
+
+def full_gradients(config: Config) -> dict[int, list[torch.Tensor]]:
+    """Of every matrix of every column, by a model that owns them all: plain autograd, in the order of the blocks."""
+    everything = Trainer(config, small_layout(config), CPU)
+    everything.adopt(tuple(range(config.model.num_experts)), initial(config), 0)
+    rank = everything._rank
+    rank.transformer(torch.from_numpy(batch_of(0).tokens)).total.backward()
+    found: dict[int, list[torch.Tensor]] = {}
+    for column in range(config.model.num_experts):
+        for place in rank._table[1 + column]:
+            assert isinstance(place, ExpertPlace)
+            bank = rank.transformer.banks[place.layer]
+            part, rows = bank.rows_of(place.which)
+            master = bank.master(part)
+            assert master is not None
+            assert master.grad is not None
+            found.setdefault(column, []).append(master.grad[bank.slot(column), rows])
+    return found
+
+
+def test_a_step_is_adamw_in_the_coordinates_without_decay() -> None:
+    config = guest_config()
+    trainer, gradients = guest(config), full_gradients(config)
+    trainer.train_step(batch_of(0))
+    lr = learning_rate(config, 1)
+    for column, coordinates in trainer.coordinates().items():
+        assert coordinates.mark == mark(0)
+        basis = matrices(small_layout(config), column, bases(config)[column].values)
+        inside = [gradient @ torch.from_numpy(q) for gradient, (_, q) in zip(gradients[column], basis, strict=True)]
+        flat = torch.cat([each.flatten() for each in inside])
+        wanted = -lr * flat / (flat.abs() + config.optimizer.eps)  # the first step of AdamW, whatever its betas
+        found, large = torch.from_numpy(coordinates.values), flat.abs() > 1e-5
+        assert float((found - wanted).abs()[large].max()) < 1e-2 * lr
+        assert bool(large.any())
+
+
+def test_foreign_experts_themselves_are_not_trained() -> None:
+    config = guest_config()
+    trainer = guest(config)
+    rank = trainer._rank
+    before = {column: rank._read_block(1 + column) for column in FOREIGN}
+    for seed in range(3):
+        trainer.train_step(batch_of(seed))
+    assert all(np.array_equal(rank._read_block(1 + column), before[column]) for column in FOREIGN)
+    thin = config.model.num_layers * (2 * config.model.expert_ffn + config.model.d_model) * RANK * 4
+    plain = Trainer(small_config(), small_layout(small_config()), CPU)
+    plain.adopt(OWNED, initial(small_config()), 0)
+    plain.train_step(batch_of(0))
+    assert trainer.held.gradients - plain.held.gradients == config.model.num_experts * thin
+    assert trainer.held.moments - plain.held.moments == len(FOREIGN) * 2 * thin
+
+
+def test_it_learns_what_it_could_not_without() -> None:
+    config = guest_config("optimizer.lr=0.01")
+    losses = []
+    for columns in ((), FOREIGN):
+        trainer, batch = guest(config, columns), batch_of(0)
+        for _ in range(20):
+            trainer.train_step(batch)
+        committed = trainer.evaluate([batch])
+        losses.append(trainer.train_step(batch).loss)
+        if columns:  # what is committed has no guests' changes
+            assert committed > 1.005 * losses[-1]
+        else:
+            assert committed == pytest.approx(losses[-1], rel=1e-5)
+    assert losses[1] < losses[0]
+
+
+def test_coordinates_go_on_in_the_same_basis_and_begin_anew_in_another() -> None:
+    config = guest_config()
+    trainer = guest(config)
+    trainer.train_step(batch_of(0))
+    before = trainer.coordinates()
+    trainer.adopt(OWNED, initial(config), 1)
+    trainer.use_bases(bases(config) | bases(config, (2,), number=1))
+    after = trainer.coordinates()
+    assert after[2].mark == mark(1)
+    assert not after[2].values.any()
+    assert all(np.array_equal(after[column].values, before[column].values) for column in (0, 3, 5))
+    trainer.use_bases(bases(config, (0, 3)))
+    assert set(trainer.coordinates()) == {0, 3}
+
+
+def test_what_was_trained_ahead_is_carried_into_the_next_basis() -> None:
+    config = guest_config()
+    trainer = guest(config)
+    trainer.train_step(batch_of(0))
+    handed_in = trainer.coordinates()[2].values
+    trainer.run_ahead()
+    trainer.train_step(batch_of(1))
+    ahead = trainer.coordinates()[2].values - handed_in
+    trainer.adopt(OWNED, initial(config), 1)
+    trainer.use_bases(bases(config) | bases(config, (2,), number=1))
+    layout, found = small_layout(config), trainer.coordinates()[2].values
+    old, new = (bases(config, (2,), number)[2].values for number in (0, 1))
+    at = 0
+    for (placed, q), (_, q_new) in zip(matrices(layout, 2, old), matrices(layout, 2, new), strict=True):
+        stop = at + placed.tensor.shape[0] * RANK
+        wanted = ahead[at:stop].reshape(-1, RANK) @ q.T @ q_new
+        np.testing.assert_allclose(found[at:stop].reshape(-1, RANK), wanted, atol=1e-6)
+        at = stop
+    assert ahead.any()
+
+
+def test_columns_that_change_hands() -> None:
+    config = guest_config()
+    trainer = guest(config)
+    trainer.train_step(batch_of(0))
+    before = trainer.coordinates()
+    trainer.adopt((2, 4), initial(config), 1)
+    trainer.use_bases(bases(config, (0, 1, 2, 3, 4, 5)))  # peers know the bases of their own columns, too
+    after = trainer.coordinates()
+    assert set(after) == {0, 1, 3, 5}
+    assert not after[1].values.any()
+    assert all(np.array_equal(after[column].values, before[column].values) for column in (0, 3, 5))
+    trainer.train_step(batch_of(1))
+    assert trainer.coordinates()[1].values.any()
+
+
+@pytest.mark.parametrize("micro", [8, 2])
+def test_two_ranks_are_one_guest(micro: int) -> None:
+    config = guest_config(
+        f"optimizer.micro_batch_sequences={micro}", "optimizer.load_balancing_weight=0.0", "optimizer.eps=1e-3"
+    )
+    one = guest(config)
+    with LocalRanks(2, CPU) as ranks:
+        two = Trainer(config, small_layout(config), CPU, ranks.ranks)
+        two.adopt(OWNED, initial(config), 0)
+        two.use_bases(bases(config))
+        for seed in range(3):
+            one.train_step(batch_of(seed))
+            two.train_step(batch_of(seed))
+        assert len(set(two.value_hashes())) == 1
+        assert largest_difference(values_of(two), values_of(one)) < 1e-5
+        for column, coordinates in two.coordinates().items():
+            np.testing.assert_allclose(coordinates.values, one.coordinates()[column].values, atol=1e-6)
+        two.close()
