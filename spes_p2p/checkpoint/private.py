@@ -71,13 +71,6 @@ def write_private(folder: Path, tree: Any) -> dict[str, FileRecord]:
     }
 
 
-def private_bytes(tree: Any) -> int:
-    """What `write_private` would write, in bytes; no tensor is read for it. Raises TypeError for other types."""
-    entries: list[_Entry] = []
-    text = json.dumps(_encode(tree, "", entries)).encode()
-    return len(text) + _tensor_stream(entries)[1]
-
-
 def read_private(folder: Path) -> Any:
     """The tree that `write_private` wrote. The files are checked by the caller."""
     tensors = _read_tensors(folder / TENSORS_FILE)

@@ -7,6 +7,7 @@ or at an override such as `output.tensorboard=true`, which is no address.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,17 @@ MetricsPort = Annotated[
 MetricsHost = Annotated[str, typer.Option(help="At this address of the machine.")]
 RunId = Annotated[str | None, optional("Which run, where several are announced.", "NAME")]
 Fingerprint = Annotated[str | None, optional("Only the run with this fingerprint (its first digits will do).", "HEX")]
+
+
+class Device(StrEnum):
+    """Where a model computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
 
 # of what takes a model from a checkpoint or from a live run
 CheckpointFolder = Annotated[Path | None, optional("A peer's output folder, or one of its checkpoints.", "DIR")]

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import (
     AnnounceMaddrs,
     HostMaddrs,
@@ -26,9 +25,7 @@ def bootstrap(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="The run: a file or a bundled name (default: only a DHT node).", autocompletion=completing.config
-        ),
+        typer.Option(help="The run: a file or a bundled name (default: only a DHT node)."),
     ] = None,
     mirror: Annotated[
         str | None,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Fingerprint, HostMaddrs, Invitation, OptionalPeers, RunId
-from spes_p2p.cli.completing import DEVICES, one_of
+from spes_p2p.cli.arguments import Device, DeviceOption, Fingerprint, HostMaddrs, Invitation, OptionalPeers, RunId
 
 if TYPE_CHECKING:
     from spes_p2p.peer.checks import Check
@@ -25,7 +24,7 @@ def doctor(
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where a peer would write.")] = Path("peer"),
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=one_of(*DEVICES))] = "auto",
+    device: DeviceOption = Device.AUTO,
     max_experts: Annotated[
         int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
     ] = None,

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, OptionalPeers, RunId, TokenizerOption
-from spes_p2p.cli.completing import DEVICES, one_of
+from spes_p2p.cli.arguments import (
+    CheckpointFolder,
+    Device,
+    DeviceOption,
+    Fingerprint,
+    OptionalPeers,
+    RunId,
+    TokenizerOption,
+)
 from spes_p2p.cli.export import Dtype, DtypeOption, one_source
 from spes_p2p.cli.showing import shown_bytes
 
@@ -36,16 +43,11 @@ def evaluate(
     include_path: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Task files of your own; nothing is downloaded for them.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=one_of(*DEVICES))] = "auto",
+    device: DeviceOption = Device.AUTO,
     batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens that the model sees at once (default: as it was trained).", min=1)
     ] = None,
-    metrics: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Append the scores there (default: the metrics.jsonl of the peer, if any)."),
-    ] = None,
-    append: Annotated[bool, typer.Option("--append/--no-append", help="Append the scores to the metrics.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Scores a model on tasks of lm-evaluation-harness (pip extra eval): a folder, a checkpoint, or a live run.
@@ -66,29 +68,25 @@ def evaluate(
         one_source(checkpoint, run.addresses)
     network = NetworkOptions(run.addresses, client_mode=True)
     source = ExportOptions(Path(), checkpoint, network, run.run_id, run.fingerprint, dtype.value, tokenizer=tokenizer)
-    options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length, metrics, append)
+    options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length)
     try:
         with shown_bytes() as report:
             found = run_eval(options, lambda text: typer.echo(text, err=True), report)
     except Stopped as stopped:
         raise typer.Exit(INTERRUPTED) from stopped
-    typer.echo(json.dumps(dataclasses.asdict(found)) if as_json else table_of(found))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found)))
+    else:
+        _show(found)
 
 
-def table_of(found: Evaluation) -> str:
-    """One line a metric, in 80 columns where names are not longer."""
-    rows = [
-        (
-            score.task,
-            "" if score.shots is None else str(score.shots),
-            "" if score.samples is None else str(score.samples),
-            score.metric,
-            f"{score.value:.4f}",
-            "" if score.stderr is None else f"± {score.stderr:.4f}",
-        )
-        for score in found.scores
-    ]
-    head = ("task", "shots", "samples", "metric", "value", "")
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (head, *rows)]
-    return "\n".join(lines)
+def _show(found: Evaluation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "shots", "samples", "metric", "value", "", box=None, pad_edge=False)
+    for score in found.scores:
+        counts = ("" if count is None else str(count) for count in (score.shots, score.samples))
+        error = "" if score.stderr is None else f"± {score.stderr:.4f}"
+        table.add_row(score.task, *counts, score.metric, f"{score.value:.4f}", error)
+    Console().print(table)

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import (
     AnnounceMaddrs,
+    Device,
+    DeviceOption,
     Fingerprint,
     HostMaddrs,
     IdentityPath,
@@ -22,7 +23,7 @@ from spes_p2p.cli.arguments import (
     OptionalPeers,
     RunId,
 )
-from spes_p2p.cli.completing import DEVICES, one_of
+from spes_p2p.data.web_url import WebAccess
 
 
 class LogFormat(StrEnum):
@@ -50,21 +51,9 @@ def join(
         str, typer.Option(metavar="SIZE", help="Most disk for data that comes from other peers.")
     ] = "20GB",
     web_data: Annotated[
-        str,
-        typer.Option(
-            metavar="no|public|any",
-            help="Web servers of the organiser's to fetch data from: none, public ones by https, or any at all.",
-            autocompletion=one_of("no", "public", "any"),
-        ),
-    ] = "public",
-    max_checkpoint_disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most disk for checkpoints; the newest always stays (default: no limit).",
-            show_default=False,
-        ),
-    ] = None,
+        WebAccess,
+        typer.Option(help="Web servers of the organiser's to fetch data from: none, public ones by https, or any."),
+    ] = WebAccess.PUBLIC,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
@@ -74,14 +63,14 @@ def join(
     max_experts: Annotated[
         int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=one_of(*DEVICES))] = "auto",
+    device: DeviceOption = Device.AUTO,
     local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one a visible GPU).", min=1)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the output folder.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Stop when the run has committed this round.", min=1)] = None,
     dump_rounds: Annotated[Path | None, typer.Option(help="Write what goes in and out of each round there.")] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Refuse to join a run with another config than this.", autocompletion=completing.config),
+        typer.Option(help="Refuse to join a run with another config than this."),
     ] = None,
     identity_path: IdentityPath = None,
     host_maddrs: HostMaddrs = None,
@@ -123,12 +112,9 @@ def join(
         parse_columns,
         parse_disk,
         parse_limit,
-        parse_web_data,
         split_words,
     )
     from spes_p2p.peer.pausing import Schedule
-    from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK
-    from spes_p2p.planning.units import parse_bytes
     from spes_p2p.sync.histories import checked_prefix
 
     invites, overrides = split_words(words or ())
@@ -158,13 +144,12 @@ def join(
         overrides=overrides,
         config_path=config,
         max_disk=parse_disk(max_disk),
-        max_checkpoint_disk=parse_bytes(max_checkpoint_disk, MAX_CHECKPOINT_DISK) if max_checkpoint_disk else None,
         organiser=found.organiser,
         schedule=None if schedule is None else Schedule.parse(schedule),
         pause_on_battery=pause_on_battery,
         metrics_port=metrics_port,
         metrics_host=metrics_host,
-        web_data=parse_web_data(web_data),
+        web_data=web_data,
         follow="" if follow is None else checked_prefix(follow, "--follow"),
     )
     if nice:

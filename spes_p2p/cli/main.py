@@ -46,11 +46,6 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "stop": "spes_p2p.cli.run:stop",
         },
     ),
-    "service": (
-        "Makes a peer start with the machine (systemd), for the user who runs it.\n\n"
-        "Example: spes-p2p service install spes1... --output peer",
-        {"install": "spes_p2p.cli.service:install", "uninstall": "spes_p2p.cli.service:uninstall"},
-    ),
 }
 """Commands with commands of their own: (help, command to function)."""
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli import completing
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -22,9 +20,7 @@ EIGHT_BIT = "optimizer.name=adamw8bit"
 
 
 def plan(
-    config: Annotated[
-        Path, typer.Option(help="The run: a YAML file, or a name such as small.", autocompletion=completing.config)
-    ],
+    config: Annotated[Path, typer.Option(help="The run: a YAML file, or a name such as small.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Own choices such as model.num_layers=8.", show_default=False)
     ] = None,
@@ -34,7 +30,6 @@ def plan(
         typer.Option(
             metavar="RTX4090",
             help="A GPU by name: its memory, and a guess at its speed.",
-            autocompletion=completing.gpu,
         ),
     ] = None,
     owned_experts: Annotated[
@@ -121,7 +116,6 @@ def _show(found: Answer, is_guess: bool) -> None:
             console.print(f"{EIGHT_BIT} needs, in the clone of each peer: {EIGHT_BIT_INSTALL}", markup=False)
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
-    console.print(f"{_fetched(found)}\n")
     console.print(_stored(found))
     for line in _hints(found.question, is_guess):
         console.print(line)
@@ -204,25 +198,6 @@ def _sync_table(found: Answer) -> Table:
             "-" if cost.bytes_per_day is None else bytes_text(cost.bytes_per_day),
         )
     return table
-
-
-def _fetched(found: Answer) -> str:
-    """The data that a peer gets from others, apart from what syncs move."""
-    from spes_p2p.observe.metrics import bytes_text
-
-    data = found.data
-    if data is None:
-        return "Data: none travels, each peer brings its own (data.source=local)."
-    day, served = data.per_day(data.round_bytes), data.per_day(data.served_bytes)
-    a_day, served_a_day = ("" if size is None else f", {bytes_text(size)} a day" for size in (day, served))
-    return (
-        f"Data, beside the sync, of a peer without --data: {bytes_text(data.round_bytes)} down a round{a_day} "
-        f"({data.per_trained_byte:.2f} bytes for each byte of tokens in the first epoch and none later, "
-        f"where the dataset fits on its disk; {data.most_per_trained_byte:.2f} where hardly any of it does). "
-        "Bootstrap node and other holders serve "
-        f"{bytes_text(data.served_bytes)} a round{served_a_day}, {bytes_text(data.least_served_bytes)} of a round at "
-        "least by those with a copy."
-    )
 
 
 def _stored(found: Answer) -> str:

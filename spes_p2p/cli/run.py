@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spes_p2p.cli import completing
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ def init(
         typer.Option(
             help="Bundled config to begin with: tiny, small, spes-1b...",
             show_default=False,
-            autocompletion=completing.bundled,
         ),
     ] = None,
     data: Annotated[

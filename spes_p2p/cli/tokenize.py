@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from spes_p2p.data.tokenize import TokenizeProgress
-
-PLAIN_LINE_SECONDS = 10.0
-"""Without a terminal, progress is a line this often."""
+from spes_p2p.cli.showing import shown_bytes
 
 
 def tokenize(
@@ -57,8 +49,8 @@ def tokenize(
     options |= {"max_shard_bytes": max_shard_bytes, "strict": strict}
     options |= {"tokenizer": tokenizer, "eos_token": eos_token, "text_field": text_field}
     options |= {"sequence_length": sequence_length, "urls": tuple(url or ())}
-    with _shown() as report:
-        result = run(inputs, output, TokenizeOptions(**options), report)
+    with shown_bytes() as report:
+        result = run(inputs, output, TokenizeOptions(**options), lambda done, total: report("tokenize", done, total))
     manifest = result.manifest
     for example in result.examples:
         typer.echo(f"bad line {example}", err=True)
@@ -70,57 +62,3 @@ def tokenize(
         f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}) of {manifest.documents:,} documents in "
         f"{len(manifest.shards)} shards; vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"
     )
-
-
-@contextmanager
-def _shown() -> Iterator[Callable[[TokenizeProgress], None]]:
-    """A progress bar on a terminal, else a line now and then, on standard error."""
-    if not sys.stderr.isatty():
-        yield _PlainProgress().show
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("tokenize", total=None)
-        speed = _Speed()
-
-        def show(progress: TokenizeProgress) -> None:
-            words = f"{progress.file}  {_count(progress.tokens)} tokens  {_count(speed(progress.tokens))}/s"
-            bar.update(task, completed=progress.bytes_done, total=progress.bytes_total, description=words)
-
-        yield show
-
-
-class _Speed:
-    """Tokens per second since the first call; what earlier runs did does not count."""
-
-    def __init__(self) -> None:
-        self._start: tuple[float, int] | None = None
-
-    def __call__(self, tokens: int) -> float:
-        self._start = self._start or (time.monotonic(), tokens)
-        seconds = time.monotonic() - self._start[0]
-        return (tokens - self._start[1]) / seconds if seconds > 0 else 0.0
-
-
-class _PlainProgress:
-    def __init__(self) -> None:
-        self._speed = _Speed()
-        self._last = time.monotonic()
-
-    def show(self, progress: TokenizeProgress) -> None:
-        speed = self._speed(progress.tokens)
-        if time.monotonic() - self._last < PLAIN_LINE_SECONDS:
-            return
-        self._last = time.monotonic()
-        percent = 100 * progress.bytes_done // max(1, progress.bytes_total)
-        bad = f", {progress.bad_lines} bad lines" if progress.bad_lines else ""
-        typer.echo(f"{percent}%  {_count(progress.tokens)} tokens, {_count(speed)}/s, {progress.file}{bad}", err=True)
-
-
-def _count(number: float) -> str:
-    from spes_p2p.observe.metrics import count_text
-
-    return count_text(number)

@@ -355,14 +355,6 @@ class EvalConfig(Section):
 
     every_rounds: Natural = local("Rounds between two evaluations, when it is this peer's turn; 0 is never.", 1)
     sequences: Positive = local("Held-out sequences of one evaluation.", 64)
-    tasks: str = local(
-        "Tasks of lm-evaluation-harness too, such as sciq,piqa, on the newest checkpoint and beside the training; "
-        "empty is none.",
-        "",
-    )
-    tasks_every_rounds: Positive = local("Rounds between two of those, when it is this peer's turn.", 100)
-    tasks_limit: Positive = local("Samples of each of those tasks at most.", 200)
-    include_path: str = local("Folder of task files of one's own.", "", private=True)
 
 
 class OutputConfig(Section):

@@ -112,4 +112,6 @@ class Notice:
     peer: PeerId | None = None
 
 
-Action = Send | Persist | Forget | CloseTraining | Reduce | Fetch | Build | Verify | Adopt | CatchUp | Notice
+Work = Reduce | Fetch | Build | Verify | Adopt | CatchUp
+"""What takes long, and needs room on the disk."""
+Action = Send | Persist | Forget | CloseTraining | Notice | Work

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.actions import Action, Send
+from spes_p2p.consensus.actions import Action, Build, Send
 from spes_p2p.consensus.forks import Line, Way
 from spes_p2p.consensus.intake import take
 from spes_p2p.consensus.liveness import Liveness
@@ -210,6 +210,14 @@ class Consensus:
     def wants_staged(self, key: Key, hashes: bytes) -> bool:
         """Whether tiles that we were asked to fetch may still be written."""
         return self.state.round.fetching.get(key) == hashes
+
+    def wants_built(self, build: Build) -> bool:
+        """Whether the state that we were asked to build is still to be proposed."""
+        return self.state.round.building == build
+
+    def wants_verified(self, manifest: Hash) -> bool:
+        """Whether the state that we were asked to verify is still waited for; `manifest` is a hash."""
+        return self.state.round.verifying == manifest
 
     def is_counted(self, parent: Hash, entry: Contribution) -> bool:
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""

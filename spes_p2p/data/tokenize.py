@@ -3,8 +3,7 @@
 One process reads all files in order and deals batches of records to worker processes, which parse and tokenize; the
 results are written in the order of the input. Each input file is cut into shards of its own, so the bytes on disk
 depend on neither the number of processes, the batch size, nor interruptions. After each shard a record in
-`.progress/` says where in the input the next one begins. It leaves out what is shown to people: `report` is called
-with numbers.
+`.progress/` says where in the input the next one begins. It leaves out what is shown to people.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ MAX_EXAMPLES = 20
 """Bad lines that are reported one by one, for each input file."""
 SEQUENCE_LENGTH = 128
 """Of the bundled config with the shortest sequences."""
+Report = Callable[[int, int], None]
+"""Is told of (bytes done, bytes in all) of the input, as stored."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,6 @@ class TokenizeOptions:
     strict: bool = False
     sequence_length: int = SEQUENCE_LENGTH
     urls: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TokenizeProgress:
-    """How far a run is; counts include what earlier runs did. Bytes are those of the input as stored."""
-
-    file: str
-    bytes_done: int
-    bytes_total: int
-    documents: int
-    tokens: int
-    bad_lines: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ def tokenize(
     patterns: Sequence[str],
     output_dir: Path,
     options: TokenizeOptions,
-    report: Callable[[TokenizeProgress], None] | None = None,
+    report: Report = lambda done, total: None,
 ) -> TokenizeResult:
     """Tokenizes all files that `patterns` name into shards, their hash trees and a manifest in `output_dir`.
 
@@ -109,7 +98,7 @@ def tokenize(
         open_units = [unit for unit in units if not workspace.progress(unit).done]
         if open_units:
             (output_dir / MANIFEST).unlink(missing_ok=True)  # it would describe files that are about to change
-        _Run(workspace, units, tokenizer, options, report or (lambda progress: None)).process(open_units)
+        _Run(workspace, units, tokenizer, options, report).process(open_units)
         examples = tuple(example for unit in units for example in workspace.progress(unit).examples)
         if options.strict and examples:  # of files that an earlier run without --strict has finished
             raise _bad_line(examples[0])
@@ -130,10 +119,9 @@ class _Run:
         units: list[Unit],
         tokenizer: Tokenizer,
         options: TokenizeOptions,
-        report: Callable[[TokenizeProgress], None],
+        report: Report,
     ) -> None:
         self._workspace, self._tokenizer, self._options, self._report = workspace, tokenizer, options, report
-        self._units = units
         self._bytes = {unit: unit.path.stat().st_size for unit in units}
 
     def process(self, units: list[Unit]) -> None:
@@ -174,7 +162,7 @@ class _Run:
                     finished = replace(progress, skip_tokens=skip + written, shards=writer.finished)
                     self._workspace.save(unit, finished)
                 progress = _after(progress, batch, encoded)
-                self._tell(batch, progress, writer.tokens)
+                self._tell(batch)
                 if batch.end:
                     break
         _refuse_if_no_text(unit, progress)
@@ -184,19 +172,10 @@ class _Run:
         if self._options.strict and encoded.bad:
             raise _bad_line(_examples(batch, encoded)[0])
 
-    def _tell(self, batch: _Batch, progress: UnitProgress, tokens: int) -> None:
-        done = [self._workspace.progress(unit) for unit in self._units if self._workspace.progress(unit).done]
-        done_bytes = sum(size for unit, size in self._bytes.items() if self._workspace.progress(unit).done)
-        self._report(
-            TokenizeProgress(
-                file=batch.unit.path.name,
-                bytes_done=done_bytes + batch.bytes_read,
-                bytes_total=sum(self._bytes.values()),
-                documents=progress.documents + sum(other.documents for other in done),
-                tokens=tokens + sum(other.tokens for other in done),
-                bad_lines=progress.bad_lines + sum(other.bad_lines for other in done),
-            )
-        )
+    def _tell(self, batch: _Batch) -> None:
+        """Bytes of the input as stored; what earlier runs did counts."""
+        done = sum(size for unit, size in self._bytes.items() if self._workspace.progress(unit).done)
+        self._report(done + batch.bytes_read, sum(self._bytes.values()))
 
 
 def _size(record: Record) -> int:

@@ -358,3 +358,9 @@ async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         while isinstance(failed, ExceptionGroup):
             failed = failed.exceptions[0]
         raise failed from None
+
+
+class FewStreams(Transfers):
+    """Takes little of the others' uplinks at a time."""
+
+    PARALLEL = 2

@@ -163,10 +163,6 @@ def check_own_settings(config: Config) -> None:
             f"sync.merge_alpha is {config.sync.merge_alpha}, but a merge compares experts of our own model",
             fix="set sync.merge_alpha=0",
         )
-    if config.eval.tasks:
-        raise ConfigError(
-            f"eval.tasks is {config.eval.tasks}, but a model of your own is no Hugging Face model", fix="leave it out"
-        )
 
 
 def _made(factory: Callable[[], nn.Module]) -> nn.Module:

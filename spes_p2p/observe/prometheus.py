@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.observe.events import Columns, Error, Eval, Event, ExpertLoad, Pause, Peer, Round, Step, Tasks, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, Event, ExpertLoad, Pause, Peer, Round, Step, Warning
 
 PREFIX = "spes_p2p"
 LOCALHOST = "127.0.0.1"
@@ -49,7 +49,6 @@ class Metrics:
         self._most_load = gauge("expert_load_highest", "The highest load of an expert in a layer.")
         self._least_load = gauge("expert_load_lowest", "The lowest load of an expert in a layer.")
         self._held_out = gauge("held_out_loss", "Held-out loss of the newest model that this peer evaluated.")
-        self._score = gauge("task_score", "Score on a task of lm-evaluation-harness.", "task")
         self._peers = counter("peer_changes", "Peers that joined, left or were lost.", "change")
         self._adopted = counter("adopted_columns", "Expert columns that this peer newly owns.")
         self._paused = gauge("paused", "1 while this peer is paused.")
@@ -66,9 +65,6 @@ class Metrics:
                 self._write_load(event)
             case Eval():
                 self._held_out.set(event.loss)
-            case Tasks():
-                for task, score in event.scores.items():
-                    self._score.labels(task=task, **self._labels).set(score)
             case Peer():
                 self._peers.labels(change=event.change, **self._labels).inc()
             case Columns():

@@ -28,7 +28,7 @@ from spes_p2p.observe.sinks import unfailing
 from spes_p2p.peer.connection import MonotonicClock, open_network
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
-from spes_p2p.peer.folder import claim_archive, claim_folder, make_folder
+from spes_p2p.peer.folder import claim_folder, make_folder, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join_command
 from spes_p2p.peer.mirror import Mirror, kept_run
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
@@ -47,7 +47,7 @@ from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
-from spes_p2p.sync.organising.serving import Server
+from spes_p2p.sync.organising.seat import Duty, Seat
 from spes_p2p.sync.web_sources import SourceKeeper
 
 Say = Callable[[str], None]
@@ -217,10 +217,9 @@ async def _organise(
         if mirror is not None and config.run.initial_state and store.latest() is None:
             await mirror.fetch_initial(store)
         await _make_initial(store, layout, config, options, say)
-        archive = None
         if options.archive is not None:
-            archive = StateStore(claim_archive(options.archive, info), layout)
-            stack.callback(archive.close)
+            store = open_archive(options.archive, info, store)
+            stack.callback(store.close)
         trouble = asyncio.get_running_loop().create_future()
         serve_data = None
         if data is not None:
@@ -228,11 +227,11 @@ async def _organise(
             if mirror is None:
                 keeper.publish(config.data.urls, time.time_ns() // 1000, network.signer)
             serve_data = PieceServing(data, DataTraffic(), lambda: keeper.packed).answer
-        files = RunFiles(folder, chain, store, archive, serve_data)
-        server = None
-        if options.serve:
-            server = Server(run, node, files, lambda: announcer.sources(), _once(trouble), options.network.max_upload)
-        organiser = Organiser(run, node, files, server, _once(trouble))
+        files = RunFiles(folder, chain, store, serve_data)
+        seat = Seat(
+            run, node, files, _duty(options), lambda: announcer.sources(), _once(trouble), options.network.max_upload
+        )
+        organiser = Organiser(run, node, files, seat)
         stack.push_async_callback(organiser.stop)
         contacts = Contacts(options.folder, info, network.signer.peer_id, options.network.initial_peers)
         describe = _describer(info, network, chain, data)
@@ -241,8 +240,7 @@ async def _organise(
             return chain.newest_received
 
         def learnt(known: Iterable[PeerId]) -> None:
-            if server is not None:
-                server.greet(known)
+            seat.greet(known)
             contacts.learnt(announcer.known.values())
 
         def members() -> tuple[PeerId, ...]:
@@ -256,8 +254,7 @@ async def _organise(
         stack.push_async_callback(announcer.stop)
         await organiser.start()
         await announcer.start()
-        if server is not None:
-            stack.push_async_callback(server.leave, LEAVE_SECONDS)
+        stack.push_async_callback(seat.leave, LEAVE_SECONDS)
         watch = OrganiserWatch(
             info, network.directory, node.checker.check, _hearing(organiser, say), _once(trouble),
             folder / WORDS_FILE,
@@ -282,6 +279,12 @@ async def _organise(
                     keeper.look_on(network.transport, lambda: tuple(announcer.known), lambda: run.stall_seconds)
                 )
         await _first_failure(trouble, *chores)
+
+
+def _duty(options: BootstrapOptions) -> Duty:
+    if options.serve:
+        return Duty.SERVER
+    return Duty.CERTIFICATES if options.archive is None else Duty.ARCHIVE
 
 
 def _measuring(

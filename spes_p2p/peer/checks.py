@@ -13,11 +13,11 @@ from spes_p2p.config.schema import Config
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
 from spes_p2p.planning.budget import Device, columns_that_fit
-from spes_p2p.planning.disk import MAX_CHECKPOINT_DISK, DiskNeed
+from spes_p2p.planning.disk import DiskNeed
 from spes_p2p.planning.options import EIGHT_BIT_INSTALL
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Link, sync_costs
-from spes_p2p.planning.units import enough_text, gib_text
+from spes_p2p.planning.units import gib_text
 
 Level = Literal["ok", "warning", "failure"]
 LEAST_PYTHON = (3, 11)
@@ -116,13 +116,12 @@ def run_checks(
     fits: bool,
     disk: Disk,
     data_bytes: int = 0,
-    checkpoint_bytes: int | None = None,
     eight_bit_helps: bool = False,
 ) -> list[Check]:
     """Whether this machine can take part: memory, then disk. `words`, `fits`: what `fitting.fit_config` said."""
     return [
         fit_check(config, device, wanted, words, fits, eight_bit_helps),
-        disk_check(config, wanted, disk, data_bytes, checkpoint_bytes),
+        disk_check(config, wanted, disk, data_bytes),
     ]
 
 
@@ -156,17 +155,14 @@ class Disk:
     held_bytes: int = 0
 
 
-def disk_check(
-    config: Config | None, wanted: int, disk: Disk, data_bytes: int = 0, checkpoint_bytes: int | None = None
-) -> Check:
+def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int = 0) -> Check:
     """Free space against what the run takes in all; `config` None: the run is not known.
 
     `data_bytes`: most of the run's data that is kept here; less where there is no room, so nothing depends on it.
-    `checkpoint_bytes`: most that checkpoints may take (None: what the config keeps).
     """
     if config is None:
         return Check("disk", "ok", f"{bytes_text(disk.free_bytes)} free at {disk.path}")
-    need = DiskNeed.of(config, wanted, checkpoint_bytes)
+    need = DiskNeed.of(config, wanted)
     room = disk.free_bytes + disk.held_bytes
     text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, the run takes up to {bytes_text(need.most)}"
     if data_bytes:
@@ -178,17 +174,6 @@ def disk_check(
         fix = "free some space, or join with output.keep_checkpoints=1; saving pauses while the disk is full"
         return Check("disk", "warning", text, fix)
     return Check("disk", "ok", text)
-
-
-def checkpoint_check(one_bytes: int, columns: int, max_bytes: int) -> Check:
-    """Whether two checkpoints of a peer with so many columns fit: the newest stays while the next is written."""
-    two = f"two checkpoints with {columns} expert columns take {bytes_text(2 * one_bytes)}"
-    if 2 * one_bytes > max_bytes:
-        text = f"{two} ({bytes_text(one_bytes)} each), more than {MAX_CHECKPOINT_DISK} {bytes_text(max_bytes)}: "
-        text += "the newest one must stay while the next is written"
-        fix = f"allow {MAX_CHECKPOINT_DISK} {enough_text(2 * one_bytes)} or more, or join with a smaller --max-experts"
-        return Check("checkpoints", "failure", text, fix)
-    return Check("checkpoints", "ok", f"{two} of {MAX_CHECKPOINT_DISK} {bytes_text(max_bytes)}")
 
 
 def clock_check(ahead_seconds: float) -> Check:

@@ -55,8 +55,8 @@ from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reac
 from spes_p2p.swarm.records import MAX_SPEED, PeerRecord
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.sync.composition import Role, build_driver, open_disk
-from spes_p2p.sync.driver import Disk, Driver
+from spes_p2p.sync.composition import build_driver, open_disk
+from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.joining import Joining, load_run
@@ -64,6 +64,7 @@ from spes_p2p.sync.node import Node, Run, stall_seconds_of
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words, read_words, together
 from spes_p2p.sync.recorder import FlightRecorder
 from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.surroundings import Disk, Role
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.sync.web_sources import SourceKeeper

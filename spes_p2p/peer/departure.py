@@ -8,7 +8,7 @@ from spes_p2p.consensus.messages import Manifest
 from spes_p2p.observe.events import Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS
 from spes_p2p.peer.training import TrainingLoop
-from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.train.stages import Depart, Leave, Stage
 
 LOOK_SECONDS = 0.2

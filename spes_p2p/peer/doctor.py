@@ -106,7 +106,7 @@ def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions,
     fetched = options.max_disk if options.data is None and config.data.source == "leased" else 0
     return run_checks(
         fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output), fetched,
-        options.max_checkpoint_disk, not fits and eight_bit_would_help(config, options, memory),
+        not fits and eight_bit_would_help(config, options, memory),
     )  # fmt: skip
 
 

@@ -24,8 +24,7 @@ Say = Callable[[str], None]
 class EvalOptions:
     """`folder`: a Hugging Face folder; None: what `source` says is exported first (its `output` is not used).
 
-    `suite`: of `interop.evaluate`, or names of tasks. `metrics`: a file that the scores are appended to; None: the
-    metrics.jsonl of the peer whose checkpoint it is, if there is one.
+    `suite`: of `interop.evaluate`, or names of tasks.
     """
 
     folder: Path | None
@@ -36,8 +35,6 @@ class EvalOptions:
     device: str = "auto"
     batch_size: int = 8
     max_length: int | None = None
-    metrics: Path | None = None
-    append: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Evaluation:
 
 
 def run_eval(options: EvalOptions, say: Say, report: Report = lambda what, done, total: None) -> Evaluation:
-    """Scores the model, and appends them to the run's metrics.
+    """Scores the model, and appends them to the metrics.jsonl of the peer whose checkpoint it is, if there is one.
 
     Raises ConfigError, DataError, and what the export raises.
     """
@@ -74,8 +71,6 @@ def run_eval(options: EvalOptions, say: Say, report: Report = lambda what, done,
 
 
 def _metrics_file(options: EvalOptions, say: Say) -> Path | None:
-    if not options.append or options.metrics is not None:
-        return options.metrics if options.append else None
     if options.folder is not None or options.source.checkpoint is None:
         return None
     file = find_checkpoint(options.source.checkpoint, say).folder.parent.parent / METRICS_FILE

@@ -1,4 +1,4 @@
-"""The held-out loss of the committed model, and tasks on its newest checkpoint: one peer does either, in its turn."""
+"""The held-out loss of the committed model: one peer measures it, in its turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from spes_p2p.errors import DataNotReady
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Eval, Event, Warning
 from spes_p2p.peer.learning import Learning
-from spes_p2p.peer.task_runner import TaskRunner
 
 WAIT_SECONDS = 10.0
 """So long the held-out data is waited for, where it comes from others."""
@@ -28,7 +27,6 @@ class Evaluator:
         self,
         me: PeerId,
         learning: Learning,
-        tasks: TaskRunner | None,
         emit: Callable[[Event], None],
         is_stopping: Callable[[], bool],
     ) -> None:
@@ -36,7 +34,6 @@ class Evaluator:
         self._config = learning.config
         self._trainer = learning.trainer
         self._dataset = learning.dataset
-        self._tasks = tasks
         self._emit = emit
         self._is_stopping = is_stopping
 
@@ -70,12 +67,6 @@ class Evaluator:
             return
         if np.isfinite(loss) and not self._is_stopping():
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))
-
-    def start_tasks(self, manifest: Manifest, has_it: bool) -> None:
-        """Tasks on the newest checkpoint, beside the training, when they are due and it is our turn."""
-        is_due = manifest.round > 0 and manifest.round % self._config.eval.tasks_every_rounds == 0
-        if self._tasks is not None and is_due and self._is_ours(manifest, has_it):
-            self._tasks.start()
 
     def _is_ours(self, manifest: Manifest, has_it: bool) -> bool:
         """One peer's turn; without exchange everybody's, since each has a model of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.swarm.ports import Directory, Transport, Verifier
-from spes_p2p.swarm.records import heads_key, newest_heads, parse_all, parse_head, parse_peer, peers_key
+from spes_p2p.swarm.records import HeadRecord, heads_key, newest_heads, parse_all, parse_head, parse_peer, peers_key
 from spes_p2p.sync.announced import find_forks
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
@@ -136,6 +136,8 @@ class _Fetching:
         stall_seconds = stall_seconds_of(config)
         self._transfers = Transfers(transport, store.layout, lambda: stall_seconds, patient=True)
         rules, self._check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
+        self._heads: Mapping[PeerId, HeadRecord] = {}
+        """As they were when the newest commit was looked for."""
         self._headers = CatchUp(info, rules, self._check, chain, store, self._transfers, asyncio.to_thread)
 
     async def run(self) -> tuple[Commit, Version]:
@@ -157,6 +159,7 @@ class _Fetching:
         """The newest commit that somebody proves, with all before it; who announces it, and who else is there."""
         peers, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id), ANSWER_SECONDS))
         heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
+        self._heads = heads
         for peer, record in peers.items():
             self._transport.learn(peer, record.addresses)
         reasons: list[str] = []
@@ -179,8 +182,7 @@ class _Fetching:
     async def forks(self) -> list[Fork]:
         """Who cannot be asked is left out: what it has may be had from others of its history."""
         newest, publishers, _ = await self.newest()
-        heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
-        found = await find_forks(self._transport, self._check, heads, newest, publishers, self._info.organiser)
+        found = await find_forks(self._transport, self._check, self._heads, newest, publishers, self._info.organiser)
         return [fork for fork in found if self.chain.has(Hash(bytes.fromhex(fork.parent)), fork.round)]
 
     async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:

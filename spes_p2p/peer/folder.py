@@ -78,8 +78,8 @@ def claim_folder(folder: Path, info: RunInfo, layout: Layout) -> None:
     write_whole(marker, name.encode())
 
 
-def claim_archive(folder: Path, info: RunInfo) -> Path:
-    """Makes a folder the archive of `info`, for ever; where in it the states are.
+def open_archive(folder: Path, info: RunInfo, initial: StateStore) -> StateStore:
+    """Makes a folder the archive of `info`, for ever; its states, that of round 0 too, which is in `initial`.
 
     Raises ConfigError where it cannot be made, and PermanentError where it is the archive of another run.
     """
@@ -93,7 +93,10 @@ def claim_archive(folder: Path, info: RunInfo) -> Path:
             f"that of {info.run_id} is {name[:16]}",
             fix="choose another --archive",
         )
-    return folder / STATE
+    store = StateStore(folder / STATE, initial.layout)
+    if 0 not in store.rounds():
+        store.adopt(initial.version(0).folder, 0)
+    return store
 
 
 def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:

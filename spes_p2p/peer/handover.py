@@ -17,7 +17,7 @@ from spes_p2p.observe.events import Columns, Event, Warning
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.peer.connection import Connection
 from spes_p2p.state.moments import NO_MOMENTS, Moments, check_moments
-from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.train.schedule import RAMP_STEPS
 from spes_p2p.train.trainer import Trainer
 

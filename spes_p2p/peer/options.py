@@ -100,8 +100,7 @@ class PeerOptions:
     once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
     out of each round. `config_path`: the run must have this config. `model`: the model of one's own that the run
     trains. `max_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
-    `max_checkpoint_disk`: bytes that all checkpoints together may take (None: what `output.keep_checkpoints` of them
-    take). `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host`
+    `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host`
     (None: nowhere). `web_data`: which web servers data is fetched from, of those that the organiser names.
     `follow`: where the run has gone on twice, first digits of the child that this peer goes on with (none: "").
     """
@@ -123,7 +122,6 @@ class PeerOptions:
     model: Model | None = None
     max_disk: int = DEFAULT_MAX_DISK
     organiser: PeerId | None = None
-    max_checkpoint_disk: int | None = None
     schedule: Schedule | None = None
     pause_on_battery: bool = False
     metrics_port: int | None = None
@@ -141,14 +139,6 @@ def parse_disk(text: str) -> int:
             fix=f"allow {LEAST_DISK // 10**6}MB or more, or give a copy of the token shards with --data",
         )
     return size
-
-
-def parse_web_data(text: str) -> WebAccess:
-    """Raises ConfigError."""
-    try:
-        return WebAccess(text)
-    except ValueError:
-        raise ConfigError(f"--web-data is {text[:40]!r}", fix="say no, public or any") from None
 
 
 def parse_limit(text: str | None, flag: str) -> float | None:

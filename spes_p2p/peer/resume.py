@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.checkpoint.load import Checkpoint, load_latest
-from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.schema import Config, SyncConfig
 from spes_p2p.consensus.fragments import due_tiles
@@ -20,9 +19,9 @@ from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
-from spes_p2p.sync.driver import Disk
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.inputs import RebasedState
+from spes_p2p.sync.surroundings import Disk
 from spes_p2p.train.stages import Uncounted
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.wire import pack
@@ -41,17 +40,11 @@ class Saver:
         commit_of: Callable[[Manifest], Commit | None],
         emit: Callable[[Event], None],
         tokenizer: str | None = None,
-        quota: Quota | None = None,
-        good: Path | None = None,
     ) -> None:
         """`commit_of`: the commit of a manifest, None where another history of the run won meanwhile.
 
         `tokenizer`: the one that the peer's data was cut with, where it is known; whoever exports needs it.
-
-        `quota`: what checkpoints may take. `good`: the one that was found whole at the start.
         """
-        self._quota = quota
-        self._good = good
         self._folder = folder
         self._tokenizer = tokenizer
         self._config = config
@@ -86,9 +79,7 @@ class Saver:
         }
         keep = self._config.output.keep_checkpoints
         try:
-            if self._quota is not None:
-                self._quota.make_room(self._folder, version, manifest.step, private, self._good)
-            self._good = save_checkpoint(self._folder, version, manifest.step, private, run, keep)
+            save_checkpoint(self._folder, version, manifest.step, private, run, keep)
         except StorageFull as error:
             if not self._paused:
                 self._emit(Warning(f"saving is paused, training goes on: {error} ({error.fix})"))
@@ -110,7 +101,6 @@ class Resumed:
         private: dict[str, Any] = checkpoint.private()
         self.round: int = private["round"]
         self.manifest = Hash(private["manifest"])
-        self.folder = checkpoint.folder
         self.uncounted = Uncounted(**private["uncounted"])
         self._private = private
         self._version = checkpoint.version(layout)

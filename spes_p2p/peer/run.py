@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.messages import DEGRADED, Commit
@@ -25,13 +24,13 @@ from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks, unfailing
-from spes_p2p.peer.checks import Check, checkpoint_check, insist
+from spes_p2p.peer.checks import insist
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA, check_dataset
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
-from spes_p2p.peer.fitting import fit_config, measure_ranks, wanted_columns
+from spes_p2p.peer.fitting import fit_config, measure_ranks
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.learning import Learning
 from spes_p2p.peer.live import LiveFacts
@@ -39,16 +38,14 @@ from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.pausing import PauseSwitch, Watch
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import Stopped, leaving_on_signals
-from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.peer.training import LoopOptions, TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
-from spes_p2p.planning.disk import checkpoint_bytes
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
-from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.own import own_trainer
@@ -135,21 +132,11 @@ def _run_connected(
             else:  # nobody can say what it needs
                 check_own_settings(config)
                 fit = 0
-            insist(_checkpoint_checks(options, config, connection.layout), say)
             # memory runs out here, before others count on us
             with closing(_make_trainer(options, config, connection.layout, device, ranks)) as trainer:
                 _train(connection, options, config, info, trainer, loader, dataset, bus, say, show, fit, pause)
     finally:
         connection.close()
-
-
-def _checkpoint_checks(options: PeerOptions, config: Config, layout: Layout) -> Iterator[Check]:
-    """That one good checkpoint can always stay, where their bytes are bounded."""
-    if options.max_checkpoint_disk is not None:
-        columns = min(wanted_columns(config, options), layout.num_columns)
-        trained = sum(layout.blocks[block].size for block in range(1 + columns))
-        one = checkpoint_bytes(config, layout.num_values, trained)
-        yield checkpoint_check(one, columns, options.max_checkpoint_disk)
 
 
 def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: torch.device, ranks: Ranks) -> Trainer:
@@ -186,16 +173,13 @@ def _train(
     if pause.active:
         bus.emit(Pause(True, pause.why))
     commit_of, tokenizer = connection.disk.chain.commit_of, dataset.tokenizer
-    quota = None if options.max_checkpoint_disk is None else Quota(options.max_checkpoint_disk)
-    good = None if resumed is None else resumed.folder
-    saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer, quota, good)
+    saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
     dump = None
     if options.dump_rounds is not None:
         outer = outer_optimizer(connection.driver.core.state.rules)
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
-    tasks = TaskRunner(checkpoints, config.eval, bus.emit) if config.eval.tasks else None
     learning = Learning(config, trainer, loader, dataset)
-    loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.rounds, tasks, pause))
+    loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.rounds, pause))
     restored = _restore(resumed, tip, learning)
     carried = None
     if resumed is not None and restored is None and config.sync.column_rounds > 1:
@@ -210,8 +194,6 @@ def _train(
             say(f"the run is over; its model: spes-p2p export --checkpoint {options.output} --output MODEL")
     finally:
         pause.close()
-        if tasks is not None:
-            tasks.close()
 
 
 def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:

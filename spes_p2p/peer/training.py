@@ -21,11 +21,10 @@ from spes_p2p.peer.evaluator import Evaluator
 from spes_p2p.peer.handover import HandOver
 from spes_p2p.peer.learning import Learning
 from spes_p2p.peer.pausing import PauseSwitch
-from spes_p2p.peer.task_runner import TaskRunner
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
-from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.dump import RoundDump
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.train.loop import RoundWork, run_inner_steps
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.routing import LoadMeter
@@ -73,13 +72,11 @@ class Save(Protocol):
 class LoopOptions:
     """`dump`: where what goes into rounds is written. `last_round`: the round with which this peer is done.
 
-    `tasks` evaluates the newest checkpoint beside the training, when it is this peer's turn. While `pause` says so
-    nothing is trained: the peer is ready with what it has, and follows the rounds.
+    While `pause` says so nothing is trained: the peer is ready with what it has, and follows the rounds.
     """
 
     dump: RoundDump | None = None
     last_round: int | None = None
-    tasks: TaskRunner | None = None
     pause: PauseSwitch | None = None
 
 
@@ -110,7 +107,7 @@ class TrainingLoop:
         self._loader = learning.loader
         self._options = options
         self._pause = options.pause or PauseSwitch()
-        self._evaluator = Evaluator(connection.peer_id, learning, options.tasks, emit, lambda: self.gate.stopping)
+        self._evaluator = Evaluator(connection.peer_id, learning, emit, lambda: self.gate.stopping)
         turns, is_lossy = config.sync.column_rounds > 1, connection.layout.codec_of(1) != "fp32"
         self._is_ahead = config.sync.enabled and (turns or config.sync.overlap or is_lossy)
         """What is trained on is not what the run has; without exchange each peer has nothing but its own."""
@@ -354,8 +351,6 @@ class TrainingLoop:
         self.gate.use(manifest.round)
         if not self._is_ahead and is_due:
             self._evaluator.evaluate(manifest)
-        if not self._pause.active:
-            self._evaluator.start_tasks(manifest, self._has_committed_model())
 
     def _has_committed_model(self) -> bool:
         """Whether the model that is loaded for an evaluation is the committed one."""

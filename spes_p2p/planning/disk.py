@@ -20,11 +20,9 @@ from spes_p2p.config.schema import Config
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import stored_bytes
 
-MAX_CHECKPOINT_DISK = "--max-checkpoint-disk"
 VALUE_BYTES = 4
 _CHECKPOINT = 3
 """Values and two moments."""
-_CHECKPOINT_8_BIT = 1.5
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class DiskNeed:
     most: int
 
     @classmethod
-    def of(cls, config: Config, owned: int, max_checkpoint_bytes: int | None = None) -> DiskNeed:
-        """`max_checkpoint_bytes`: what all checkpoints may take."""
+    def of(cls, config: Config, owned: int) -> DiskNeed:
         sizes = Sizes.of(config.model)
         values, trained = VALUE_BYTES * sizes.total, VALUE_BYTES * sizes.trained(owned)
         merged = VALUE_BYTES * sizes.experts if config.sync.merge_alpha > 0 else 0
@@ -44,10 +41,4 @@ class DiskNeed:
         snapshots = (3 if config.sync.overlap else 2) * trained
         least = 3 * (stored_bytes(config) + handed_out) + merged + snapshots
         checkpoints = _CHECKPOINT * trained * (config.output.keep_checkpoints + 1)
-        return cls(least, least + min(checkpoints, max_checkpoint_bytes or checkpoints))
-
-
-def checkpoint_bytes(config: Config, state_values: int, trained_values: int) -> int:
-    """S + 3 T, or S + 1.5 T with moments in 8 bits: one checkpoint whose files nothing else shares."""
-    private = _CHECKPOINT_8_BIT if config.optimizer.name == "adamw8bit" else _CHECKPOINT
-    return round(VALUE_BYTES * (state_values + private * trained_values))
+        return cls(least, least + checkpoints)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.config.schema import Config
 from spes_p2p.planning.budget import MARGIN_SHARE
-from spes_p2p.planning.data_traffic import DataCost, data_cost
 from spes_p2p.planning.memory import Memory, Workload, predict, state_bytes
-from spes_p2p.planning.options import EIGHT_BIT_INSTALL, KEYS, Options, is_agreed
-from spes_p2p.planning.search import Fit, Rung, Search, search
+from spes_p2p.planning.options import EIGHT_BIT_INSTALL, Options, is_agreed
+from spes_p2p.planning.search import Fit, Search, search
 from spes_p2p.planning.sizes import Sizes, flops_per_token
 from spes_p2p.planning.traffic import Link, SyncCost, stored_bytes, sync_costs
 from spes_p2p.planning.units import gib_text
@@ -42,8 +41,6 @@ class Answer:
     """Of what is trained and the bank: without activations, logits and buffers."""
     search: Search | None
     costs: tuple[SyncCost, ...]
-    data: DataCost | None
-    """What a peer without a copy fetches to train on; None where peers bring their own."""
 
     @property
     def usable_bytes(self) -> int:
@@ -68,38 +65,20 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Bytes, seconds and values throughout; shares between 0 and 1."""
-        question, config = self.question, self.question.config
+        config, found, sizes = self.question.config, self.search, self.sizes
+        counts = {"total": sizes.total, "active": sizes.active, "trained": sizes.trained(self.question.owned)}
         return {
             "run_id": config.run.run_id,
-            "parameters": {
-                "total": self.sizes.total,
-                "active": self.sizes.active,
-                "shared": self.sizes.shared,
-                "column": self.sizes.column,
-                "trained": self.sizes.trained(question.owned),
-            },
-            "owned_experts": question.owned,
-            "micro_batch_sequences": config.optimizer.micro_batch_sequences,
-            "flops_per_token": flops_per_token(config.model, config.data.sequence_length, question.owned),
-            "memory": _memory_json(self.memory) | {"state": self.state_bytes, "fully_trained_state": self.full_bytes},
-            "fits": None if self.search is None else self._fits_json(self.search),
-            "stored_state": stored_bytes(config),
-            "peers": question.peers,
-            "steps_per_round": steps_per_round_at(config, config.scheduler.total_steps),
-            "tokens_per_second": question.tokens_per_second,
-            "sync": {cost.codec: _cost_json(cost) for cost in self.costs},
-            "data": None if self.data is None else _data_json(self.data),
-        }
-
-    def _fits_json(self, found: Search) -> dict[str, Any]:
-        before = Options.of(self.question.config)
-        return {
-            "gpu_memory": self.question.memory_bytes,
+            "owned_experts": self.question.owned,
+            "peers": self.question.peers,
+            "parameters": asdict(sizes) | counts,
+            "flops_per_token": flops_per_token(config.model, config.data.sequence_length, self.question.owned),
+            "memory": asdict(self.memory) | {"allocated": self.memory.allocated, "total": self.memory.total},
             "usable": self.usable_bytes,
-            "options": [_rung_json(rung) for rung in found.rungs],
-            "chosen": _fit_json(found.chosen, before),
-            "nearest": _fit_json(found.nearest, before),
+            "fits": found and asdict(found),
             "sentence": self.sentence(),
+            "stored_state": stored_bytes(config),
+            "sync": {cost.codec: asdict(cost) for cost in self.costs},
         }
 
 
@@ -109,8 +88,7 @@ def answer(question: Question) -> Answer:
     work = Workload.of(config, owned, ranks=question.ranks)
     found = None if question.memory_bytes is None else search(work, usable(question.memory_bytes))
     costs = sync_costs(config, question.peers, owned, question.link, question.tokens_per_second)
-    data = data_cost(config, question.peers, question.tokens_per_second, costs[0])
-    return Answer(question, Sizes.of(config.model), predict(work), state_bytes(work), found, costs, data)
+    return Answer(question, Sizes.of(config.model), predict(work), state_bytes(work), found, costs)
 
 
 def usable(memory_bytes: int) -> int:
@@ -146,61 +124,3 @@ def _text(fit: Fit, before: Options) -> str:
 
 def _columns(count: int) -> str:
     return f"{count} expert column{'' if count == 1 else 's'}"
-
-
-def _memory_json(memory: Memory) -> dict[str, Any]:
-    return {
-        "parts": dict(memory.parts),
-        "allocated": memory.allocated,
-        "slack": memory.slack,
-        "context": memory.context,
-        "total": memory.total,
-        "peak": memory.moment,
-        "pinned_host": memory.host,
-    }
-
-
-def _rung_json(rung: Rung) -> dict[str, Any]:
-    return {
-        "adds": rung.adds,
-        "organisers_choice": bool(rung.adds) and organisers_choice(rung.adds),
-        "total": rung.memory.total,
-        "most_columns": rung.most_columns,
-        "largest_micro_batch": rung.largest_micro_batch,
-    }
-
-
-def _fit_json(fit: Fit | None, before: Options) -> dict[str, Any] | None:
-    if fit is None:
-        return None
-    options = {KEYS[name]: getattr(fit.options, name) for name in KEYS}
-    return {
-        "owned_experts": fit.owned,
-        "total": fit.memory.total,
-        "overrides": list(fit.options.changes(before)),
-        "options": options,
-    }
-
-
-def _cost_json(cost: SyncCost) -> dict[str, Any]:
-    return {
-        "bytes_up": round(cost.bytes_up),
-        "bytes_down": round(cost.bytes_down),
-        "seconds": cost.seconds,
-        "share_of_time": cost.share,
-        "bytes_per_day": None if cost.bytes_per_day is None else round(cost.bytes_per_day),
-    }
-
-
-def _data_json(data: DataCost) -> dict[str, Any]:
-    day, served = data.per_day(data.round_bytes), data.per_day(data.served_bytes)
-    return {
-        "per_trained_byte": data.per_trained_byte,
-        "most_per_trained_byte": data.most_per_trained_byte,
-        "bytes_per_round": round(data.round_bytes),
-        "most_bytes_per_round": round(data.most_round_bytes),
-        "bytes_per_day": None if day is None else round(day),
-        "served_per_round": round(data.served_bytes),
-        "least_served_by_copies_per_round": round(data.least_served_bytes),
-        "served_per_day": None if served is None else round(served),
-    }

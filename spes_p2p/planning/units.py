@@ -42,12 +42,6 @@ def gib_text(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= 0.95 * GIB else f"{count / MIB:.0f} MiB"
 
 
-def enough_text(count: int) -> str:
-    """Bytes rounded up to an amount that `parse_bytes` takes: `41GB`, small ones as `260MB`."""
-    unit, name = (10**9, "GB") if count > 10 * 10**9 else (10**6, "MB")
-    return f"{-(-count // unit)}{name}"
-
-
 def _split(text: str) -> tuple[float | None, str]:
     match = _AMOUNT.fullmatch(text)
     return (float(match[1]), match[2]) if match else (None, "")

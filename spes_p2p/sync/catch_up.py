@@ -56,6 +56,12 @@ class ForkPoint:
     theirs: Line
 
 
+class Fetched(Protocol):
+    """A state that is whole here, and not the committed one yet."""
+
+    def publish(self) -> object: ...
+
+
 class Parted(RemoteProtocolError):
     """The other's commits do not follow from ours, or the first of them has no quorum: one must choose (`forks`)."""
 
@@ -113,6 +119,14 @@ class CatchUp:
             if first > most:
                 raise RemoteProtocolError(f"{short(holder)} has ever more rounds, {first} by now, than it said")
         return last
+
+    async def note(self, commit: Commit) -> None:
+        """Puts a certificate on our chain that follows its newest, while the state of an earlier one is on its way."""
+        newest = self._chain.newest
+        if newest is None or commit.manifest.parent != newest.certificate.manifest or not has_quorum(commit):
+            return
+        with contextlib.suppress(RemoteProtocolError):
+            await self.append((commit,), newest)
 
     async def append(self, part: Sequence[Commit], before: Commit | None) -> None:
         """Puts commits that follow `before` on disk, once they are checked."""
@@ -177,7 +191,7 @@ class CatchUp:
             return newest
         return begun if begun is not None and begun.manifest.state_root == root else newest
 
-    async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Staging:
+    async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Fetched:
         """The finished staging of a state: what version `base_round` has is kept, the rest comes from the holders.
 
         What is in another version or in a checkpoint on this disk is not fetched. Where what the rounds since
@@ -312,6 +326,18 @@ class CatchUp:
     def _is_here(self, staging: Staging) -> bool:
         """Whether what an attempt before has staged can be gone on with: a full disk, or another try, ends it."""
         return self._store.staged(staging.round, FETCHED) is staging
+
+
+class HeadersOnly(CatchUp):
+    """For who keeps no states: the chain is all that goes on."""
+
+    async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Fetched:
+        return _NoState()
+
+
+class _NoState:
+    def publish(self) -> None:
+        """Nothing is here."""
 
 
 def _merged(layout: Layout, staging: Staging, step: Manifest) -> None:

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.consensus.machine import Consensus, Start
-from spes_p2p.consensus.messages import Commit, Intent
+from spes_p2p.consensus.messages import Commit
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.files import storing
-from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.ports import Blob
-from spes_p2p.sync.driver import Arithmetic, Disk, Driver, Hooks
+from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.joining import JoinedRun
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.residuals import Residuals
-
-
-@dataclass(frozen=True)
-class Role:
-    """How a peer takes part: what it wants, and who else it should hear from.
-
-    `held_bytes` and `follow`: see `Driver`.
-    """
-
-    intent: Intent
-    seeds: tuple[PeerId, ...]
-    held_bytes: int | None = None
-    follow: str = ""
+from spes_p2p.sync.surroundings import Disk, Hooks, Role
 
 
 def open_disk(
@@ -53,7 +39,4 @@ def build_driver(run: Run, node: Node, tip: Commit, disk: Disk, role: Role, hook
         votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, seeds=role.seeds
     )
     core = Consensus.begin(identity, start, Pace(run.heartbeat_seconds), node.clock.now())
-    return Driver(
-        core, run.info, node.transport, node.checker, disk, Arithmetic(run.layout, run.config.sync.merge_top_k), hooks,
-        node.clock, held_bytes=role.held_bytes, follow=role.follow,
-    )  # fmt: skip
+    return Driver(core, run, node, disk, role, hooks)

@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a bootstrap node keeps of a run: `store` has the initial state as round 0, `archive` the newest ones.
+    """What a bootstrap node keeps of a run: `store` has the initial state as round 0.
 
     Votes and residuals lie beside, in `folder`. `data` answers what is asked of the run's data, where it is here.
     """
@@ -92,7 +92,6 @@ class RunFiles:
     folder: Path
     chain: Chain
     store: StateStore
-    archive: StateStore | None = None
     data: Callable[[DataRequest], Blob] | None = None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from spes_p2p.consensus.actions import Notice
@@ -54,18 +54,29 @@ class Outbox:
         self._notice = notice
         self._lines: dict[PeerId, _Line] = {}
         self._refusals: dict[PeerId, str] = {}
+        self.hides_status = False
+        """Who hears of a state goes for it: nothing is said of ours."""
 
     def post(self, peer: PeerId, envelope: Envelope) -> None:
         """Sends soon, or never."""
-        for part in in_parts(envelope):
+        for part in in_parts(self._said(envelope)):
             self._send(peer, part)
+
+    def open(self, peer: PeerId, data: bytes) -> Envelope:
+        """What `peer` sent. Raises RemoteProtocolError where it is not well-formed, or not signed as it should be."""
+        return self._checker.open(peer, data)
 
     def answer(self, peer: PeerId, envelope: Envelope) -> bytes:
         """The bytes to answer a call of `peer` with; what does not fit follows in calls of our own."""
-        first, *rest = in_parts(envelope)
+        first, *rest = in_parts(self._said(envelope))
         for part in rest:
             self._send(peer, part)
         return first
+
+    def _said(self, envelope: Envelope) -> Envelope:
+        if not self.hides_status:
+            return envelope
+        return replace(envelope, statuses=tuple(one for one in envelope.statuses if one.author != envelope.sender))
 
     def _send(self, peer: PeerId, data: bytes) -> None:
         line = self._lines.setdefault(peer, _Line())
@@ -89,7 +100,7 @@ class Outbox:
     async def _ask(self, peer: PeerId, data: bytes) -> None:
         try:
             answer = await self._transport.call(peer, data, self._timeout_seconds())
-            reply = self._checker.open(peer, answer)
+            reply = self.open(peer, answer)
         except RemoteProtocolError as error:
             self._refused(peer, str(error))
         except NetworkError:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.messages import Intent, Work
 from spes_p2p.ids import Hash
-from spes_p2p.sync.driver import Applied, Driver
+from spes_p2p.sync.driver import Driver
+from spes_p2p.sync.surroundings import Applied
 
 
 @dataclass(frozen=True)

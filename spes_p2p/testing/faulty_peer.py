@@ -41,16 +41,16 @@ class Mute:
         self._until, self._leader = time.monotonic() + seconds, None
 
     def put_on(self) -> None:
-        from spes_p2p.consensus.actions import Action, Send
+        from spes_p2p.consensus.actions import Send
         from spes_p2p.sync.driver import Driver
 
-        begin = Driver._begin
+        send = Driver.send
 
-        def begin_unless_mute(driver: Driver, action: Action) -> None:
-            if not isinstance(action, Send) or self._may_speak_to(action.to, driver.core):
-                begin(driver, action)
+        def send_unless_mute(driver: Driver, action: Send) -> None:
+            if self._may_speak_to(action.to, driver.core):
+                send(driver, action)
 
-        Driver._begin = begin_unless_mute  # type: ignore[assignment, method-assign]
+        Driver.send = send_unless_mute  # type: ignore[assignment, method-assign]
 
     def _may_speak_to(self, peer: PeerId, core: Consensus) -> bool:
         if time.monotonic() >= self._until:

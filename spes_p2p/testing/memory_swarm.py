@@ -28,7 +28,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo, describe_run
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.organiser import Organiser
-from spes_p2p.sync.organising.serving import Server
+from spes_p2p.sync.organising.seat import Duty, Seat
 from spes_p2p.sync.starting import fetch_genesis
 from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 
@@ -66,7 +66,6 @@ class MemorySwarm:
         self.clock = LoopClock()
         self.archive = archive
         self.serve = serve
-        self.server: Server | None = None
         self.server_failures: list[BaseException] = []
         layout = state_layout(config) if start is None else start.layout
         self._start = start or InitialState(layout, config.run.seed, config.model.init_std)
@@ -81,6 +80,8 @@ class MemorySwarm:
         self.mirrors: dict[PeerId, Organiser] = {}
         self._mirror_stores: list[StateStore] = []
         self._incarnations = itertools.count(1)
+        self._node_incarnations = itertools.count(1)
+        """Numbers that rise, where real peers and bootstrap nodes look at their clock."""
         self.clock_behind_seconds = 0.0
         """Of the machines on which peers start from now on."""
 
@@ -100,10 +101,6 @@ class MemorySwarm:
     def rules(self) -> RunRules:
         return self.run.rules
 
-    def new_incarnation(self) -> int:
-        """Numbers that rise, where a real peer looks at its clock."""
-        return next(self._incarnations)
-
     async def start(self, names: Iterable[str], work: PretendWork | None = None) -> None:
         """The organiser and the first peers; returns when genesis is there and all have begun."""
         await self.start_organiser()
@@ -114,33 +111,37 @@ class MemorySwarm:
         self._organiser_store = StateStore(self.folder / ORGANISER / "state", self.layout)
         if self._organiser_store.latest() is None:
             self._organiser_store.create_initial(self._start)
-        self._archive_store = StateStore(self.folder / "archive", self.layout) if self.archive else None
         self.organiser_said: list[str] = []
+        node, duty = self.node(net, self.organiser_said.append), self._duty()
         chain = Chain(self.folder / ORGANISER / "chain")
-        files = RunFiles(self.folder / ORGANISER, chain, self._organiser_store, self._archive_store)
-        node = self.node(net, self.organiser_said.append)
-        self.server = self._server(node, files) if self.serve else None
-        self.organiser = Organiser(self.run, node, files, self.server, self.server_failures.append)
+        files = RunFiles(self.folder / ORGANISER, chain, self._organiser_store)
+        self.seat = self._seat(node, files, duty)
+        self.organiser = Organiser(self.run, node, files, self.seat)
         await self.organiser.start()
 
     def node(self, net: MemoryPeer, say: Callable[[str], None]) -> Node:
         """A machine of this swarm."""
         now = DAY_SECONDS + self.clock.now() - self.clock_behind_seconds
-        return Node(net, self.clock, say, self.new_incarnation, int(1000 * now))
+        incarnations = self._incarnations if net.peer_id in self.peers else self._node_incarnations
+        return Node(net, self.clock, say, lambda: next(incarnations), int(1000 * now))
 
-    def _server(self, node: Node, files: RunFiles) -> Server:
-        return Server(self.run, node, files, self._sources, self.server_failures.append)
+    def _duty(self) -> Duty:
+        if self.serve:
+            return Duty.SERVER
+        return Duty.ARCHIVE if self.archive else Duty.CERTIFICATES
+
+    def _seat(self, node: Node, files: RunFiles, duty: Duty) -> Seat:
+        return Seat(self.run, node, files, duty, self._sources, self.server_failures.append)
 
     async def add_mirror(self, name: str, said: list[str], serve: bool = False) -> Organiser:
         """One with an archive, or a member that serves; genesis comes from whoever has it. `said` gets its words."""
         net, folder = self.network.peer(name), self.folder / name
         store = StateStore(folder / "state", self.layout)
         store.create_initial(self._start)
-        archive = None if serve else StateStore(folder / "archive", self.layout)
-        self._mirror_stores += [store] if archive is None else [store, archive]
-        node, files = self.node(net, said.append), RunFiles(folder, Chain(folder / "chain"), store, archive)
-        server = self._server(node, files) if serve else None
-        mirror = Organiser(self.run, node, files, server, self.server_failures.append)
+        self._mirror_stores.append(store)
+        node, files = self.node(net, said.append), RunFiles(folder, Chain(folder / "chain"), store)
+        seat = self._seat(node, files, Duty.SERVER if serve else Duty.ARCHIVE)
+        mirror = Organiser(self.run, node, files, seat)
         self.mirrors[PeerId(name)] = mirror
         await mirror.start()
         transfers = Transfers(net.transport, self.layout, lambda: self.run.stall_seconds, patient=True)
@@ -158,8 +159,6 @@ class MemorySwarm:
         self.network.kill(ORGANISER)
         await self.organiser.stop()
         self._organiser_store.close()
-        if self._archive_store is not None:
-            self._archive_store.close()
 
     async def add(self, name: str, work: PretendWork | None = None, intent: Intent | None = None) -> PretendPeer:
         """One more peer, or the same again after its end, with the disk that it left."""

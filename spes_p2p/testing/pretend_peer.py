@@ -23,9 +23,9 @@ from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
-from spes_p2p.sync.composition import Role, build_driver, open_disk
-from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.composition import build_driver, open_disk
 from spes_p2p.sync.joining import JoinedRun, Joining
+from spes_p2p.sync.surroundings import Applied, Role
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.stages import (
     Action,

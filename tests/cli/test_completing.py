@@ -1,4 +1,4 @@
-"""Tab in a real bash, and what zsh and fish are told: commands, options, configs, choices, and else files."""
+"""Tab in a real bash, and what zsh and fish are told: commands, options, choices, and else files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli.main import COMMANDS, GROUPS
-from spes_p2p.config.load import bundled_names
-from spes_p2p.planning.gpus import GPUS
 
 Shell = Callable[[str], str]
 Complete = Callable[[str], list[str]]
@@ -66,21 +64,13 @@ def tab(bash: Shell, script: str) -> Complete:
 def test_commands_and_options(tab: Complete) -> None:
     assert set(tab("spes-p2p ")) == {*COMMANDS, *GROUPS}
     assert tab("spes-p2p run in") == ["init", "inspect"]
-    assert tab("spes-p2p join --max-c") == ["--max-checkpoint-disk"]
+    assert tab("spes-p2p join --max-di") == ["--max-disk"]
 
 
 def test_values_that_are_known(tab: Complete) -> None:
     assert tab("spes-p2p join spes1abc --log-format ") == ["auto", "text", "json"]
     assert tab("spes-p2p join spes1abc --device c") == ["cpu", "cuda"]
-    assert tab("spes-p2p plan --gpu H") == [name for name in GPUS if name.startswith("H")]
-    assert tab("spes-p2p run init --template spes-") == [name for name in bundled_names() if name.startswith("spes-")]
-
-
-def test_configs_by_name_and_those_of_this_folder(tab: Complete, tmp_path: Path) -> None:
-    (tmp_path / "work" / "small-of-mine.yaml").touch()
-    assert tab("spes-p2p plan --config small") == ["small", "small-of-mine.yaml"]
-    for command in ("bootstrap", "join"):
-        assert "tiny" in tab(f"spes-p2p {command} --config ")
+    assert tab("spes-p2p join spes1abc --web-data p") == ["public"]
 
 
 def test_where_a_path_is_wanted_the_shell_proposes_files(tab: Complete, script: str) -> None:

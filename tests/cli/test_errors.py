@@ -86,7 +86,6 @@ def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> N
         (("--owned-experts", "3,99"), ("--owned-experts names column 99, the run has 8 (0 to 7)",)),
         (("--owned-experts", "3-5", "--max-experts", "2"), ("names 3 columns, --max-experts is 2", "claim fewer")),
         (("--owned-experts", "two"), ("--owned-experts 'two' is not a list of columns", "0,3-5")),
-        (("--device", "tpu"), ("--device 'tpu' is no device", "auto, cpu or cuda")),
         (("--data", "nowhere"), ("there is no dataset at nowhere", "spes-p2p tokenize")),
         (("data.source=local",), ("data.path is empty", "--data DIR")),
         (("--config", "tinny"), ("no config named tinny", "small")),

@@ -34,8 +34,6 @@ def test_a_person_can_read_it_at_80_columns() -> None:
     assert "8 expert columns do not fit into" in text
     assert "are a guess" in text
     assert "A state takes 29.3 GB of disk" in text
-    assert "Data, beside the sync, of a peer without --data: " in text
-    assert "a day (4.23 bytes for each byte of tokens" in " ".join(text.split())
 
 
 def test_without_gpu_and_link_it_says_what_to_give() -> None:
@@ -51,13 +49,8 @@ def test_json_has_bytes_and_the_sentence() -> None:
     assert told["sync"]["fp32"]["seconds"] is None
     assert told["memory"]["total"] > told["memory"]["allocated"] == sum(told["memory"]["parts"].values())
     assert told["stored_state"] == 4 * told["parameters"]["total"]
-    data = told["data"]
-    assert data["bytes_per_round"] < data["most_bytes_per_round"]
-    assert data["served_per_round"] == pytest.approx(4 * data["bytes_per_round"], abs=4)
-    assert data["bytes_per_day"] is None
-    assert told["fits"]["gpu_memory"] == 24 * 2**30
-    assert told["fits"]["nearest"]["total"] <= told["fits"]["usable"]
-    assert told["fits"]["sentence"].startswith("8 expert columns do not fit")
+    assert told["fits"]["nearest"]["owned"] < 8
+    assert told["sentence"].startswith("8 expert columns do not fit")
 
 
 def test_overrides_and_flags_change_the_answer() -> None:

@@ -166,7 +166,7 @@ def test_peers_with_another_model_or_none_are_refused() -> None:
         state_layout(config)
 
 
-@pytest.mark.parametrize("override", ["sync.merge_alpha=0.1", "eval.tasks=sciq"])
+@pytest.mark.parametrize("override", ["sync.merge_alpha=0.1"])
 def test_settings_of_our_own_model_alone_are_refused(override: str) -> None:
     config = config_of(override)
     with pytest.raises(ConfigError, match=override.split("=")[0]):

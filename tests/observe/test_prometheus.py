@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.observe.events import Columns, Error, Eval, EventBus, Pause, Peer, Tasks, Warning
+from spes_p2p.observe.events import Columns, Error, Eval, EventBus, Pause, Peer, Warning
 from spes_p2p.observe.node_metrics import COUNTERS, WORDS, NodeMetrics, NodeState
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from tests.observe.test_events import LOAD, ROUND, STEP
@@ -44,7 +44,7 @@ def test_events_become_metrics() -> None:
     bus = EventBus(metrics)
     with closing(MetricsServer(metrics, 0)) as server:
         for event in (
-            STEP, STEP, ROUND, LOAD, Eval(2, 40, 1.25, 4096), Tasks(2, 40, {"arc/acc": 0.5}), Peer("lost", "ben", 2),
+            STEP, STEP, ROUND, LOAD, Eval(2, 40, 1.25, 4096), Peer("lost", "ben", 2),
             Columns(2, (1, 2), (2,)), Pause(True, "key"), Warning("x"), Error("y"),
         ):  # fmt: skip
             bus.emit(event)
@@ -59,7 +59,6 @@ def test_events_become_metrics() -> None:
     assert (found[key("expert_load", expert="0")], found[key("expert_load", expert="1")]) == (1.5, 0.5)
     assert (found[key("expert_load_highest")], found[key("expert_load_lowest")]) == (2.5, 0.2)
     assert found[key("held_out_loss")] == 1.25
-    assert found[key("task_score", task="arc/acc")] == 0.5
     assert found[key("peer_changes_total", change="lost")] == 1
     assert (found[key("adopted_columns_total")], found[key("paused")]) == (2, 1)
     assert (found[key("warnings_total")], found[key("errors_total")]) == (1, 1)

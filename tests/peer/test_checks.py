@@ -13,7 +13,6 @@ from spes_p2p.peer.checks import (
     Disk,
     Gpu,
     Machine,
-    checkpoint_check,
     disk_check,
     fit_check,
     insist,
@@ -22,9 +21,8 @@ from spes_p2p.peer.checks import (
     speed_check,
 )
 from spes_p2p.planning.budget import Device
-from spes_p2p.planning.disk import DiskNeed, checkpoint_bytes
-from spes_p2p.planning.sizes import Sizes
-from spes_p2p.planning.units import GIB, parse_bytes
+from spes_p2p.planning.disk import DiskNeed
+from spes_p2p.planning.units import GIB
 
 SEVEN = load_config(bundled_config("spes-7b"))
 CARD = Gpu("NVIDIA RTX 4090", 23 * GIB, 24 * GIB)
@@ -70,23 +68,6 @@ def test_disk_is_compared_with_what_the_run_takes() -> None:
     assert disk_check(SEVEN, 8, Disk("/", 0, need.most)).level == "ok", "what the folder holds is not needed again"
     failed = disk_check(SEVEN, 8, Disk("/mnt/x", need.least - 1))
     assert (failed.level, "/mnt/x" in failed.text, "--output" in failed.fix) == ("failure", True, True)
-
-
-def test_two_checkpoints_must_fit_into_what_all_may_take() -> None:
-    sizes = Sizes.of(SEVEN.model)
-    one = checkpoint_bytes(SEVEN, sizes.total, sizes.trained(8))
-    assert checkpoint_check(one, 8, 2 * one).level == "ok"
-    failed = checkpoint_check(one, 8, 2 * one - 1)
-    assert failed.level == "failure"
-    assert "with 8 expert columns" in failed.text
-    assert parse_bytes(failed.fix.split()[2], "--max-checkpoint-disk") >= 2 * one
-
-
-def test_less_disk_is_asked_for_where_checkpoints_may_take_less() -> None:
-    need, few = DiskNeed.of(SEVEN, 8), DiskNeed.of(SEVEN, 8, 50 * 10**9)
-    assert (few.least, few.most) == (need.least, need.least + 50 * 10**9)
-    assert disk_check(SEVEN, 8, Disk("/", few.most), 0, 50 * 10**9).level == "ok"
-    assert DiskNeed.of(SEVEN, 8, 10**15) == need
 
 
 def test_fit_says_how_many_columns_there_is_room_for() -> None:

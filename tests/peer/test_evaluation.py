@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from spes_p2p.cli.evaluate import table_of
-from spes_p2p.config.schema import EvalConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.interop.evaluate import SUITES, Score, chosen_tasks, evaluate, flat
+from spes_p2p.interop.evaluate import SUITES, chosen_tasks, evaluate, flat
 from spes_p2p.interop.tokenizer import Publishable
-from spes_p2p.observe.events import Event, Tasks, Warning
+from spes_p2p.observe.events import Tasks
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader, JsonLines
-from spes_p2p.peer.evaluation import EvalOptions, Evaluation, run_eval
+from spes_p2p.peer.evaluation import EvalOptions, run_eval
 from spes_p2p.peer.export import ExportOptions
-from spes_p2p.peer.task_runner import TaskRunner
 from tests.interop.states import OLMOE, model_of, random_state, run_config
 from tests.interop.tasks import write_samples, write_task
 from tests.interop.test_export import exported
@@ -85,15 +81,6 @@ def test_a_checkpoint_is_scored_and_the_run_remembers(tmp_path: Path, tasks: Pat
     assert event == Tasks(7, 140, flat(found.scores))
 
 
-def test_a_table_for_people() -> None:
-    scores = (Score("sciq", "acc", 0.5, 0.01, 0, 100), Score("mmlu", "acc", 0.25, None, None, None))
-    assert table_of(Evaluation(scores, 1, 2)) == (
-        "task  shots  samples  metric  value\n"
-        "sciq  0      100      acc     0.5000  ± 0.0100\n"
-        "mmlu                  acc     0.2500"
-    )
-
-
 def test_suites_and_lists() -> None:
     assert chosen_tasks("spes") is SUITES["spes"]
     assert chosen_tasks("sciq, arc_challenge:25") == {"sciq": None, "arc_challenge": 25}
@@ -118,45 +105,6 @@ def test_what_cannot_be_evaluated_is_named(tmp_path: Path, tasks: Path) -> None:
     (tmp_path / "parity.jsonl").unlink()
     with pytest.raises(DataError, match="the data of task parity cannot be loaded"):
         evaluate(folder, {"parity": 0}, include_path=tasks)
-
-
-def run_beside(checkpoints: Path, config: EvalConfig) -> Event:
-    """The event that a peer's task runner gives."""
-    events, came = list[Event](), threading.Event()
-
-    def emit(event: Event) -> None:
-        events.append(event)
-        came.set()
-
-    runner = TaskRunner(checkpoints, config, emit)
-    runner.start()
-    runner.start()  # one at a time
-    assert came.wait(300)
-    runner.close()
-    assert len(events) == 1
-    return events[0]
-
-
-def test_beside_the_training_it_becomes_an_event(tmp_path: Path, tasks: Path) -> None:
-    peer = saved(tmp_path / "peer", CONFIG, tokenizer="byte")
-    config = EvalConfig(tasks="parity:0", tasks_limit=3, include_path=str(tasks))
-    event = run_beside(peer / "checkpoints", config)
-    assert isinstance(event, Tasks)
-    assert (event.round, event.step, set(event.scores)) == (7, 140, {"parity/acc", "parity/acc_norm"})
-
-
-def test_beside_the_training_a_failure_is_a_warning(tmp_path: Path) -> None:
-    event = run_beside(tmp_path, EvalConfig(tasks="parity"))
-    assert isinstance(event, Warning)
-    assert "no usable checkpoint" in event.message
-
-
-def test_a_peer_that_ends_takes_its_evaluation_along(tmp_path: Path) -> None:
-    events: list[Event] = []
-    runner = TaskRunner(saved(tmp_path / "peer", CONFIG), EvalConfig(tasks="parity"), events.append)
-    runner.start()
-    runner.close()
-    assert events == []
 
 
 @pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no folder of evaluation data")

@@ -9,8 +9,7 @@ import pytest
 
 from spes_p2p.errors import ConfigError, StateError
 from spes_p2p.ids import sha256
-from spes_p2p.peer.folder import claim_archive, claim_folder, holds_run, make_folder, prepare_folder
-from spes_p2p.state.store import StateStore
+from spes_p2p.peer.folder import claim_folder, holds_run, make_folder, open_archive, prepare_folder
 from spes_p2p.sync.chain import Chain
 from tests.sync.chains import MadeRun
 
@@ -84,14 +83,18 @@ def test_nothing_is_removed_while_another_process_writes_there(tmp_path: Path, r
 
 
 def test_an_archive_belongs_to_one_run(tmp_path: Path, run: MadeRun) -> None:
-    folder = tmp_path / "archive"
-    states = claim_archive(folder, run.info)
-    run.store(states).close()
-    assert claim_archive(folder, run.info) == states  # after a restart
+    folder, initial = tmp_path / "archive", run.store(tmp_path / "initial")
+    states = open_archive(folder, run.info, initial)
+    root = states.version(0).root
+    states.close()
+    states = open_archive(folder, run.info, initial)  # after a restart
+    assert states.rounds() == (0,)
+    assert states.version(0).root == root == initial.version(0).root
+    states.close()
     with pytest.raises(ConfigError, match="archive of another run") as caught:
-        claim_archive(folder, replace(run.info, run_id="another"))
+        open_archive(folder, replace(run.info, run_id="another"), initial)
     assert "--archive" in caught.value.fix
-    assert StateStore(states, run.layout).rounds() == (0,)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--archive cannot be made"):
-        claim_archive(tmp_path / "file", run.info)
+        open_archive(tmp_path / "file", run.info, initial)
+    initial.close()

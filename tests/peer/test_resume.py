@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from spes_p2p.checkpoint.load import load_latest
-from spes_p2p.checkpoint.quota import Quota
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.messages import Commit, Manifest
@@ -61,13 +60,10 @@ class Life:
             manifest = self.run.child(self.commits[-1].manifest, self.root, sha256(b"wire"))
             self.commits.append(self.run.certified(manifest))
         self.ours: Sequence[Commit] = self.commits
-        self.saver = self.saver_with(None)
-
-    def saver_with(self, quota: Quota | None) -> Saver:
-        return Saver(
+        self.saver = Saver(
             self.checkpoints, self.config, self.run.info, self.trainer, self.loader,
             lambda manifest: next((commit for commit in self.ours if commit.manifest == manifest), None),
-            self.events.append, quota=quota,
+            self.events.append,
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -285,24 +281,6 @@ def test_of_the_shared_values_the_parts_that_have_not_had_their_turn_go_on(tmp_p
     expected = new + (trained - old)
     expected[done] = new[done]
     assert np.array_equal(carried.block(0), expected)
-
-
-def test_a_checkpoint_beyond_the_quota_is_one_warning_and_training_goes_on(tmp_path: Path) -> None:
-    life = Life(tmp_path)
-    life.begin()
-    life.save(1)
-    (newest,) = life.checkpoints.iterdir()
-    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-    life.saver = life.saver_with(Quota(size + 1000))
-    life.save(2)
-    life.save(3)
-    (warning,) = life.warnings()
-    assert warning.startswith("saving is paused, training goes on: the newest checkpoint and the next one take")
-    assert list(life.checkpoints.iterdir()) == [newest]
-    life.train(1)
-    life.saver = life.saver_with(Quota(20 * size))
-    life.save(3)
-    assert load_latest(life.checkpoints)[0].step == life.commits[3].manifest.step
 
 
 def test_nothing_is_saved_of_a_history_that_has_just_lost(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, TrainingLoop
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
-from spes_p2p.sync.driver import Applied
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.stages import Stage, Uncounted
@@ -57,7 +57,7 @@ class Story:
     """A peer in a run that the test decides. `at_step[n]` is called after the n-th inner step."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        steady = (f"sync.steps_per_round={STEPS}", "eval.every_rounds=0", "eval.tasks_every_rounds=2")
+        steady = (f"sync.steps_per_round={STEPS}", "eval.every_rounds=0")
         config = config_with_data(folder, *steady, *overrides)
         self.config = config
         self.run = MadeRun(config)
@@ -92,16 +92,14 @@ class Story:
         self.driver = driver
         loop: Any = SimpleNamespace(call_soon_threadsafe=lambda work: work())
         self.gate.attach(driver, loop)
-        self.task_rounds: list[int] = []
         self.connection = self._connection()
         self.learn_from(open_dataset(config))
 
     def learn_from(self, dataset: AnyDataset, last_round: int | None = None) -> None:
         """Makes the loop."""
-        tasks: Any = SimpleNamespace(start=lambda: self.task_rounds.append(self.round))
         self.dataset, self.loader = dataset, LeasedLoader(dataset, self.config)
         learning = Learning(self.config, self.trainer, self.loader, dataset)
-        options = LoopOptions(None, last_round, tasks, self.pause)
+        options = LoopOptions(None, last_round, self.pause)
         self.loop = TrainingLoop(self.connection, learning, self._emit, self._save, options)
 
     @property
@@ -329,13 +327,6 @@ def test_with_turns_a_paused_peer_trains_a_step_so_that_its_columns_are_handed_o
     story.others = [SimpleNamespace(round=0, peer=PeerId("b"), intent=SimpleNamespace(leaving=False))]
     story.play()
     assert [work.steps for work in story.ready][:2] == [1, 1]
-
-
-def test_tasks_are_evaluated_every_so_many_rounds(story: Story) -> None:
-    story.at_step[3 * STEPS] = story.gate.stop
-    story.play()
-    assert [manifest.round for manifest, *_ in story.saved][:3] == [0, 1, 2]
-    assert story.task_rounds == [2]
 
 
 def test_what_a_decided_round_did_not_wait_for_is_carried_into_the_next(story: Story) -> None:

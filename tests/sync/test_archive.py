@@ -13,10 +13,11 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import MAJORITY, Commit, manifest_hash
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import PeerSilent, StorageFull
+from spes_p2p.exchange.transfers import FewStreams
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import Staging, StateStore
 from spes_p2p.swarm.memory_backend import MemoryTransport
-from spes_p2p.sync.organising.archive import Archive, FewStreams
+from spes_p2p.sync.catch_up import CatchUp, Fetched
 from spes_p2p.testing.memory_swarm import ORGANISER as ORGANISER_ID
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, in_swarm, small_config, until
@@ -47,20 +48,20 @@ async def behind(swarm: MemorySwarm) -> Commit:
     await swarm.until_round(3)
     await until(lambda: is_archived(swarm))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Archive, "keep", refused)
+        patch.setattr(catching_up(swarm), "state", never)
         await swarm.until_round(swarm.up[0].round + 2)
         await until(lambda: swarm.organiser.chain.newest == commits(swarm)[-1])
         for name in "abc":
             await swarm.peers[PeerId(name)].kill()
         newest = swarm.organiser.chain.newest
         assert newest is not None
-        await until(lambda: not swarm.organiser._caretaker._archiving)
     return newest
 
 
-async def refused(archive: Archive, commit: Commit, holders: object) -> bool:
-    """What comes of an attempt when nobody gives the state."""
-    return False
+def catching_up(swarm: MemorySwarm) -> CatchUp:
+    """What fetches for the archive."""
+    assert swarm.seat.driver is not None
+    return swarm.seat.driver._catching_up
 
 
 async def never(*given: object, **named: object) -> NoReturn:
@@ -74,14 +75,13 @@ async def left_with_a_certificate(swarm: MemorySwarm) -> PretendPeer:
     await until(lambda: is_archived(swarm))
     last = swarm.peers[PeerId("c")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Archive, "keep", refused)
-        patch.setattr(last.driver._transfers, "tiles", never)
+        patch.setattr(catching_up(swarm), "state", never)
+        patch.setattr(last.driver._fetchers.urgent, "tiles", never)
         async with asyncio.timeout(60.0):
             while last.driver.core.state.round.decided is None or swarm.organiser.chain.length <= last.round + 1:
                 await asyncio.sleep(0.01)
         for name in "ab":
             await swarm.peers[PeerId(name)].kill()
-        await until(lambda: not swarm.organiser._caretaker._archiving)
     return last
 
 
@@ -100,8 +100,8 @@ def test_the_archive_keeps_the_newest_state_and_nothing_else(folder: Path) -> No
         newest = swarm.organiser.archived
         assert newest is not None
         await swarm.kill_organiser()
-        store = StateStore(folder / "archive", swarm.layout)
-        assert store.rounds() == (newest.round - 1, newest.round)
+        store = StateStore(folder / "organiser" / "state", swarm.layout)
+        assert store.rounds() == (0, newest.round - 1, newest.round)
         store.verify(newest.round)
         assert store.version(newest.round).root == newest.state_root
         store.close()
@@ -203,7 +203,7 @@ def test_what_is_damaged_in_the_archive_is_not_given_to_anybody(folder: Path) ->
     async def play(swarm: MemorySwarm) -> None:
         newest = await evening(swarm)
         await swarm.kill_organiser()
-        block = folder / "archive" / f"round-{newest.manifest.round:08d}" / "block-00000.f32"
+        block = folder / "organiser" / "state" / f"round-{newest.manifest.round:08d}" / "block-00000.f32"
         block.write_bytes(bytes([block.read_bytes()[0] ^ 1]) + block.read_bytes()[1:])
         await swarm.start_organiser()
         await swarm.add("d")
@@ -378,11 +378,15 @@ def test_an_archive_that_fails_unexpectedly_tries_again_and_says_it_once(folder:
         await swarm.until_round(1)
         await until(lambda: is_archived(swarm))
 
-        async def fail(*given: object) -> NoReturn:
+        real = CatchUp.state
+
+        async def fail(self: CatchUp, *given: Any) -> Fetched:
+            if self._store is not swarm._organiser_store:
+                return await real(self, *given)
             raise OSError(5, "Input/output error")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Archive, "keep", fail)
+            patch.setattr(CatchUp, "state", fail)
             await swarm.until_round(swarm.up[0].round + 5)
         assert sum("Input/output error" in text for text in swarm.organiser_said) == 1
         await until(lambda: is_archived(swarm))
@@ -398,7 +402,7 @@ def test_a_full_disk_pauses_the_archive_with_one_warning(folder: Path) -> None:
         real = StateStore.stage
 
         def full(store: StateStore, round: int, parent_round: int | None, label: str = "") -> Staging:
-            if store.directory == folder / "archive":
+            if store.directory == folder / "organiser" / "state":
                 raise StorageFull("no room", fix="free space")
             return real(store, round, parent_round, label)
 
@@ -454,3 +458,73 @@ def test_an_archive_of_one_machine_serves_a_newcomer_while_the_run_goes_on(folde
         assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {MAJORITY}
 
     with_archive(folder, play)
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_who_looks_on_is_no_member_and_no_round_waits_for_it(folder: Path, archive: bool) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(3)
+        before = swarm.clock.now()
+        await swarm.until_round(6)
+        usual = swarm.clock.now() - before
+        swarm.network.kill(ORGANISER_ID, silent=True)
+        await swarm.organiser.stop()
+        before, round = swarm.clock.now(), swarm.up[0].round
+        await swarm.until_round(round + 3)
+        assert swarm.clock.now() - before < 1.5 * usual
+        named = {member.peer for commit in commits(swarm) for member in commit.manifest.members}
+        assert named == {"a", "b", "c"}
+        assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {MAJORITY}
+
+    with_archive(folder, play, archive=archive)
+
+
+def test_certificates_come_while_an_older_state_is_on_its_way(folder: Path) -> None:
+    """Else a run whose peers go meanwhile would be renewed on top of a manifest that is none of the newest."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        await until(lambda: is_archived(swarm))
+        fetching = catching_up(swarm)
+        real, asked, go_on = fetching.state, asyncio.Event(), asyncio.Event()
+
+        async def slow(*given: Any) -> Fetched:
+            asked.set()
+            await go_on.wait()
+            return await real(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fetching, "state", slow)
+            await asked.wait()
+            stood = swarm.organiser.archived
+            await swarm.until_round(swarm.up[0].round + 4)
+            await until(lambda: swarm.organiser.chain.newest == commits(swarm)[-1])
+            assert swarm.organiser.archived == stood
+            go_on.set()
+        await until(lambda: is_archived(swarm))
+
+    with_archive(folder, play)
+
+
+@pytest.mark.parametrize("later", ["archive", "certificates"])
+def test_a_member_that_only_looks_on_after_a_restart_stands_by_no_vote(folder: Path, later: str) -> None:
+    """`--serve` was left out: the others go on without it as without any member that is gone."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        await swarm.until_round(2)
+        await swarm.kill_organiser()
+        swarm.serve, swarm.archive = False, later == "archive"
+        await swarm.start_organiser()
+        await until(lambda: ORGANISER_ID not in {member.peer for member in commits(swarm)[-1].manifest.members})
+        await swarm.until_round(swarm.up[0].round + 3)
+        assert swarm.seat.driver is not None
+        assert not swarm.seat.driver.core.state.is_member()
+        await until(lambda: swarm.organiser.chain.newest == commits(swarm)[-1])
+        assert (swarm.organiser.archived is not None) == swarm.archive
+        check_agreement(swarm)
+
+    config = small_config("swarm.heartbeat_seconds=0.2")
+    in_swarm(folder, play, config, serve=True)

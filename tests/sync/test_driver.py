@@ -17,7 +17,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.sync import round_executor
+from spes_p2p.sync import tensor_work
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
@@ -94,7 +94,7 @@ def test_the_first_slices_of_a_peer_alone_go_out_before_its_last_ones_are_made(
     in_swarm(folder, play, small_config("sync.codec=int8", peers=1))
     assert under_way == 0
     assert made >= 2 * 5, "a slice for each block"
-    assert most == round_executor.ALONE_AT_ONCE
+    assert most == tensor_work.ALONE_AT_ONCE
 
 
 def test_one_peer_alone_is_a_run(folder: Path) -> None:
@@ -264,13 +264,13 @@ def test_contributions_take_a_bounded_part_of_memory(folder: Path, monkeypatch: 
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
         while max(life.round for life in swarm.up) < 3:
-            held = sum(life.driver._executor._held_bytes for life in swarm.up)
+            held = sum(life.driver._work._held_bytes for life in swarm.up)
             most[limit] = max(most.get(limit, 0), held)
             await asyncio.sleep(0.001)
         await swarm.until_round(3)
         check_agreement(swarm)
 
     for limit in (1, 2**30):
-        monkeypatch.setattr(round_executor, "HELD_BYTES", limit)
+        monkeypatch.setattr(tensor_work, "HELD_BYTES", limit)
         in_swarm(folder / str(limit), play, small_config("sync.slice_tiles=1"))
     assert 0 < most[1] < most[2**30]

@@ -318,18 +318,18 @@ def test_a_full_disk_costs_no_state_that_is_just_being_committed(folder: Path) -
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         a = peer(swarm, "a")
-        real, seen = a.driver._applied, list[bool]()
+        real, seen = a.driver._committer._applied, list[bool]()
 
         async def applied(commit: Commit, first: Manifest) -> None:
             """The state is published; the state machine stands on the one before."""
             if not seen:
-                a.driver._disk_is_full(StorageFull("no room"))
+                a.driver._dispatcher.disk_is_full(StorageFull("no room"))
                 await asyncio.sleep(0.1)
                 seen.append(commit.manifest.round in a.store.rounds())
             await real(commit, first)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(a.driver, "_applied", applied)
+            patch.setattr(a.driver._committer, "_applied", applied)
             await until(lambda: bool(seen))
         assert seen == [True]
         await swarm.until_round(a.round + 3)
@@ -346,11 +346,11 @@ def test_nothing_is_encoded_against_the_state_of_another_history(folder: Path) -
         await swarm.until_round(2)
         a = peer(swarm, "a")
         head, ours = a.driver.core.tip_hash, a.store.version(a.round)
-        assert a.driver._committed(head) is ours
+        assert a.driver._states.committed(head) is ours
         staging = a.store.stage(ours.round, None, "theirs", ours)
         staging.write_state(0, bytes(4 * ours.layout.tiles[0].size))
         staging.finish()
         staging.publish()
-        assert a.driver._committed(head) is None
+        assert a.driver._states.committed(head) is None
 
     in_swarm(folder, play)

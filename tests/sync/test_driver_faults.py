@@ -12,7 +12,7 @@ from spes_p2p.consensus.membership import leader_order
 from spes_p2p.consensus.messages import DEGRADED, MAJORITY, manifest_hash
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import Recorder, check_agreement, check_leases, commits, in_swarm, small_config
 

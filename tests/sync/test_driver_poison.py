@@ -77,7 +77,7 @@ def sends_anything(liar: PretendPeer) -> None:
     assert server is not None
 
     async def find(caller: PeerId, request: FetchRequest) -> Blob:
-        return await liar.driver.on_fetch(caller, request.body)
+        return await liar.driver.answers.on_fetch(caller, request.body)
 
     server._find = find  # type: ignore[method-assign]
 

@@ -128,7 +128,7 @@ def test_who_hands_in_again_in_another_life_is_not_counted_with_its_old_work(fol
         await swarm.start("abc", WORK)
         await swarm.until_round(2)
         life = peer(swarm, "a")
-        fetch, heads = life.driver.on_fetch, list[Hash]()
+        fetch, heads = life.driver.answers.on_fetch, list[Hash]()
 
         async def on_fetch(caller: PeerId, request: bytes) -> Any:
             """Just before the first values go out the peer is another one, that made one step less."""
@@ -145,7 +145,7 @@ def test_who_hands_in_again_in_another_life_is_not_counted_with_its_old_work(fol
                 life.driver.training(less)
             return await fetch(caller, request)
 
-        life.driver.on_fetch = on_fetch  # type: ignore[method-assign]
+        life.driver.answers.on_fetch = on_fetch  # type: ignore[method-assign]
         await swarm.until_round(life.round + 2)
         child = next(c.manifest for c in commits(swarm) if heads and c.manifest.parent == heads[0])
         others = [piece for piece in child.slices if piece.reducer != life.name]

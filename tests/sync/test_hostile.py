@@ -50,13 +50,13 @@ async def refused(coroutine: Any) -> bool:
 def heard_calls(life: PretendPeer) -> list[tuple[PeerId, bytes]]:
     """Records what others call from now on."""
     calls: list[tuple[PeerId, bytes]] = []
-    real = life.driver.on_call
+    real = life.driver.answers.on_call
 
     async def on_call(caller: PeerId, request: bytes) -> bytes:
         calls.append((caller, request))
         return await real(caller, request)
 
-    life.driver.on_call = on_call  # type: ignore[method-assign]
+    life.driver.answers.on_call = on_call  # type: ignore[method-assign]
     return calls
 
 
@@ -75,7 +75,8 @@ def test_bytes_of_any_kind_are_answered_or_refused(folder: Path) -> None:
         calls = heard_calls(life)
         await swarm.until_round(2)
         real = calls[:: max(1, len(calls) // 40)]
-        refusals = [await refused(life.driver.on_call(who, spoilt(data))) for who, data in real for _ in range(5)]
+        ask = life.driver.answers.on_call
+        refusals = [await refused(ask(who, spoilt(data))) for who, data in real for _ in range(5)]
         assert sum(refusals) > len(refusals) // 2
         head = life.driver.core.tip_hash
         requests: list[Request] = [
@@ -84,11 +85,11 @@ def test_bytes_of_any_kind_are_answered_or_refused(folder: Path) -> None:
         ]  # fmt: skip
         for request in requests:
             for _ in range(40):
-                await refused(life.driver.on_fetch(PeerId("b"), spoilt(pack_request(request))))
+                await refused(life.driver.answers.on_fetch(PeerId("b"), spoilt(pack_request(request))))
         for _ in range(100):
             junk = rng.randbytes(rng.randrange(200))
-            assert await refused(life.driver.on_call(PeerId("b"), junk))
-            assert await refused(life.driver.on_fetch(PeerId("b"), junk))
+            assert await refused(life.driver.answers.on_call(PeerId("b"), junk))
+            assert await refused(life.driver.answers.on_fetch(PeerId("b"), junk))
         await swarm.until_round(4)
         check_agreement(swarm)
 
@@ -102,12 +103,12 @@ def test_extreme_requests_are_refused(folder: Path) -> None:
         driver, head = peer(swarm, "a").driver, peer(swarm, "a").driver.core.tip_hash
         for first, count in ((-1, 1), (0, 0), (0, -5), (2**62, 1), (0, 2**62), (-(2**62), 2**62), (9, 2)):
             values, hashes = ValuesRequest(head, first, count, NO_WORK), HashesRequest(head, first)
-            assert await refused(driver.on_fetch(PeerId("b"), pack_request(values)))
-            assert await refused(driver.on_fetch(PeerId("b"), pack_request(hashes)))
-            assert not await refused(driver.on_fetch(PeerId("b"), pack_request(ChainRequest(first, count))))
+            assert await refused(driver.answers.on_fetch(PeerId("b"), pack_request(values)))
+            assert await refused(driver.answers.on_fetch(PeerId("b"), pack_request(hashes)))
+            assert not await refused(driver.answers.on_fetch(PeerId("b"), pack_request(ChainRequest(first, count))))
         for tiles in ((), (b"x",), (bytes(33),), (bytes(32),) * 65, (bytes(32),)):
             packed = pack(PackedRequest("tiles", pack((tiles,))))
-            assert await refused(driver.on_fetch(PeerId("b"), packed))
+            assert await refused(driver.answers.on_fetch(PeerId("b"), packed))
 
     in_swarm(folder, play)
 
@@ -123,7 +124,7 @@ def test_who_is_no_member_of_the_newest_manifest_is_served_as_a_stranger(folder:
             return {one for one in ("a", "b", "c", "d", ORGANISER) if server._is_member(PeerId(one))}
 
         assert known_to("a") == {"a", "b", "c", ORGANISER}
-        assert known_to(ORGANISER) == {"a", "b", "c"}
+        assert known_to(ORGANISER) == {"a", "b", "c", ORGANISER}
         await swarm.add("d")
         await until(lambda: peer(swarm, "d").driver.core.state.is_member())
         assert "d" in known_to("d")
@@ -139,6 +140,7 @@ def test_a_crowd_of_new_identities_is_named_in_several_rounds(folder: Path) -> N
         for name in crowd:
             await swarm.add(name)
         await until(lambda: all(peer(swarm, name).driver.core.state.is_member() for name in crowd), 300.0)
+        await until(lambda: len(commits(swarm)[-1].manifest.members) == 2 + len(crowd))
         named = [{member.peer for member in commit.manifest.members} for commit in commits(swarm)]
         for before, after in pairwise(named):
             assert len(after - before) <= max(4, len(before))
@@ -158,7 +160,7 @@ def test_forged_and_tampered_words_are_refused(folder: Path) -> None:
         who, data = next((who, data) for who, data in reversed(calls) if who == "b")
         envelope = unpack(Envelope, data)
         (status, *_) = envelope.statuses
-        assert not await refused(life.driver.on_call(who, data))
+        assert not await refused(life.driver.answers.on_call(who, data))
         changed = dataclasses.replace(status.value, sequence=status.value.sequence + 10**6)
         for forged in (
             dataclasses.replace(status, value=changed),
@@ -166,10 +168,10 @@ def test_forged_and_tampered_words_are_refused(folder: Path) -> None:
             dataclasses.replace(KeySealer(peer(swarm, "c").net.signer).seal(changed), author=PeerId("b")),
             dataclasses.replace(status, public_key=peer(swarm, "c").net.signer.public_key),
         ):
-            assert await refused(life.driver.on_call(who, pack(Envelope(who, (forged,)))))
-        assert await refused(life.driver.on_call(PeerId("c"), data))  # an envelope of another sender
+            assert await refused(life.driver.answers.on_call(who, pack(Envelope(who, (forged,)))))
+        assert await refused(life.driver.answers.on_call(PeerId("c"), data))  # an envelope of another sender
         own_words_of_c = KeySealer(peer(swarm, "c").net.signer).seal(changed)  # signed by c about b: no harm
-        await refused(life.driver.on_call(PeerId("c"), pack(Envelope(PeerId("c"), (own_words_of_c,)))))
+        await refused(life.driver.answers.on_call(PeerId("c"), pack(Envelope(PeerId("c"), (own_words_of_c,)))))
         assert life.driver.core.state.others.contacts[victim.name].status.sequence < changed.sequence
 
     in_swarm(folder, play)
@@ -184,7 +186,7 @@ def test_a_peer_of_another_run_is_told_so(folder: Path) -> None:
         (status, *_) = unpack(Envelope, data).statuses
         sealer = KeySealer(swarm.peers[who].net.signer)
         stranger = sealer.seal(dataclasses.replace(status.value, fingerprint=sha256(b"another run")))
-        for handler in (peer(swarm, "a").driver, swarm.organiser):
+        for handler in (peer(swarm, "a").driver.answers, swarm.organiser):
             with pytest.raises(RemoteProtocolError, match=r"this is run tiny with fingerprint .*join again"):
                 await handler.on_call(who, pack(Envelope(who, (stranger,))))
 
@@ -206,7 +208,7 @@ def test_a_member_that_signs_nonsense_breaks_nobody(folder: Path, seed: int) -> 
             if peer in swarm.peers:
                 for _ in range(3):
                     wrong = pack(resigned(changed(envelope, rng), sealer))
-                    await refused(swarm.peers[peer].driver.on_call(liar.name, wrong))
+                    await refused(swarm.peers[peer].driver.answers.on_call(liar.name, wrong))
             return await call(peer, request, timeout_seconds)
 
         liar.net.transport.call = lie  # type: ignore[method-assign]

@@ -52,7 +52,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_commit(folder: Path, where: str)
             "publish": (full.driver._candidate, "publish"),
         }[where]
         with raising(*target, StorageFull):
-            await until(lambda: full.driver._was_full)
+            await until(lambda: full.driver._dispatcher.was_full)
             await swarm.until_round(full.round + 1, "ac")
         await until(counts(swarm, "b"))
         await swarm.until_round(full.round + 2)
@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_when_a_peer_has_caught_up(folder: Path) -> None:
         await swarm.until_round(5, "ac")
         full = await swarm.add("b")
         with raising(full.residuals, "settle", StorageFull):
-            await until(lambda: full.driver._was_full)
+            await until(lambda: full.driver._dispatcher.was_full)
         await until(counts(swarm, "b"))
         await swarm.until_round(full.round + 2)
         assert books.check() > 0
@@ -215,7 +215,7 @@ def test_nobody_may_ask_for_more_than_a_slice_nor_for_what_it_does_not_reduce(fo
 
         async def ask(caller: str, first: int, count: int) -> None:
             request = ValuesRequest(driver.core.tip_hash, first, count, Contribution(PeerId("a"), 0, 0, 0))
-            await driver.on_fetch(PeerId(caller), pack_request(request))
+            await driver.answers.on_fetch(PeerId(caller), pack_request(request))
 
         for caller, tile, count, words in (
             ("a", first, most + 1, "a request for the values"),

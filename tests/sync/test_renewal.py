@@ -52,24 +52,6 @@ def test_after_a_long_silence_those_who_wait_are_named() -> None:
     assert [one.peer for one in story.vigil.waiting(story.now)] == [C, D]
 
 
-def test_a_child_without_a_quorum_is_followed_where_no_quorum_lives() -> None:
-    """At once by a node that has just asked, else after the wait; never while the electors are heard."""
-    story = Story()
-    story.passes(3, status(A), status(B))
-    assert not story.vigil.may_take(story.now)
-    story.passes(LONG - 2, status(A))
-    assert not story.vigil.may_take(story.now)
-    story.passes(10, status(A))
-    assert story.vigil.may_take(story.now)
-    story.passes(1, status(A), replace(status(B), round=-1, head=sha256(b"earlier"), incarnation=2))
-    assert story.vigil.may_take(story.now)
-    story.passes(1, status(A), status(B))
-    assert not story.vigil.may_take(story.now)
-    begun = Story()
-    begun.passes(7, status(A))
-    assert begun.vigil.may_take(begun.now)
-
-
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_where_the_newest_state_is_lost_the_wait_is_longer(is_lost: bool) -> None:
     story = Story()
@@ -129,15 +111,6 @@ def test_our_own_sleep_is_our_own_silence() -> None:
     assert not story.is_due()
     story.passes(LONG, status(C))
     assert story.is_due()
-
-
-def test_silent_electors_are_called_now_and_then() -> None:
-    story = Story()
-    story.passes(10, status(A))
-    assert story.vigil.to_probe(story.now) == [B]
-    assert story.vigil.to_probe(story.now) == []
-    story.passes(20, status(A))
-    assert story.vigil.to_probe(story.now) == [B]
 
 
 def test_strangers_are_remembered_up_to_a_bound() -> None:

@@ -221,7 +221,7 @@ def test_a_full_disk_ends_all_leases(folder: Path, monkeypatch: pytest.MonkeyPat
         held = swarm.peers[A].store.rounds()[-1]
         await swarm.until_round(held + 3)
         assert held in swarm.peers[A].store.rounds()
-        swarm.peers[A].driver._disk_is_full(StorageFull("no room"))
+        swarm.peers[A].driver._dispatcher.disk_is_full(StorageFull("no room"))
         await until(lambda: held not in swarm.peers[A].store.rounds(), 1.0)
         assert held in swarm.peers[B].store.rounds()
 

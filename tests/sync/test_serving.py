@@ -51,9 +51,8 @@ def check_never_trains(manifest: Manifest) -> None:
 
 
 def server_round(swarm: MemorySwarm) -> int:
-    assert swarm.server is not None
-    assert swarm.server.driver is not None
-    return swarm.server.driver.core.tip.round
+    assert swarm.seat.driver is not None
+    return swarm.seat.driver.core.tip.round
 
 
 def check_server(swarm: MemorySwarm) -> None:
@@ -210,8 +209,7 @@ def test_without_a_vote_it_renews_the_run_for_those_who_come(folder: Path) -> No
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm, hidden=False)
         await swarm.until_round(4)
-        assert swarm.server is not None
-        await swarm.server.leave(8.0)
+        await swarm.seat.leave(8.0)
         await swarm.kill_organiser()
         evening = commits(swarm)[-1].manifest.round
         await swarm.until_round(evening + 2)
@@ -236,8 +234,7 @@ def test_it_leaves_when_it_is_told_to(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await start(swarm, hidden=False)
         await swarm.until_round(3)
-        assert swarm.server is not None
-        await swarm.server.leave(8.0)
+        await swarm.seat.leave(8.0)
         newest = swarm.organiser.chain.commit(swarm.organiser.chain.length - 1)  # the others may not have it yet
         named = {member.peer for member in newest.manifest.members}
         await swarm.kill_organiser()
@@ -278,6 +275,6 @@ def test_a_node_that_cannot_take_its_seat_tries_again_or_ends(folder: Path, numb
             assert not failures
             assert sum("cannot serve yet" in text for text in swarm.organiser_said) == 1
             trouble.clear()
-            await until(lambda: swarm.server is not None and swarm.server.driver is not None)
+            await until(lambda: swarm.seat.driver is not None)
 
     in_swarm(folder, play, SERVED, serve=True)

@@ -15,7 +15,7 @@ from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, manifest_has
 from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
-from spes_p2p.sync.driver import Applied
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
 from tests.sync.swarm_cases import check_agreement, check_leases, commits, counts, in_swarm, small_config
 
@@ -195,7 +195,7 @@ def test_who_alone_knows_of_a_commit_whose_state_is_gone_goes_on_until_it_is_bac
         await swarm.start("abc")
         await swarm.until_round(2)
         last = peer(swarm, "c")
-        transfers = last.driver._transfers
+        transfers = last.driver._fetchers.urgent
         fetch, transfers.tiles = transfers.tiles, never  # type: ignore[method-assign]
         async with asyncio.timeout(60.0):
             while (

@@ -1,31 +1,26 @@
-"""The bootstrap node as others meet it: makes genesis when enough peers have come, and answers from then on.
+"""The bootstrap node as others meet it: makes genesis when enough peers have come; from then on its driver answers.
 
-Without the organiser's key it is a mirror: it is given genesis, signs nothing, and does all else.
-
-It trains nothing and, unless it is to serve, has no vote. It keeps the newest certificates and the initial state for
-whoever asks, and with an archive the newest state (see `caretaker`); the run goes on without it. With a `Server` it is
-a member too, through which others exchange their values.
+Without the organiser's key it is a mirror: it is given genesis, signs nothing, and does all else. It trains nothing;
+what it does in a run that has begun is its seat's business (see `seat`), and the run goes on without it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from spes_p2p.consensus.messages import Commit, Envelope, Manifest, Status
 from spes_p2p.consensus.rules import genesis_manifest
-from spes_p2p.errors import RemoteProtocolError, StorageFull
-from spes_p2p.exchange.requests import HashesRequest, Request, TilesRequest, unpack_request
+from spes_p2p.errors import StorageFull
+from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.donor import Serving
-from spes_p2p.sync.genesis import check_same_run, sign_genesis
+from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
-from spes_p2p.sync.organising.run_follower import RunFollower, members_of, or_fatal, said_by, wishes_of
-from spes_p2p.sync.organising.serving import Server
+from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
+from spes_p2p.sync.organising.seat import Duty, Seat
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
 
@@ -42,51 +37,29 @@ class _Waiting:
 class Organiser:
     """Serves newcomers and followers of one run. All coroutines belong to one event loop."""
 
-    def __init__(
-        self,
-        run: Run,
-        node: Node,
-        files: RunFiles,
-        server: Server | None = None,
-        fatal: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        """With an archive the newest states are kept there.
-
-        With a `server` this node is a member from genesis on, on the same files. `fatal` is told what the node cannot
-        go on without (None: it is only said).
-        """
+    def __init__(self, run: Run, node: Node, files: RunFiles, seat: Seat) -> None:
         self.chain = files.chain
         self._run = run
         self._node = node
         self._store = files.store
         self._has_key = node.me == run.info.organiser
         self._waiting: dict[PeerId, _Waiting] = {}
-        self._server = server
-        self._said = ""
-        self._fatal = fatal or self._failed
-        self._tasks = Tasks(self._failed)
-        self._caretaker = RunFollower(run, node, files, self._tasks, self._fatal)
-        stores = [files.store] if files.archive is None else [files.archive, files.store]
-        self._serving = [
-            Serving(run.info, self.chain, store, lambda parent, first, count: None, data=files.data) for store in stores
-        ]
+        self._seat = seat
+        self._tasks = Tasks(seat.fatal)
+        self._renewer = Renewer(run, node, files, seat)
+        self._serving = Serving(run.info, self.chain, files.store, lambda parent, first, count: None, data=files.data)
 
     async def start(self) -> None:
         """Begins to answer."""
-        self._caretaker.start()
         await self._node.transport.serve(self, self.chain.names)
-        self._take_seat()
+        self._tasks.spawn(self._renewer.run_for_ever())
+        if self.chain.length:
+            self._seat.take()
 
     async def stop(self) -> None:
         """Ends what is under way."""
         await self._tasks.stop()
-        if self._server is not None:
-            await self._server.stop()
-
-    def _take_seat(self) -> None:
-        """From then on the server answers in our place: what we have, it has too."""
-        if self._server is not None and self.chain.length:
-            self._tasks.spawn(or_fatal(partial(self._caretaker.sit, self._server), self._fatal))
+        await self._seat.stop()
 
     @property
     def waiting(self) -> tuple[PeerId, ...]:
@@ -95,14 +68,14 @@ class Organiser:
 
     @property
     def archived(self) -> Manifest | None:
-        """The newest manifest whose state is in the archive; None without one, and while it is looked through."""
-        return self._caretaker.archived
+        """The newest manifest whose state is kept here; None where none is, and until the seat is taken."""
+        return self._seat.kept
 
     def choose(self, children: Mapping[Hash, Hash]) -> None:
         """The organiser's word, by parent: the child that the run goes on with."""
-        self._caretaker.choose(children)
+        self._seat.choose(children)
 
-    # ---------------------------------------------------------------- serving (ports.Handler)
+    # ---------------------------------------------------------------- until the seat is taken (ports.Handler)
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         """Takes a status; answers with genesis, or with the newest commit."""
@@ -111,27 +84,12 @@ class Organiser:
         for status in said_by(caller, envelope, self._run.info):
             if self.chain.length == 0 and self._has_key:
                 self._await(status)
-            elif self.chain.length:
-                self._caretaker.hear(status)
-        return pack(replace(self._caretaker.word(), commit=self._chain_answer(envelope)))
+        return pack(Envelope(self._node.me, commit=self.chain.newest))
 
     async def on_fetch(self, caller: PeerId, request: bytes) -> Blob:
-        """Run, headers, and tiles of the initial state and of those in the archive."""
+        """Run, headers, and tiles of the states that are here."""
         asked = unpack_request(request)
-        return await self._tasks.in_thread(lambda: self._answer(asked))
-
-    def _answer(self, asked: Request) -> Blob:
-        if isinstance(asked, HashesRequest | TilesRequest):
-            for serving in self._serving[:-1]:
-                with contextlib.suppress(RemoteProtocolError):  # not here: perhaps it is of the initial state
-                    return serving.answer(asked)
-        return self._serving[-1].answer(asked)
-
-    def _chain_answer(self, envelope: Envelope) -> Commit | None:
-        rounds = [signed.value.round for signed in envelope.statuses]
-        if rounds and min(rounds) < 0:
-            return self.chain.commit(0) if self.chain.length else None
-        return self.chain.newest
+        return await self._tasks.in_thread(lambda: self._serving.answer(asked))
 
     # ---------------------------------------------------------------- genesis
 
@@ -161,9 +119,9 @@ class Organiser:
         statuses = [waiting.status for _, waiting in sorted(self._waiting.items())]
         root = self._store.version(0).root
         members, wishes = members_of(statuses), wishes_of(statuses)
-        if self._server is not None:
-            members.append(self._server.member)
-            wishes[self._server.member.peer] = OwnershipRequest(0)
+        if self._seat.duty is Duty.SERVER:
+            members.append(self._seat.member)
+            wishes[self._node.me] = OwnershipRequest(0)
         manifest = genesis_manifest(self._run.rules, root, members, wishes)
         self.begun(sign_genesis(manifest, self._node.me, self._node.sealer))
 
@@ -171,11 +129,10 @@ class Organiser:
         """With this genesis, which somebody has checked, the run begins here. Raises StorageFull."""
         self.chain.append(genesis)
         self._waiting.clear()
-        self._caretaker.begin()
-        self._take_seat()
+        self._seat.take()
 
-    def _failed(self, error: BaseException) -> None:
-        """What is tried again in any case; once, though it may fail each time."""
-        if (text := f"could not follow the run: {error!r}") != self._said:
-            self._said = text
-            self._node.say(text)
+
+def said_by(peer: PeerId, envelope: Envelope, info: RunInfo) -> list[Status]:
+    """What a peer says of itself, of this run; what it passes on is left out."""
+    statuses = [signed.value for signed in envelope.statuses if signed.author == signed.value.peer == peer]
+    return [status for status in statuses if status.fingerprint == info.fingerprint]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spes_p2p.consensus.liveness import Liveness
-from spes_p2p.consensus.membership import electors, is_majority
+from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import Manifest, Status, manifest_hash
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.ids import NO_HASH, PeerId
@@ -37,9 +36,6 @@ class LivenessMonitor:
     def __init__(self, pace: Pace, tip: Manifest, now: float) -> None:
         self._pace = pace
         self._heard: dict[PeerId, _Heard] = {}
-        self._liveness = Liveness(now)
-        self._liveness.ask(now)
-        self._probed: dict[PeerId, float] = {}
         self._voting_at: dict[PeerId, float] = {}
         self._last_tick = now
         self._enter(tip, now)
@@ -57,8 +53,6 @@ class LivenessMonitor:
         self.tip, self._entered = tip, now
         self._elector = {member.peer: member.incarnation for member in electors(tip.members)}
         self._voting_at = {peer: before.get(peer, now) for peer in self._elector}
-        self._liveness.enter(now)
-        self._probed = {peer: at for peer, at in self._probed.items() if peer in self._elector}
 
     def hear(self, status: Status, now: float) -> None:
         """A peer itself has said this."""
@@ -72,8 +66,6 @@ class LivenessMonitor:
         if known is not None:
             self._pace.observe_gap(now - known.at)
         self._heard[peer] = _Heard(status, now, known.since if known is not None and kept else now)
-        self._probed.pop(peer, None)
-        self._liveness.answered.add(peer)
         if self._may_lead(status):
             self._voting_at[peer] = now
 
@@ -82,38 +74,7 @@ class LivenessMonitor:
         if now - self._last_tick > self._pace.suspect_seconds:
             self._voting_at = dict.fromkeys(self._voting_at, now)
             self._heard.clear()
-            self._probed.clear()
-            self._liveness.ask(now)
         self._last_tick = now
-        self._liveness.note([member.peer for member in self.tip.members], self._pace, now)
-        if self._hears_quorum(now):
-            self._liveness.heard_quorum(now)
-
-    def may_take(self, now: float) -> bool:
-        """Whether a child of our tip that no quorum certified may be followed: as for any peer (see `liveness`)."""
-        return self._liveness.may_take(self._pace, now) and not self._hears_quorum(now)
-
-    def _hears_quorum(self, now: float) -> bool:
-        return is_majority(sum(self._is_live(peer, now) for peer in self._elector), len(self._elector))
-
-    def _is_live(self, peer: PeerId, now: float) -> bool:
-        heard = self._heard.get(peer)
-        if heard is None or not self._is_fresh(heard, now) or not heard.status.intent.can_vote:
-            return False
-        status = heard.status
-        stands = status.head == manifest_hash(self.tip) or 0 <= status.round < self.tip.round
-        return stands and status.incarnation == self._elector[peer]
-
-    def to_probe(self, now: float) -> list[PeerId]:
-        """Electors that are silent and should be called, each now and then: they may not know our address."""
-        pause = self._pace.deadline_seconds(0)
-        found = [
-            peer
-            for peer, at in self._voting_at.items()
-            if now - at > self._pace.suspect_seconds and now - self._probed.get(peer, float("-inf")) >= pause
-        ]
-        self._probed.update(dict.fromkeys(found, now))
-        return found
 
     def is_led(self, now: float) -> bool:
         """Whether an elector that can vote was heard of late."""
@@ -131,14 +92,6 @@ class LivenessMonitor:
     def silent_seconds(self, now: float) -> float:
         """How long no elector was heard that can vote."""
         return now - max(self._voting_at.values())
-
-    def standing_on(self, round: int, head: bytes, now: float) -> list[PeerId]:
-        """Who was heard of late and has this state: it stands on this manifest, or on a child of it."""
-        return [
-            peer
-            for peer, heard in self._heard.items()
-            if self._is_fresh(heard, now) and (heard.status.head == head or heard.status.round == round + 1)
-        ]
 
     def waiting(self, now: float) -> list[Status]:
         """Who would take part, by peer."""

@@ -1,0 +1,244 @@
+"""How a peer comes to another committed state: its round's own child, a later one of its line, or another history's.
+
+Decides what is fetched and given up, whether a fork is taken, and in which order chain, votes and state go over; bytes
+and files are a `History`'s job: the real one has a store and streams, a simulator's has symbols.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
+
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus import events as on
+from spes_p2p.consensus.forks import Way, parted_text, tokens_lost
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.rules import lost_columns, tokens_gone
+from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, TileDamaged
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.sync.catch_up import ForkPoint, Parted
+from spes_p2p.sync.dispatcher import Dispatcher, Votes
+from spes_p2p.sync.histories import Choices
+from spes_p2p.sync.round_executor import RoundExecutor
+
+S = TypeVar("S")
+"""A state that was fetched, and is not the committed one yet."""
+
+
+class History(Protocol[S]):
+    """The chain and the states of one peer, and what brings others' here.
+
+    What is fetched raises NetworkError, RemoteProtocolError or TileDamaged; what is written, StorageFull.
+    """
+
+    @property
+    def length(self) -> int:
+        """How many rounds the chain has, the one of genesis among them."""
+        ...
+
+    def has(self, name: Hash, round: int) -> bool: ...
+
+    def commit_of(self, round: int) -> Commit: ...
+
+    def being_fetched(self) -> AbstractContextManager[None]:
+        """What goes on within may be broken off."""
+        ...
+
+    async def break_off(self) -> bool:
+        """Ends what is being fetched; whether there was anything."""
+        ...
+
+    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
+        """Puts the line of `holder` on our chain (see `CatchUp.headers`). Raises Parted."""
+        ...
+
+    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
+        """What each has on top of the last common manifest; nothing is written."""
+        ...
+
+    async def append(self, theirs: Sequence[Commit], before: Commit) -> None: ...
+
+    async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
+        """A state to go to: that of `newest`, or one on our own line that was begun with. May raise LinkTooSlow."""
+        ...
+
+    async def commit(self, commit: Commit) -> None:
+        """The certificate first, then the state that was made here."""
+        ...
+
+    async def follow(self, first: Manifest, newest: Commit, state: S) -> None:
+        """A later state of our own line, of which `first` is our tip's child."""
+        ...
+
+    async def switch(self, fork: ForkPoint, state: S) -> None:
+        """Another history in the place of ours."""
+        ...
+
+    def uplink(self) -> int:
+        """As measured, in bytes a second."""
+        ...
+
+    def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
+        """`commit` is the committed state on disk; gives what is to follow when the state machine stands on it.
+
+        `first` is the child of the tip that we had, `fork` what we left for it.
+        """
+        ...
+
+    def is_finished(self, root: Hash) -> bool:
+        """Whether the staged state with this root is whole on disk."""
+        ...
+
+
+def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S]) -> Coroutine[Any, Any, None]:
+    """How an action that takes long is carried out."""
+    match action:
+        case do.Reduce():
+            return executor.reduce(action)
+        case do.Fetch():
+            return executor.fetch(action)
+        case do.Build():
+            return executor.build(action)
+        case do.Verify():
+            return executor.verify(action)
+        case do.Adopt():
+            return committer.adopt(action.commit)
+        case do.CatchUp():
+            return committer.catch_up(action)
+
+
+class Committer(Generic[S]):
+    """Carries out Adopt and CatchUp. `lock` is held by who writes to the candidate state, or publishes it."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        votes: Votes,
+        history: History[S],
+        lock: AbstractAsyncContextManager[Any],
+        now: Callable[[], float],
+        notice: Callable[[do.Notice], None],
+        choices: Choices,
+    ) -> None:
+        self._core: Consensus = dispatcher.core
+        self._dispatcher = dispatcher
+        self._tell = dispatcher.tell
+        self._votes = votes
+        self._history = history
+        self._lock = lock
+        self._now = now
+        self._notice = notice
+        self._choices = choices
+        self._parted: set[Hash] = set()
+        """Manifests after which another final history than ours goes on, and of which a person was told."""
+
+    async def adopt(self, commit: Commit) -> None:
+        """The state that was made here becomes the committed one."""
+        if await self._history.break_off():  # from somebody who claims to be further: what is here is certain
+            self._tell(on.CatchUpFailed())
+        async with self._lock:
+            if commit.manifest.parent != self._core.tip_hash:
+                return
+            if not self._history.is_finished(commit.manifest.state_root):
+                verified = self._core.state.round.verified_roots()
+                self._tell(on.StateLost(tuple(sorted(r for r in verified if not self._history.is_finished(r)))))
+                self._tell(on.AdoptFailed())
+                return
+            await self._history.commit(commit)
+            await self._applied(commit, commit.manifest)
+
+    async def catch_up(self, action: do.CatchUp) -> None:
+        """Headers from the holder, checked from our tip on; then the tiles of its newest state that differ."""
+        tip, head = self._core.tip.round, self._core.tip_hash
+        try:
+            with self._history.being_fetched():
+                newest, fork, way = await self._headers(tip, action)
+                if newest is None:
+                    self._tell(on.ForkRejected(action.head, way is Way.WAIT))
+                    return
+                newest, state = await self._history.fetch(newest, tip, action.holder, is_ours=fork is None)
+        except LinkTooSlow:
+            raise
+        except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside
+            self._notice(do.Notice("behind", f"could not catch up yet: {error}", action.holder))
+            self._tell(on.CatchUpFailed())
+            return
+        async with self._lock:
+            if self._core.tip_hash != head:  # our own child was committed meanwhile
+                return
+            if fork is not None:
+                await self._switch(newest, fork, state, action.holder)
+            elif self._core.still_takes(self._history.commit_of(tip + 1)):
+                await self._follow(tip, newest, state)
+            else:
+                self._tell(on.ForkRejected(action.head, look_again=True))
+
+    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, ForkPoint | None, Way]:
+        """The commit to go to, None where we stay; and where it parted from us, if it is on another history."""
+        history = self._history
+        if action.round >= history.length or (action.round > tip and history.has(action.head, action.round)):
+            with contextlib.suppress(Parted):
+                return await history.headers(tip, action.holder, action.round), None, Way.MOVE
+        fork = await history.meet(tip, action.holder, action.round)
+        if self._choices.meet(fork):
+            self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
+        way = self._core.way_to(fork.ours, fork.theirs, self._now())
+        if way is Way.PARTED and manifest_hash(fork.common) not in self._parted:
+            self._parted.add(manifest_hash(fork.common))
+            self._notice(do.Notice("parted", parted_text(fork.common, fork.ours, fork.theirs)))
+        if way is not Way.MOVE:
+            return None, None, way
+        if fork.ours:
+            return fork.theirs[-1], fork, way
+        await history.append(fork.theirs, history.commit_of(tip))
+        return fork.theirs[-1], None, way
+
+    async def renew(self, tip: int, commit: Commit, state: S) -> None:
+        """Goes on from round `tip` to a commit of our chain, with its state, unless something else came."""
+        async with self._lock:
+            if self._core.tip.round == tip:
+                await self._follow(tip, commit, state)
+
+    async def _follow(self, tip: int, newest: Commit, state: S) -> None:
+        first = self._history.commit_of(tip + 1).manifest
+        await self._history.follow(first, newest, state)
+        await self._applied(newest, first)
+
+    async def _switch(self, commit: Commit, fork: ForkPoint, state: S, holder: PeerId) -> None:
+        """We go over to another history: the rounds that ours had since the two parted are lost."""
+        self._votes.leave(self._core.state.own.record)
+        await self._history.switch(fork, state)
+        lost = tokens_lost(fork.common, fork.ours)
+        text = f"{len(fork.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
+        self._notice(do.Notice("fork", f"{text} (they parted after round {fork.common.round})", holder))
+        self._votes.leave(self._core.state.own.record)  # again: it may have voted meanwhile; from here nothing may
+        self._votes.arrive(manifest_hash(commit.manifest))
+        await self._enter(on.HistorySwitched(commit, self._votes.incarnation), None, fork)
+
+    async def _applied(self, commit: Commit, first: Manifest) -> None:
+        """`first` is the child of the tip that we had: the only round that can have counted our snapshot."""
+        if self._core.state.rules.expert_rounds > 1 and (lost := lost_columns(self._core.tip, first)):
+            self._tell_what_is_gone(first, lost)
+        await self._enter(on.CommitApplied(commit), first, None)
+
+    def _tell_what_is_gone(self, child: Manifest, columns: Sequence[int]) -> None:
+        """Columns are handed out now and then: what an owner had trained since goes with it."""
+        rounds = range(min(child.column_rounds[column] for column in columns), child.round)
+        before = [self._history.commit_of(round).manifest for round in rounds]
+        for column, tokens in tokens_gone(before, child, columns).items():
+            since = child.column_rounds[column]
+            text = f"{tokens:,} tokens of column {column} since round {since} are lost with its owner"
+            self._notice(do.Notice("column", text))
+
+    async def _enter(
+        self, change: on.CommitApplied | on.HistorySwitched, first: Manifest | None, fork: ForkPoint | None
+    ) -> None:
+        """The state machine and the trainer go on from a new committed state."""
+        follows = self._history.entering(change.commit, first, fork)
+        self._tell(on.UplinkMeasured(self._history.uplink()))
+        self._dispatcher.found_room()
+        self._tell(change)
+        await follows()

@@ -1,0 +1,251 @@
+"""The chain and the committed states of a real peer, on its disk, and what brings others' here. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from spes_p2p import failpoints
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.errors import StorageFull
+from spes_p2p.exchange.retention import Retention
+from spes_p2p.failpoints import reached
+from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.state.layout import Layout
+from spes_p2p.state.store import Version
+from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
+from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
+from spes_p2p.sync.keeping_up import KeepingUp
+from spes_p2p.sync.round_log import RoundLog
+from spes_p2p.sync.surroundings import Disk, Hooks
+from spes_p2p.sync.tasks import Tasks
+
+
+class CommittedStates:
+    """The versions of the state on disk: the tip, the one before it, and what somebody still reads."""
+
+    def __init__(self, core: Consensus, disk: Disk, retention: Retention, hooks: Hooks, tasks: Tasks) -> None:
+        self._core = core
+        self._store = disk.store
+        self._retention = retention
+        self._tasks = tasks
+        self._hooks = hooks
+
+    def tip(self) -> Version:
+        return self._store.version(self._core.tip.round)
+
+    def committed(self, head: Hash) -> Version | None:
+        """The state of our tip, if that is `head`. Called in threads."""
+        current = self._core.state.round  # one look: the loop goes on beside this thread
+        if current.tip_hash != head:
+            return None
+        version = self._store.version(current.tip.round)
+        return version if version.root == current.tip.state_root else None  # else another history is taking our place
+
+    def in_use(self) -> frozenset[int]:
+        """Rounds whose states the trainer still reads."""
+        return self._hooks.rounds_in_use()
+
+    def forget_others(self) -> None:
+        """Nothing is kept for other peers any more."""
+        self._retention.clear()
+
+    async def make_room(self, lock: asyncio.Lock) -> None:
+        async with lock:  # a state that is being committed is no one to drop
+            await self.drop(self.in_use())
+
+    async def drop(self, in_use: frozenset[int]) -> None:
+        """Forgets all the others."""
+        tip = self._core.tip.round
+        states, wires = self._retention.needed(tip)
+        await self._tasks.in_thread(partial(self._drop, in_use | {tip, tip - 1} | states, wires))
+
+    def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
+        for round in set(self._store.rounds()) - keep:
+            self._store.drop(round, keep_wire=round in wires)
+        self._store.drop_wires(wires)
+
+
+class DiskHistory:
+    """The `History` of a real peer."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        candidate: CandidateState,
+        catching_up: CatchUp,
+        tasks: Tasks,
+        states: CommittedStates,
+        log: RoundLog,
+        hooks: Hooks,
+    ) -> None:
+        self._core = log.core
+        self._disk = disk
+        self._chain = disk.chain
+        self._candidate = candidate
+        self._catching_up = catching_up
+        self._tasks = tasks
+        self._states = states
+        self._log = log
+        self._hooks = hooks
+        self._looks_on = not log.core.state.own.intent.joining
+        self._keeping_up = KeepingUp(disk.store.layout)
+        self._fetching: asyncio.Task[None] | None = None
+
+    @property
+    def length(self) -> int:
+        return self._chain.length
+
+    def has(self, name: Hash, round: int) -> bool:
+        return self._chain.has(name, round)
+
+    def commit_of(self, round: int) -> Commit:
+        return self._chain.commit(round)
+
+    def is_finished(self, root: Hash) -> bool:
+        return self._candidate.finished(root) is not None
+
+    def names(self, peer: PeerId) -> bool:
+        """See `Chain.names`."""
+        return self._chain.names(peer)
+
+    @property
+    def layout(self) -> Layout:
+        return self._disk.store.layout
+
+    # ---- what others have ----
+
+    def hear(self, commit: Commit | None) -> None:
+        """Who only looks on keeps up with the certificates while an older state is on its way."""
+        if self._looks_on and self._fetching is not None and commit is not None:
+            self._tasks.spawn(self._catching_up.note(commit))
+
+    @contextmanager
+    def being_fetched(self) -> Iterator[None]:
+        self._fetching = asyncio.current_task()
+        try:
+            yield
+        finally:
+            if self._fetching is asyncio.current_task():
+                self._fetching = None
+
+    def cancel(self) -> None:
+        """What is being fetched ends, without a word."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+
+    async def break_off(self) -> bool:
+        fetching = self._fetching
+        if fetching is None:
+            return False
+        fetching.cancel()
+        await asyncio.wait((fetching,))
+        return True
+
+    async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
+        return await self._catching_up.headers(tip, holder, round)
+
+    async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
+        return await self._catching_up.meet(tip, holder, round)
+
+    async def append(self, theirs: Sequence[Commit], before: Commit) -> None:
+        await self._catching_up.append(theirs, before)
+
+    async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Fetched]:
+        reached(failpoints.HEADERS, peer=self._core.me, round=newest.manifest.round)
+        self._check_link()
+        began, before = self._log.received()
+        others = [  # who stands on an older state has not what is wanted, and may be slow to say so
+            peer
+            for peer, contact in self._core.state.others.contacts.items()
+            if peer != holder and self._core.alive(peer, began) and contact.status.round >= newest.manifest.round - 1
+        ]
+        try:
+            if is_ours:
+                newest = await self._catching_up.aim(newest, tip, [holder, *others])
+            state = await self._catching_up.state(newest.manifest, tip, [holder, *others])
+        finally:
+            now, received = self._log.received()
+            self._keeping_up.fetched(received - before, now - began)
+        reached(failpoints.CAUGHT_UP, peer=self._core.me, round=newest.manifest.round)
+        return newest, state
+
+    def _check_link(self) -> None:
+        """A newcomer whose link is too slow to ever take part is told so, and ends."""
+        length = self._chain.length
+        if not self._looks_on and not self._core.state.is_member() and length > 1:
+            rounds = range(max(1, length - self._core.state.rules.expert_rounds), length)
+            newest = [self._chain.commit(round).manifest for round in rounds]
+            self._keeping_up.headers(self._log.received()[0], length - 1, newest)
+
+    # ---- going on ----
+
+    def uplink(self) -> int:
+        return self._log.uplink()
+
+    async def commit(self, commit: Commit) -> None:
+        """A state without a certificate is none, and the other way round a restart ends what we began."""
+        await self._tasks.in_thread(lambda: self._commit(commit))
+
+    def _commit(self, commit: Commit) -> None:
+        made = self._candidate.finished(commit.manifest.state_root)
+        assert made is not None
+        self._disk.residuals.settle(
+            commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire_hashes[tile_id]
+        )
+        self._chain.append(commit)
+        reached(failpoints.APPENDED, peer=self._core.me, round=commit.manifest.round)
+        after = self._candidate.publish(commit.manifest.state_root)
+        before = self._disk.store.version(commit.manifest.round - 1)
+        self._disk.bases.settle(commit.manifest, commit.certificate.manifest, before, after)
+        reached(failpoints.PUBLISHED, peer=self._core.me, round=commit.manifest.round)
+
+    async def follow(self, first: Manifest, newest: Commit, state: Fetched) -> None:
+        hashes = wire_tiles(*self._core.handed_out(first))  # here: a thread would look at what changes meanwhile
+        await self._tasks.in_thread(lambda: self._keep_residuals(first, newest.manifest, hashes))
+        await self._publish(state, newest.manifest)
+
+    def _keep_residuals(self, first: Manifest, newest: Manifest, hashes: Mapping[int, Hash]) -> None:
+        """What lossy codecs left, brought to the round that we caught up with; `hashes`: what `first` handed out."""
+        rounds = range(first.round + 1, newest.round + 1)
+        later = (self._chain.commit(round).manifest for round in rounds)
+        self._disk.residuals.settle(first, manifest_hash(newest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
+
+    async def _publish(self, state: Fetched, manifest: Manifest) -> None:
+        await self._tasks.in_thread(state.publish)
+        await self._tasks.in_thread(lambda: self._disk.bases.open(self._chain, manifest))
+
+    async def switch(self, fork: ForkPoint, state: Fetched) -> None:
+        await self._tasks.in_thread(partial(self._chain.switch, fork.theirs))
+        await self._tasks.in_thread(partial(self._bring_residuals_over, fork))
+        await self._publish(state, fork.theirs[-1].manifest)
+        self._states.forget_others()  # what is kept for them is of the history that lost
+
+    def _bring_residuals_over(self, fork: ForkPoint) -> None:
+        """What lossy codecs left until the last common manifest, if it is our tip's parent: older ones are not here."""
+        residuals, (first, *later) = self._disk.residuals, [commit.manifest for commit in fork.theirs]
+        newest = fork.theirs[-1].manifest
+        if len(fork.ours) > 1:
+            residuals.clear(newest)
+            return
+        try:
+            residuals.settle(first, manifest_hash(newest), lambda tile_id: NO_HASH, later)
+        except StorageFull:  # the chain has gone over already: on with less
+            residuals.clear(newest)
+
+    def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
+        event = self._log.applied(commit, first, fork)
+        self._candidate.enter(commit.manifest.round)
+        in_use = self._states.in_use()  # before the trainer goes on
+        self._log.begin()
+
+        async def follows() -> None:
+            self._hooks.applied(event)
+            reached(failpoints.APPLIED, peer=self._core.me, round=commit.manifest.round)
+            # the trainer may have taken what was pending just before this commit
+            await self._states.drop(in_use | self._states.in_use())
+
+        return follows

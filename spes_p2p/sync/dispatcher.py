@@ -1,0 +1,223 @@
+"""One event at a time into `Consensus`, and its actions begun in their order: the driver's decisions that need no work.
+
+A voting record is on disk before anything that follows from it leaves; on a full disk nothing is staged until there may
+be room again. What an action does is up to `Effects`: the real driver's have sockets and tasks, a simulator's have not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from spes_p2p import failpoints
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus import events as on
+from spes_p2p.consensus.events import placed
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Envelope, Manifest, manifest_hash
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.errors import StorageFull
+from spes_p2p.failpoints import reached
+from spes_p2p.ids import Hash, PeerId
+
+RETRY_HEARTBEATS = 10
+"""After so many a full disk is tried again."""
+
+
+class Votes(Protocol):
+    """The voting record and the incarnation of one peer, on disk (see `VoteBook`)."""
+
+    @property
+    def record(self) -> VoteRecord: ...
+
+    @property
+    def incarnation(self) -> int: ...
+
+    def write(self, record: VoteRecord) -> None:
+        """Raises StorageFull, and OSError where the disk is broken."""
+        ...
+
+    def forget(self, above: int) -> None:
+        """Raises StorageFull."""
+        ...
+
+    def leave(self, record: VoteRecord) -> None:
+        """Raises StorageFull."""
+        ...
+
+    def arrive(self, head: Hash) -> None:
+        """Raises StorageFull."""
+        ...
+
+
+class Owner(Protocol):
+    """Who the dispatcher works for; the callbacks of `Hooks` that it needs."""
+
+    def close_training(self) -> None: ...
+
+    def notice(self, notice: do.Notice) -> None: ...
+
+    def failed(self, error: BaseException) -> None:
+        """The disk is broken: nothing is begun any more."""
+        ...
+
+
+class Effects(Protocol):
+    """What a peer does when the dispatcher says so. Nothing here blocks."""
+
+    def is_ours(self, tip: Hash, round: int) -> bool:
+        """Whether our history has this manifest at this round."""
+        ...
+
+    def send(self, action: do.Send) -> None: ...
+
+    def begin(self, action: do.Work) -> None:
+        """Starts long work, which ends in an event."""
+        ...
+
+    def make_room(self) -> None:
+        """The disk is full: work that needs room ends, and what is kept for others goes."""
+        ...
+
+    def is_writing(self) -> bool:
+        """Whether the next state is being written just now."""
+        ...
+
+    def recover(self) -> None:
+        """What of the next state is not finished on disk is forgotten, what this peer has signed for is found."""
+        ...
+
+    def is_finished(self, root: Hash) -> bool:
+        """Whether the staged state with this root is whole on disk."""
+        ...
+
+
+class Dispatcher:
+    """Feeds one `Consensus`, and begins what it decides."""
+
+    def __init__(self, core: Consensus, votes: Votes, owner: Owner, effects: Effects, now: Callable[[], float]) -> None:
+        """`now()`: seconds of a monotonic clock."""
+        self.core = core
+        self._votes = votes
+        self._owner = owner
+        self._effects = effects
+        self._now = now
+        self._queue: deque[do.Action] = deque()
+        self._is_beginning = False
+        self._retry_at: float | None = None
+        self._looks_on = not core.state.own.intent.joining
+        self.halted = False
+        """Nothing is begun any more."""
+        self.was_full = False
+        """The disk was found full, and no commit has found room since."""
+
+    def start(self) -> None:
+        """After a restart we go on standing by the state that we have signed for."""
+        self._recover()
+
+    def tell(self, event: on.Event) -> None:
+        """Something happened: the state machine decides, and what it decides is begun."""
+        event = placed(event, self.core.tips_to_place(event), self._effects.is_ours)
+        self.carry_out(self.core.handle(event, self._now()))
+
+    def reply_to(self, peer: PeerId) -> Envelope:
+        """What to answer a peer that has just sent us something."""
+        [reply] = self.core.handle(on.ReplyRequested(peer), self._now())
+        assert isinstance(reply, do.Send)
+        return reply.envelope
+
+    def tick(self) -> None:
+        """Time passed: at least once a heartbeat."""
+        self.tell(on.ClockTicked())
+        if self._retry_at is not None and self._now() > self._retry_at and not self._effects.is_writing():
+            self._retry_at = None
+            self.tell(on.DiskHasRoom())
+            self._recover()
+
+    def carry_out(self, actions: Sequence[do.Action]) -> None:
+        """Begins actions in order, after all earlier ones, also where beginning one of them was the next event."""
+        self._queue.extend(actions)
+        if self._is_beginning or self.halted:
+            return
+        self._is_beginning = True
+        try:
+            while self._queue and not self.halted:
+                self.begin(self._queue.popleft())
+        finally:
+            self._is_beginning = False
+
+    def begin(self, action: do.Action) -> None:
+        """Begins one action."""
+        match action:
+            case do.Persist():
+                self._persist(action)
+            case do.Forget():
+                self._forget(action)
+            case do.Send():
+                self._effects.send(action)
+            case do.CloseTraining():
+                self._owner.close_training()
+            case do.Notice():
+                self._owner.notice(action)
+            case _ if self._retry_at is None:
+                self._effects.begin(action)
+
+    def _persist(self, action: do.Persist) -> None:
+        try:
+            reached(failpoints.PERSIST, peer=self.core.me, round=self.core.tip.round + 1)
+            self._votes.write(action.record)
+            reached(failpoints.PERSISTED, peer=self.core.me, round=self.core.tip.round + 1)
+        except StorageFull as error:
+            self._queue.clear()  # whatever follows from a vote that is not on disk
+            self.disk_is_full(error)
+        except OSError as error:
+            self.halted = True  # not a word more: the state machine takes the vote for given
+            self._owner.failed(error)
+
+    def _forget(self, action: do.Forget) -> None:
+        try:
+            self._votes.forget(action.above)
+        except StorageFull as error:
+            self.disk_is_full(error)
+        self.tell(on.IncarnationBegun(self._votes.incarnation))
+
+    # ---- what binds us ----
+
+    def is_bound(self, root: Hash) -> bool:
+        """Whether we have signed for this state, or know it to be decided."""
+        return any(manifest.state_root == root for manifest in self._binding())
+
+    def _binding(self) -> list[Manifest]:
+        record, decided = self.core.state.own.record, self.core.state.round.decided
+        manifests = [signed.value.manifest for signed in (record.accepted, record.degraded) if signed is not None]
+        return manifests + ([decided.manifest] if decided is not None else [])
+
+    def _recover(self) -> None:
+        self._effects.recover()
+        for manifest in self._binding():
+            if self._effects.is_finished(manifest.state_root):
+                self.tell(on.StateVerified(manifest_hash(manifest)))
+
+    # ---- a full disk ----
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is staged, until the disk is tried again."""
+        return self._retry_at is not None
+
+    def disk_is_full(self, error: StorageFull) -> None:
+        """Nothing can be staged: say so once, train on, look again later."""
+        if not self.was_full:
+            self.was_full = True
+            goes_on = "no newer state is taken" if self._looks_on else "training goes on, but this peer cannot vote"
+            self._owner.notice(do.Notice("disk", f"{error}; {goes_on} until there is room"))
+        self._effects.make_room()
+        self._retry_at = self._now() + RETRY_HEARTBEATS * self.core.state.pace.heartbeat_seconds
+        self.tell(on.DiskFull(self._votes.record))
+
+    def found_room(self) -> None:
+        """A commit was written."""
+        if self.was_full and not self.is_full:
+            self.was_full = False
+            self._owner.notice(do.Notice("disk", "there is room again"))

@@ -1,0 +1,198 @@
+"""Renews a run with the organiser's key: where nobody is left who can vote, and others wait, they become the members.
+
+When that is due is up to the `LivenessMonitor`, which hears what the driver of this node hears.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from spes_p2p.consensus.membership import LINK_CLASSES, LINK_PRIVATE, Member
+from spes_p2p.consensus.messages import Commit, Manifest, Status, manifest_hash
+from spes_p2p.consensus.rules import renewed_manifest
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
+from spes_p2p.files import storing, write_whole
+from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ownership.assign import OwnershipRequest
+from spes_p2p.sync.driver import Driver
+from spes_p2p.sync.genesis import sign_renewal
+from spes_p2p.sync.node import Node, Run, RunFiles
+from spes_p2p.sync.organising.renewal import LivenessMonitor
+from spes_p2p.sync.organising.seat import Duty, Seat
+from spes_p2p.wire import pack, unpack
+
+MOST_ROUNDS_LOST = 10
+"""Where the newest state is lost the run may go on from an archived one, but not from one that is older than this."""
+TRIES = 3
+"""Who could not give what it says it has so often is no reason to wait any more."""
+
+
+class Renewer:
+    """Looks once a heartbeat, on one event loop, from genesis on. A mirror, without the key, only looks."""
+
+    def __init__(self, run: Run, node: Node, files: RunFiles, seat: Seat) -> None:
+        self._run = run
+        self._node = node
+        self._files = files
+        self._chain = files.chain
+        self._seat = seat
+        self._has_key = node.me == run.info.organiser
+        self._said: set[str] = set()
+        self._failing = ""
+        self._listened_at = float("-inf")
+        self._monitor: LivenessMonitor | None = None
+
+    async def run_for_ever(self) -> None:
+        """What fails unexpectedly is told once, and is tried again."""
+        while True:
+            try:
+                await self._look()
+                self._failing = ""
+            except Exception as error:  # noqa: BLE001 (nobody else cares for a run without members)
+                if self._failing != type(error).__name__:
+                    self._failing = type(error).__name__
+                    self._node.say(f"this node could not renew the run, and tries again: {error!r}")
+            await asyncio.sleep(self._run.heartbeat_seconds)
+
+    async def _look(self) -> None:
+        driver, newest, now = self._seat.driver, self._chain.newest, self._node.clock.now()
+        if driver is None or newest is None:
+            return
+        if self._monitor is None:
+            self._monitor = LivenessMonitor(Pace(self._run.heartbeat_seconds), newest.manifest, now)
+        monitor = self._monitor
+        monitor.enter(newest.manifest, now)
+        monitor.tick(now)
+        self._listen(driver, monitor, now)
+        if self._is_at_hand(driver, newest.manifest):
+            await driver.renewed(newest)
+        self._hide(driver, monitor, newest, now)
+        if self._has_key:
+            self._renew_if_due(driver, monitor, now)
+
+    def _listen(self, driver: Driver, monitor: LivenessMonitor, now: float) -> None:
+        """What the driver has heard since the last time, and what a member says itself."""
+        core, since = driver.core, self._listened_at
+        self._listened_at = now
+        if core.state.is_member():
+            monitor.hear(core.status(), now)
+        for contact in core.state.others.contacts.values():
+            if contact.direct_at > since:
+                monitor.hear(contact.status, now)
+
+    def _is_at_hand(self, driver: Driver, newest: Manifest) -> bool:
+        """Whether the newest of our chain is only to be entered: its values are those of our tip, or none are kept."""
+        tip = driver.core.tip
+        is_later = tip.round < newest.round and self._chain.has(driver.core.tip_hash, tip.round)
+        return is_later and (self._seat.duty is Duty.CERTIFICATES or tip.state_root == newest.state_root)
+
+    def _hide(self, driver: Driver, monitor: LivenessMonitor, newest: Commit, now: float) -> None:
+        """Who looks on says which state can be had here, and nothing where it is of no use: the newest one is lost."""
+        if self._seat.duty is Duty.CERTIFICATES:
+            driver.hide_status(not newest.certificate.by_organiser)
+        elif self._seat.duty is Duty.ARCHIVE:
+            driver.hide_status(driver.core.tip != newest.manifest and not monitor.is_led(now))
+
+    def _renew_if_due(self, driver: Driver, monitor: LivenessMonitor, now: float) -> None:
+        """Where nobody is left who can vote, and others wait: they become the members (design section 4)."""
+        waiting = monitor.waiting(now)
+        if monitor.is_led(now) or not waiting:
+            self._said.clear()
+            return
+        round = driver.core.state.round
+        if round.adopting or round.following or monitor.is_outrun(now, lambda peer: self._is_hollow(driver, peer)):
+            return
+        root, is_lost = self._state_to_go_on_from(monitor, waiting)
+        if monitor.silent_seconds(now) > monitor.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
+            self._say_what_comes(monitor, is_lost, root is not None)
+        chosen = monitor.to_name(self._run.min_peers, is_lost, now)
+        if root is not None and chosen:
+            try:
+                self._renew(driver, monitor.tip, root, chosen)
+            except (StorageFull, StateError) as error:
+                self._say_once(f"the run cannot go on: {error} ({error.fix})", type(error).__name__)
+
+    def _is_hollow(self, driver: Driver, peer: PeerId) -> bool:
+        """Whether a stranger could not give what it says it has. A member may be one that cannot be dialled."""
+        return driver.core.state.others.asked_in_vain[peer] >= TRIES and not self._chain.names(peer)
+
+    def _state_to_go_on_from(self, monitor: LivenessMonitor, waiting: list[Status]) -> tuple[Hash | None, bool]:
+        """The root of a state that can be had, None for none; and whether it is an older one than the newest."""
+        tip, kept = monitor.tip, self._seat.kept
+        has_it = any(status.head == manifest_hash(tip) for status in waiting)
+        if has_it and kept not in (None, tip):  # a moment: the driver gets it from there
+            return None, False
+        if tip.round == 0 or tip == kept or has_it:
+            return tip.state_root, False
+        if kept is not None and kept.round > 0 and tip.round - kept.round <= MOST_ROUNDS_LOST:
+            return kept.state_root, True
+        return None, True
+
+    def _say_what_comes(self, monitor: LivenessMonitor, is_lost: bool, goes_on: bool) -> None:
+        tip, kept, seconds = monitor.tip, self._seat.kept, monitor.wait_seconds(is_lost)
+        text = f"nobody answers who could go on from round {tip.round}"
+        if is_lost:
+            text += f", and its state is lost unless a former peer comes back with --resume ({_addition(kept)})"
+        if goes_on:
+            text += f"; after {seconds:.0f} s of silence the peers that wait become its members"
+        if goes_on and is_lost and kept is not None:
+            text += f", and {tip.tokens - kept.tokens:,} tokens are lost"
+        self._say_once(text)
+
+    def _say_once(self, text: str, about: str = "") -> None:
+        """Once until the run is led again; `about`: what stands for a text with numbers that change."""
+        if (key := about or text) not in self._said:
+            self._said.add(key)
+            self._node.say(text)
+
+    def _renew(self, driver: Driver, tip: Manifest, root: Hash, chosen: list[Status]) -> None:
+        """On disk before anybody sees it: there is never another one on the same parent."""
+        path = self._files.folder / "renewals" / manifest_hash(tip).hex()
+        if path.exists():
+            commit = _kept_renewal(path)
+        else:
+            if self._seat.duty is Duty.SERVER:
+                chosen = [*chosen, driver.core.status()]
+            manifest = renewed_manifest(self._run.rules, tip, root, members_of(chosen), wishes_of(chosen))
+            commit = sign_renewal(manifest, self._node.me, self._node.sealer)
+            with storing(path.parent, 0):
+                path.parent.mkdir(exist_ok=True)
+            write_whole(path, pack(commit))
+        self._chain.append(commit)
+        names = ", ".join(short(member.peer) for member in commit.manifest.members)
+        self._node.say(f"the run goes on with new members: {names}")
+
+
+def _kept_renewal(path: Path) -> Commit:
+    """Raises StateError where it is damaged: another one must not be signed on the same parent."""
+    try:
+        return unpack(Commit, path.read_bytes())
+    except RemoteProtocolError as error:
+        raise StateError(
+            f"{path}, which names the new members, is damaged: {error}",
+            fix="bring it back from a backup; remove it only where no peer was ever told of it",
+        ) from error
+
+
+def members_of(statuses: Sequence[Status]) -> list[Member]:
+    """The first members of a manifest, from what they say of themselves."""
+    return [Member(s.peer, s.incarnation, True, _link_class(s), not s.intent.serving) for s in statuses]
+
+
+def _link_class(status: Status) -> int:
+    """As it says; whose word is none that there is leads last."""
+    return status.intent.link_class if status.intent.link_class in LINK_CLASSES else LINK_PRIVATE
+
+
+def wishes_of(statuses: Sequence[Status]) -> dict[PeerId, OwnershipRequest]:
+    """What they want to own."""
+    return {s.peer: OwnershipRequest(s.intent.max_columns, s.intent.claims, s.intent.releases) for s in statuses}
+
+
+def _addition(kept: Manifest | None) -> str:
+    if kept is None:
+        return "a bootstrap node with --archive DIR keeps it"
+    return f"the archive has that of round {kept.round}"

@@ -1,0 +1,217 @@
+"""The bootstrap node's own place in a run that has begun: it runs the same driver as every peer, and trains nothing.
+
+What it is there for is its `Duty`: to follow the run by its certificates, to keep the newest state too, or to be a
+member. Genesis, and what becomes of a run that nobody carries on, are others' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import Intent, Manifest
+from spes_p2p.errors import NetworkError, StateError, StorageFull
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.store import StateStore
+from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.composition import build_driver, open_disk
+from spes_p2p.sync.driver import Driver
+from spes_p2p.sync.joining import JoinedRun, Joining
+from spes_p2p.sync.node import Node, Run, RunFiles
+from spes_p2p.sync.starting import Sources
+from spes_p2p.sync.surroundings import Applied, Role
+from spes_p2p.sync.tasks import Tasks
+
+HELD_BYTES = 2**28
+"""What contributions may take of memory here; a trainer allows itself more."""
+INITIAL = frozenset({0})
+RETRY_BEATS = 10
+
+
+class Duty(Enum):
+    """What a bootstrap node does in a run.
+
+    Only a server is a member. The others look on: a manifest that named them would make every round wait for them, and
+    take their silence for a loss. Peers know by their status that they want to take no part.
+    """
+
+    CERTIFICATES = "follows the chain, for who joins and for the organiser"
+    ARCHIVE = "keeps the newest state, so that a run outlives the moment in which all of its peers are gone"
+    SERVER = "reduces, holds, votes and leads, as the public peer through which peers behind NAT exchange everything"
+
+
+class Seat:
+    """`take` once the run has begun; `driver` is there from then on. Hooks of the driver."""
+
+    def __init__(
+        self,
+        run: Run,
+        node: Node,
+        files: RunFiles,
+        duty: Duty,
+        sources: Sources,
+        fatal: Callable[[BaseException], None],
+        max_upload: float | None = None,
+    ) -> None:
+        """`sources` finds peers that may be asked. `fatal` hears of what ends this node: what a member fails with.
+
+        `max_upload`: bytes a second, which the others are told.
+        """
+        self.duty = duty
+        self._run = run
+        self._node = node
+        self._files = files
+        self._sources = sources
+        self.fatal = fatal
+        self._is_member = duty is Duty.SERVER
+        name = "votes" if self._is_member else "looking-on"  # who looks on stands by no vote of its own
+        self._votes = VoteBook(files.folder / name, node.new_incarnation)
+        self._intent = Intent(uplink_bytes_per_second=int(max_upload or 0))
+        if self._is_member:
+            self._intent = replace(self._intent, joining=True, serving=True)
+        self._gone = asyncio.Event()
+        self._said: set[str] = set()
+        self._choices: Mapping[Hash, Hash] = {}
+        self._tasks = Tasks(self.fatal)
+        self._is_checked = False
+        self.driver: Driver | None = None
+
+    @property
+    def member(self) -> Member:
+        """As genesis names this node."""
+        return Member(self._node.me, self._votes.incarnation, True, self._intent.link_class, trains=False)
+
+    @property
+    def kept(self) -> Manifest | None:
+        """The newest manifest whose state is here, as far as this node is to keep any."""
+        return self.driver.core.tip if self.driver is not None and self.duty is not Duty.CERTIFICATES else None
+
+    def take(self) -> None:
+        """Makes the state here whole and takes part, beside.
+
+        Tries again where nobody gives what is missing; this node serves no worse meanwhile.
+        """
+        self._tasks.spawn(self._take())
+
+    async def _take(self) -> None:
+        while self.driver is None:
+            try:
+                self.driver = await self._begin()
+                self.driver.choose(self._choices)
+            except (NetworkError, StateError, StorageFull) as error:
+                self._say_once(f"this node cannot {'serve' if self._is_member else 'follow the run'} yet: {error}")
+                await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
+
+    async def _begin(self) -> Driver:
+        place = await self._place()
+        role = Role(self._intent, tuple(await self._sources()), HELD_BYTES)
+        disk = open_disk(place, self._folder, self._run.layout, self._files.data)
+        disk.keeps_states = self.duty is not Duty.CERTIFICATES
+        driver = build_driver(self._run, self._node, place.tip, disk, role, self)
+        driver.hide_status(self.duty is Duty.CERTIFICATES)
+        await driver.start()
+        return driver
+
+    @property
+    def _folder(self) -> Path:
+        return self._files.folder
+
+    async def _place(self) -> JoinedRun:
+        store, chain = self._files.store, self._files.chain
+        if self.duty is Duty.CERTIFICATES:
+            assert chain.newest is not None
+            return JoinedRun(store, chain, self._votes, chain.newest)
+        if self.duty is Duty.ARCHIVE and not self._is_checked:
+            await self._tasks.in_thread(lambda: drop_damaged(store, chain, self._node.say))
+            self._is_checked = True
+        joining = Joining(self._run, self._node, self._folder)
+        return await joining.settle(store, chain, self._votes, self._sources)
+
+    def choose(self, children: Mapping[Hash, Hash]) -> None:
+        """The organiser's word, by parent: the child that the run goes on with."""
+        self._choices = children
+        if self.driver is not None:
+            self.driver.choose(children)
+
+    def greet(self, known: Iterable[PeerId]) -> None:
+        """Who is in the DHT and no member hears from us too."""
+        if self.driver is not None:
+            self.driver.greet(known)
+
+    async def leave(self, seconds: float) -> None:
+        """Waits, no longer than so, for a manifest that does without this node."""
+        if self.driver is None or not self.driver.core.state.is_member():
+            return
+        self.driver.wish(replace(self._intent, leaving=True))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._gone.wait()
+
+    async def stop(self) -> None:
+        await self._tasks.stop()
+        if self.driver is not None:
+            await self.driver.stop()
+
+    # ---- Hooks of the driver ----
+
+    def close_training(self) -> None:
+        """Nothing is trained here, and so a member is always READY."""
+
+    def applied(self, event: Applied) -> None:
+        self._said.clear()
+        if self.driver is not None and not self.driver.core.state.is_member():
+            self._gone.set()
+
+    def rounds_in_use(self) -> frozenset[int]:
+        return INITIAL
+
+    def notice(self, notice: Notice) -> None:
+        if self.duty is not Duty.ARCHIVE or notice.kind != "behind":  # who had it has gone on: the next state is tried
+            self._say_once(f"{notice.text} ({notice.kind})")
+
+    def failed(self, error: BaseException) -> None:
+        """Who looks on begins again: nobody waits for it."""
+        if self._is_member:
+            self.fatal(error)
+        elif self.driver is not None:
+            self._say_once(f"could not follow the run: {error!r}")
+            driver, self.driver = self.driver, None
+            driver.halt()
+            self._tasks.spawn(self._begin_again(driver))
+
+    async def _begin_again(self, driver: Driver) -> None:
+        await driver.stop()
+        await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
+        await self._take()
+
+    def _say_once(self, text: str) -> None:
+        """Once until the next commit."""
+        if text not in self._said:
+            self._said.add(text)
+            self._node.say(text)
+
+
+def drop_damaged(store: StateStore, chain: Chain, say: Callable[[str], None]) -> None:
+    """What cannot be read, is damaged, or was never committed goes, where an older state is left. Takes a while."""
+    for problem in store.problems:
+        say(f"archive: {problem}")
+    for round in reversed(store.rounds()):
+        commit = chain.find(round)
+        if commit is None or commit.manifest.state_root != store.version(round).root:
+            store.drop(round)
+            continue
+        try:
+            store.verify(round)
+        except StateError as error:
+            say(f"archive: {error}; it is fetched again")
+            if round > 0:
+                store.drop(round)
+    newest = store.latest()
+    if newest is not None and newest.round:
+        say(f"archive: it has the state of round {newest.round}")

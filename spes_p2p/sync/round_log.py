@@ -1,0 +1,139 @@
+"""What a peer tells its trainer and its log of a round: when its phases began, and what the commit counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from spes_p2p.consensus.forks import tokens_lost
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.messages import Commit, Manifest
+from spes_p2p.consensus.reducing import LOST
+from spes_p2p.consensus.rules import stale_columns
+from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import Layout
+from spes_p2p.swarm.ports import Clock, Transport
+from spes_p2p.sync.catch_up import ForkPoint
+from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.surroundings import Applied
+
+
+@dataclass
+class RoundTimes:
+    """When the phases of a round began, in seconds of our clock."""
+
+    started: float
+    closed: float = 0.0
+    planned: float = 0.0
+    proposed: float = 0.0
+    decided: float = 0.0
+    applied: float = 0.0
+    sent_before: int = 0
+    received_before: int = 0
+
+    def seconds(self) -> dict[str, float]:
+        """Duration of each phase that was seen."""
+        marks = [
+            ("train", self.started, self.closed),
+            ("close", self.closed, self.planned),
+            ("reduce", self.planned, self.proposed),
+            ("vote", self.proposed, self.decided),
+            ("apply", self.decided, self.applied),
+        ]
+        return {name: round(end - start, 4) for name, start, end in marks if start and end >= start}
+
+
+class RoundLog:
+    """The running round, as one peer sees it."""
+
+    def __init__(self, core: Consensus, layout: Layout, inputs: Inputs, transport: Transport, clock: Clock) -> None:
+        self.core = core
+        self._layout = layout
+        self._inputs = inputs
+        self._transport = transport
+        self._clock = clock
+        self._times = RoundTimes(0.0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Another round begins."""
+        self._times = RoundTimes(
+            self._clock.now(), sent_before=self._transport.bytes_sent, received_before=self._transport.bytes_received
+        )
+
+    def closed(self) -> None:
+        self._times.closed = self._clock.now()
+
+    def look(self) -> None:
+        """Called with each heartbeat."""
+        if self.core.state.round.plan is not None and not self._times.planned:
+            self._times.planned = self._clock.now()
+
+    def proposed(self) -> None:
+        self._times.proposed = self._times.proposed or self._clock.now()
+
+    def decided(self) -> None:
+        self._times.decided = self._clock.now()
+
+    def received(self) -> tuple[float, int]:
+        """(seconds of our clock, bytes that came until then)"""
+        return self._clock.now(), self._transport.bytes_received
+
+    def uplink(self) -> int:
+        """Bytes a second, as measured."""
+        return int(self._transport.measured_uplink())
+
+    def applied(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Applied:
+        """What became of the round: `first` is the child of the tip that we had, `fork` what we left for `commit`."""
+        times = self._times
+        times.applied = self._clock.now()
+        roster = first.roster if first is not None else ()
+        event = Applied(
+            commit,
+            self.core.tip,
+            next((entry for entry in roster if entry.peer == self.core.me), None),
+            first is not None and self._inputs.parent == first.parent,
+            self._uncounted(first) if first is not None else frozenset(),
+            first is not None and commit.manifest.round > first.round,
+            times.seconds(),
+            self._transport.bytes_sent - times.sent_before,
+            self._transport.bytes_received - times.received_before,
+            self.core.state.pace.deadline_seconds(0),
+            self._leavers(),
+            stale_columns=stale_columns(self.core.state.rules.expert_rounds, commit.manifest),
+            refused=self._refused(),
+        )
+        if fork is None:
+            return event
+        rosters = [entry for left in fork.ours for entry in left.manifest.roster]
+        own = sum(entry.tokens for entry in rosters if entry.peer == self.core.me)
+        lost = tokens_lost(fork.common, fork.ours)
+        return replace(event, caught_up=True, lost_tokens=lost, own_tokens=own, switched=True)
+
+    def _refused(self) -> tuple[PeerId, ...]:
+        """Whose values were unfit, unless another reducer of the same slice took them."""
+        round = self.core.state.round
+        words = ((signed.value.left_out, round.reports.get(index)) for index, signed in round.all_reports())
+        named = {
+            peer
+            for left_out, report in words
+            for peer, reason in left_out
+            if reason != LOST and (report is None or peer not in report.value.contributors)
+        }
+        return tuple(sorted(named))
+
+    def _leavers(self) -> frozenset[PeerId]:
+        state = self.core.state
+        others = {peer for peer, contact in state.others.contacts.items() if contact.status.intent.leaving}
+        return frozenset(others | {self.core.me} if state.own.intent.leaving else others)
+
+    def _uncounted(self, first: Manifest) -> frozenset[int]:
+        """Tiles for which we have trained values that did not go in, and that are not poison."""
+        inputs, me = self._inputs, self.core.me
+        if inputs.parent != first.parent:
+            return frozenset()
+        done = {tile_id for piece in first.slices if me in piece.contributors for tile_id in piece.tile_ids}
+        plan = self.core.state.round.plan
+        for index, report in self.core.state.round.all_reports() if plan else ():
+            if plan is not None and dict(report.value.left_out).get(me, LOST) != LOST:
+                done.update(plan.value.slices[index].tile_ids)
+        return frozenset(tile_id for block in inputs.blocks for tile_id in self._layout.tile_ids_of(block)) - done

@@ -1,0 +1,103 @@
+"""What the peer around a driver provides, and what it hears: its disk, its role, `Hooks`, and `Applied`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.messages import Commit, Contribution, Intent, Manifest
+from spes_p2p.exchange.moments import MomentStore
+from spes_p2p.exchange.requests import DataRequest
+from spes_p2p.ids import PeerId
+from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.guests import Bases
+from spes_p2p.sync.inputs import Inputs
+from spes_p2p.sync.residuals import Residuals
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A commit that is the state here now.
+
+    `counted` is what the first round after `previous` counted of this peer; `handed_in` says whether its values were in
+    `Inputs` by then, and `uncounted` are the tiles whose slice did not take them; `caught_up` is true when the peer was
+    behind and skipped rounds.
+    """
+
+    commit: Commit
+    previous: Manifest
+    counted: Contribution | None
+    handed_in: bool
+    uncounted: frozenset[int]
+    caught_up: bool
+    seconds: dict[str, float]
+    bytes_sent: int
+    bytes_received: int
+    deadline_seconds: float
+    leavers: frozenset[PeerId]
+    """Who had said that it leaves."""
+    switched: bool = False
+    """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
+    lost_tokens: int = 0
+    own_tokens: int = 0
+    """This peer's among them."""
+    stale_columns: tuple[int, ...] = ()
+    """Columns that missed their turn."""
+    refused: tuple[PeerId, ...] = ()
+    """Whose values a reducer found unfit, as far as it is known here."""
+
+
+class Hooks(Protocol):
+    """What happens around the protocol. Called on the loop's thread; must not block."""
+
+    def close_training(self) -> None:
+        """Finish the running inner step and call `Driver.ready`."""
+        ...
+
+    def applied(self, event: Applied) -> None: ...
+
+    def rounds_in_use(self) -> frozenset[int]:
+        """Rounds whose states somebody still reads: they stay on disk."""
+        ...
+
+    def notice(self, notice: do.Notice) -> None: ...
+
+    def failed(self, error: BaseException) -> None:
+        """Something broke that is not part of the protocol: the peer should stop and say so."""
+        ...
+
+
+@dataclass
+class Disk:
+    """Where one peer keeps its part of a run."""
+
+    store: StateStore
+    chain: Chain
+    votes: VoteBook
+    inputs: Inputs
+    residuals: Residuals
+    bases: Bases
+    moments: MomentStore | None = None
+    """What is handed over to new owners of columns; none where nothing is trained."""
+    data: Callable[[DataRequest], Blob] | None = None
+    """Answers what others ask of the run's data (see `pieces`); none where none is here."""
+    keeps_states: bool = True
+    """False: certificates alone go on here, the store stays as it is."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """How a peer takes part: what it wants, and who else it should hear from.
+
+    `held_bytes`: what contributions that are being reduced may take of memory, if not the usual. `follow`: first digits
+    of the child that this peer goes on with where histories meet, whatever others choose.
+    """
+
+    intent: Intent
+    seeds: tuple[PeerId, ...]
+    held_bytes: int | None = None
+    follow: str = ""

@@ -1,0 +1,310 @@
+"""The tensors, tiles and streams of a round's work: what `RoundExecutor` asks for. Decides nothing.
+
+Values come through `Transfers`, and everything made lies on the `CandidateState`, which one task at a time may use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.messages import Contribution, Manifest, Merge, Plan, Proposal, Slice
+from spes_p2p.consensus.rules import RunRules
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.exchange.transfers import Transfers
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.basis import Basis
+from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
+from spes_p2p.state.staging import TileData
+from spes_p2p.state.version import DTYPE, Version
+from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
+from spes_p2p.sync.coding import changed_values, encoded_change
+from spes_p2p.sync.guests import Bases, coordinate_bytes, read_coordinates, screen_coordinates, take_in
+from spes_p2p.sync.outgoing import Outgoing
+from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, screen, weighted_mean
+from spes_p2p.sync.residuals import Residuals
+from spes_p2p.sync.round_executor import SliceWork, Writing
+from spes_p2p.sync.tasks import Tasks
+
+T = TypeVar("T")
+HELD_BYTES = 2**30
+"""What contributions may take of memory: slices beyond that wait, but for the first one, however large it is."""
+ALONE_AT_ONCE = 2
+"""Slices of ours alone that are made at once: one is averaged while the other is staged."""
+
+
+class _HandedOut(NamedTuple):
+    """A tile to hand out, and what of the mean is not in there."""
+
+    data: TileData
+    left: Values | None
+
+
+@dataclass(frozen=True)
+class RoundDisk:
+    """Where the values of a round lie here. `committed()` is the state of the tip."""
+
+    layout: Layout
+    rules: RunRules
+    outgoing: Outgoing
+    residuals: Residuals
+    candidate: CandidateState
+    committed: Callable[[], Version]
+    bases: Bases
+
+    def basis_of(self, piece: Slice) -> Basis | None:
+        """The one in which guests train in a slice's column."""
+        return self.bases.now.get(piece.block - 1)
+
+    def tiles_of(self, piece: Slice) -> tuple[Tile, ...]:
+        return self.layout.tiles[piece.first_tile : piece.first_tile + piece.tiles]
+
+
+class TensorWork:
+    """The `RoundWork` of a real peer."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        disk: RoundDisk,
+        transfers: Transfers,
+        tasks: Tasks,
+        notice: Callable[[do.Notice], None],
+        held_bytes: int | None = None,
+    ) -> None:
+        """`held_bytes`: what contributions may take of memory."""
+        self._may_hold_bytes = HELD_BYTES if held_bytes is None else held_bytes
+        self._me = me
+        self._disk = disk
+        self._candidate = disk.candidate
+        self._transfers = transfers
+        self._tasks = tasks
+        self._notice = notice
+        self._held_bytes = 0
+        self._freed = asyncio.Condition()
+        self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
+
+    # ---- reducing ----
+
+    @asynccontextmanager
+    async def slice_work(self, plan: Plan, piece: Slice) -> AsyncIterator[SliceWork]:
+        """What needs nobody else's values is made a few at a time: others fetch the first ones meanwhile."""
+        is_alone = piece.contributors == (self._me,) and not self._disk.basis_of(piece)
+        alone: AbstractAsyncContextManager[Any] = self._alone if is_alone else nullcontext()
+        async with alone, self._memory_for(piece):
+            yield TensorSlice(self._me, plan, piece, self._disk, self._transfers, self._tasks)
+
+    @asynccontextmanager
+    async def _memory_for(self, piece: Slice) -> AsyncIterator[None]:
+        """Waits until the values of all contributors of a slice may be held."""
+        needed = len(piece.contributors) * sum(tile.size for tile in self._disk.tiles_of(piece)) * VALUE_BYTES
+        async with self._freed:
+            await self._freed.wait_for(
+                lambda: not self._held_bytes or self._held_bytes + needed <= self._may_hold_bytes
+            )
+            self._held_bytes += needed
+        try:
+            yield
+        finally:
+            self._held_bytes -= needed
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        return await asyncio.gather(*works)
+
+    # ---- the candidate state ----
+
+    def open(self) -> None:
+        self._candidate.open()
+
+    def lost(self, roots: Iterable[Hash]) -> tuple[Hash, ...]:
+        return self._candidate.lost(tuple(roots))
+
+    def is_finished(self, root: Hash) -> bool:
+        return self._candidate.finished(root) is not None
+
+    async def fetch(self, action: do.Fetch, writing: Writing, sure: Callable[[], Sequence[PeerId]]) -> None:
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            async with writing() as is_wanted:
+                if is_wanted:
+                    await self._tasks.in_thread(lambda: self._candidate.add(tiles))
+
+        wanted = wire_tiles((action.piece,), (action.hashes,))
+        await self._transfers.tiles(wanted, action.holders, take, wire=True, sure=sure)
+
+    async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
+        await self._gather(action.slices, action.hashes, holders)
+        return await self._tasks.in_thread(lambda: self._candidate.build(action.alpha))
+
+    def check(self, proposal: Proposal) -> None:
+        self._candidate.check(proposal)
+
+    async def verify(self, proposal: Proposal, holders: Sequence[PeerId]) -> None:
+        manifest = proposal.manifest
+        await self._gather(manifest.slices, proposal.wire_hashes, holders)
+        root = await self._tasks.in_thread(lambda: self._candidate.compute(manifest.merge))
+        if root != manifest.state_root:
+            root = await self._repair(manifest, holders)
+        if root != manifest.state_root:
+            raise RemoteProtocolError("its tiles do not hash to its root")
+
+    async def _gather(self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId]) -> None:
+        """Exactly these wire tiles; what is not on this disk is fetched."""
+        missing = await self._tasks.in_thread(lambda: self._candidate.gather(slices, joined))
+
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            await self._tasks.in_thread(lambda: self._candidate.add(tiles))
+
+        await self._transfers.tiles(missing, holders, take, wire=True)
+
+    async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
+        """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
+        theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
+        differ = self._candidate.differing(theirs)
+        self._notice(do.Notice("arithmetic", f"{len(differ)} tiles came out differently here", holders[0]))
+        self._candidate.begin_repair()
+
+        async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            await self._tasks.in_thread(lambda: self._candidate.mend(tiles))
+
+        await self._transfers.tiles({at: theirs[at] for at in differ}, holders, take)
+        return await self._tasks.in_thread(self._candidate.end_repair)
+
+
+class TensorSlice:
+    """The `SliceWork` of a real peer: values on top of the state that was committed when it began."""
+
+    def __init__(
+        self, me: PeerId, plan: Plan, piece: Slice, disk: RoundDisk, transfers: Transfers, tasks: Tasks
+    ) -> None:
+        self._me = me
+        self._parent = plan.parent
+        self._roster = {entry.peer: entry for entry in plan.roster}
+        self._piece = piece
+        self._disk = disk
+        self._layout = disk.layout
+        self._transfers = transfers
+        self._tasks = tasks
+        self._base = disk.committed()
+        self._tiles = disk.tiles_of(piece)
+        first = self._tiles[0].start
+        self._parts = [slice(tile.start - first, tile.stop - first) for tile in self._tiles]
+        self._before = self._base.block(piece.block)[first : self._tiles[-1].stop]
+        self._found: dict[PeerId, Values] = {}
+        self._basis = disk.basis_of(piece)
+        self._guests: dict[PeerId, Values] = {}
+        self._made: list[_HandedOut] = []
+
+    async def take_own(self, me: PeerId) -> bool:
+        piece, outgoing = self._piece, self._disk.outgoing
+        own = await self._tasks.in_thread(lambda: outgoing.own(self._parent, piece.first_tile, piece.tiles))
+        if own is not None:
+            self._found[me] = own
+        return own is not None
+
+    async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
+        data = await self._transfers.contribution(entry, self._parent, self._piece, is_wanted)
+        self._found[entry.peer] = await self._tasks.in_thread(lambda: self._values_of(data))
+
+    def _values_of(self, data: memoryview) -> Values:
+        """The values that a contribution stands for."""
+        codec = self._layout.codec_of(self._piece.block)
+        if codec == "fp32":
+            return np.frombuffer(data, DTYPE)
+        values, at = np.empty_like(self._before), 0
+        for tile, part in zip(self._tiles, self._parts, strict=True):
+            end = at + self._layout.wire_bytes(tile)
+            values[part] = changed_values(codec, data[at:end], self._before[part])
+            at = end
+        return values
+
+    @property
+    def has_guests(self) -> bool:
+        return self._basis is not None
+
+    async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
+        piece, basis = self._piece, self._basis
+        assert basis is not None
+        data: memoryview | bytes | None
+        if entry.peer == self._me:
+            data = self._disk.outgoing.coordinates(self._parent, piece.first_tile, piece.tiles)
+        else:
+            size = coordinate_bytes(self._layout, self._tiles)
+            data = await self._transfers.trained(entry, self._parent, piece, size, is_wanted)
+        values = None if data is None else read_coordinates(data, basis)
+        if values is not None:
+            self._guests[entry.peer] = values
+
+    def screen_guests(self) -> dict[PeerId, str]:
+        refused = screen_coordinates(self._guests)
+        for peer in refused:
+            del self._guests[peer]
+        return refused
+
+    async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
+        return await self._tasks.in_thread(lambda: self._average(left_out))
+
+    def _average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
+        """The weighted mean over those whose values are fit, in roster order, by tile.
+
+        What was found is used up: the mean takes the place of somebody's values. Raises TileDamaged rather than refuse
+        what is unfit because our own base is.
+        """
+        found, roster, rules = self._found, self._roster, self._disk.rules
+        codec = self._layout.codec_of(self._piece.block)
+        late = (rules.expert_rounds if self._piece.block else rules.fragments) > 1
+        bounded = codec != "fp32" or self._layout.has_momentum
+        steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
+        refused = screen(found, self._before, steps, LARGEST_ENCODED if bounded else math.inf)
+        if refused:
+            self._check_sound()
+        left_out |= refused
+        fit = tuple(peer for peer in self._piece.contributors if peer not in left_out)
+        if not fit:
+            return ()
+        spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
+        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit], spent)
+        found.clear()
+        if self._guests and self._basis is not None:
+            in_order = [peer for peer in roster if peer in self._guests]
+            shares = [(roster[peer].tokens, self._guests[peer]) for peer in in_order]
+            tokens = sum(roster[peer].tokens for peer in fit)
+            mean = take_in(self._layout, self._tiles, mean, self._before, self._basis, tokens, shares)
+        self._made = [
+            self._handed_out(tile, mean[part], self._before[part])
+            for tile, part in zip(self._tiles, self._parts, strict=True)
+        ]
+        if not all(tile.left is None or np.isfinite(tile.left).all() for tile in self._made):
+            self._check_sound()
+            left_out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
+            return ()
+        return fit
+
+    def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _HandedOut:
+        codec = self._layout.codec_of(tile.block)
+        if codec == "fp32":
+            return _HandedOut(mean, None)
+        return _HandedOut(*encoded_change(codec, mean, before, self._disk.residuals.unsaid(tile.id)))
+
+    async def stage(self) -> tuple[Hash, ...]:
+        return await self._tasks.in_thread(self._stage)
+
+    def _stage(self) -> tuple[Hash, ...]:
+        hashes = self._disk.candidate.write(self._piece.first_tile, [tile.data for tile in self._made])
+        for tile_id, tile, wire_hash in zip(self._piece.tile_ids, self._made, hashes, strict=True):
+            if tile.left is not None:
+                self._disk.residuals.stage(self._parent, "handed", tile_id, tile.left, wire_hash)
+        return hashes
+
+    def _check_sound(self) -> None:
+        """Raises TileDamaged where one of these tiles is not as it was committed; the scrubber mends it."""
+        for tile in self._tiles:
+            self._base.sound_values(tile.id)
