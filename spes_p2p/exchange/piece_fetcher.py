@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.pieces import MAX_CATALOGUE_BYTES, Catalogue, PieceGrid
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.holders import first_good
@@ -53,6 +52,8 @@ WEB_SECONDS = 10.0
 """So long the others wait for that peer, unless their training waits."""
 Take = Callable[[Sequence[tuple[int, bytes]]], None]
 """Is given checked pieces as (number, bytes and proof); called in a thread."""
+Tell = Callable[[PeerId, str], None]
+"""Is told whom a person should know of, and why."""
 InThread = Callable[[Callable[[], object]], Awaitable[object]]
 
 
@@ -77,7 +78,7 @@ class Lie(RemoteProtocolError):
 
 
 async def fetch_catalogue(
-    transport: Transport, dataset: Hash, holders: Sequence[PeerId], stall_seconds: float, tell: Callable[[Notice], None]
+    transport: Transport, dataset: Hash, holders: Sequence[PeerId], stall_seconds: float, tell: Tell
 ) -> Catalogue:
     """The catalogue of a dataset, from the first holder that gives it.
 
@@ -90,7 +91,7 @@ async def fetch_catalogue(
         try:
             return Catalogue.checked(bytes(data), dataset)
         except RemoteProtocolError as error:
-            tell(Notice("data", f"sent {error}; it is not asked for data again", holder))
+            tell(holder, f"sent {error}; it is not asked for data again")
             raise
 
     fix = "keep the bootstrap node running, which hands out its --data, or give a copy of the token shards: --data"
@@ -110,7 +111,7 @@ class PieceFetcher:
         grid: PieceGrid,
         organiser: PeerId,
         holders: Callable[[], Mapping[PeerId, int]],
-        tell: Callable[[Notice], None],
+        tell: Tell,
         traffic: DataTraffic,
         stall_seconds: Callable[[], float],
         in_thread: InThread,
@@ -227,7 +228,7 @@ class PieceFetcher:
         except Lie as error:
             if peer not in self._liars:
                 self._liars.add(peer)
-                self._tell(Notice("data", f"{error}; it is not asked for data again", peer))
+                self._tell(peer, f"{error}; it is not asked for data again")
             job.reasons.append(f"{short(peer)}: {error}")
         except (NetworkError, RemoteProtocolError) as error:
             self._rest(peer, isinstance(error, RemoteProtocolError))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from spes_p2p.consensus.messages import Contribution
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash
 from spes_p2p.wire import pack, unpack
@@ -37,12 +36,15 @@ class ChainRequest:
 
 @dataclass(frozen=True)
 class ValuesRequest:
-    """What the asked peer trained on top of manifest `parent`, of consecutive tiles; `entry`: as a plan counts it."""
+    """What the asked peer trained on top of manifest `parent`, of consecutive tiles.
+
+    `work`: the packed `Contribution` by which a plan counts it.
+    """
 
     parent: Hash
     first_tile: int
     count: int
-    entry: Contribution
+    work: bytes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Getting bytes from other peers: contributions to reduce, tiles by hash, headers, hash lists.
+"""Getting bytes from other peers: values to reduce, tiles by hash, headers, hash lists.
 
-Asks one holder after the other, the fastest first, until the bytes are here and hash to what they should. Keeps no
-protocol state; who is asked comes from the round's state machine.
+Asks one holder after the other, the fastest first, until the bytes are here and hash to what they should. Knows
+no round; who is asked comes from the state machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.consensus.messages import Commit, Contribution, Manifest, Slice
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange import requests
 from spes_p2p.exchange.holders import first_good
@@ -90,30 +89,20 @@ class Transfers:
         self._parallel = min(self.PARALLEL, max(4, IN_FLIGHT_BYTES // (largest * self._at_once(largest))))
         self._turns = Turns(self._parallel)
 
-    async def contribution(
-        self, entry: Contribution, parent: Hash, piece: Slice, is_wanted: Callable[[], bool] = lambda: True
+    async def values(
+        self, peer: PeerId, request: ValuesRequest, size: int, is_wanted: Callable[[], bool] = lambda: True
     ) -> memoryview:
-        """What a peer has for a slice, its tiles one after the other as they travel; its memory is the caller's.
+        """The `size` bytes that a peer has for a slice, its tiles one after the other; the memory is the caller's.
 
-        `entry`: as the plan counts it. A peer that has done other work since, in another life, refuses.
-
-        Raises NetworkError, RemoteProtocolError or WrongSize. `is_wanted` is asked when its turn has come; PeerSilent
-        is raised where it is not any more.
+        A peer that has done other work since, in another life, refuses. Raises NetworkError, RemoteProtocolError or
+        WrongSize. `is_wanted` is asked when its turn has come; PeerSilent is raised where it is not any more.
         """
-        size = sum(self._layout.wire_bytes(self._layout.tiles[tile_id]) for tile_id in piece.tile_ids)
-        return await self.trained(entry, parent, piece, size, is_wanted)
-
-    async def trained(
-        self, entry: Contribution, parent: Hash, piece: Slice, size: int, is_wanted: Callable[[], bool]
-    ) -> memoryview:
-        """The same for `size` bytes: as a guest a peer has less than values for a slice (see sync/guests.py)."""
-        request = ValuesRequest(parent, piece.first_tile, piece.tiles, entry)
         try:
-            data = await self._ask(entry.peer, request, size, is_wanted)
+            data = await self._ask(peer, request, size, is_wanted)
         except BlobTooLarge as error:
             raise WrongSize(str(error)) from error
         if len(data) != size:
-            raise WrongSize(f"{short(entry.peer)} sent {len(data)} bytes for a slice of {size}")
+            raise WrongSize(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
         return data
 
     async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:
@@ -223,8 +212,8 @@ class Transfers:
         others = [peer for peer in holders if peer not in sure]
         return sorted([*fast, *others], key=lambda peer: (peer in poor, self._patience.doubts(peer)))
 
-    async def chain(self, holder: PeerId, first: int) -> tuple[Commit, ...]:
-        """Commits from round `first` on, some at a time; unchecked, but numbered from `first` on.
+    async def chain(self, holder: PeerId, first: int) -> tuple[bytes, ...]:
+        """Commits from round `first` on, some at a time, each packed and unchecked.
 
         Anybody can claim to have some, and is not given the time that a state may take.
         """
@@ -234,10 +223,7 @@ class Transfers:
         part = unpack(ChainPart, data).commits
         if len(part) > requests.MAX_COMMITS_AT_ONCE:
             raise RemoteProtocolError(f"{short(holder)} sent {len(part)} commits at once")
-        commits = tuple(unpack(Commit, data) for data in part)
-        if [commit.manifest.round for commit in commits] != list(range(first, first + len(commits))):
-            raise RemoteProtocolError(f"{short(holder)} sent commits that do not follow round {first - 1}")
-        return commits
+        return part
 
     async def hash_list(self, holders: Sequence[PeerId], root: Hash, round: int) -> tuple[Hash, ...]:
         """The state hashes of all tiles, from the first holder that gives a list that hashes to the root.
@@ -253,22 +239,21 @@ class Transfers:
 
         return await first_good(holders, ask, f"nobody gave the hashes of state {short(root)}")
 
-    async def wire_list(self, holders: Sequence[PeerId], manifest: Manifest, base_round: int) -> dict[int, Hash]:
-        """What a round handed out, by tile id, from the first holder whose list hashes to the manifest's root.
-
-        `base_round`: of the state that is here; what was handed out since is kept for us.
+    async def wire_list(
+        self, holders: Sequence[PeerId], request: WiresRequest, tile_ids: Sequence[int], root: Hash
+    ) -> dict[int, Hash]:
+        """What a round handed out, of these tiles, from the first holder whose list hashes to `root`.
 
         Raises NetworkError when nobody has it.
         """
-        ids = [tile_id for piece in manifest.slices for tile_id in piece.tile_ids]
 
         async def ask(holder: PeerId) -> dict[int, Hash]:
-            hashes = await self._list(holder, WiresRequest(manifest.round, base_round))
-            if sha256(*(hashes[at] for at in ids)) != manifest.wire_root:
+            hashes = await self._list(holder, request)
+            if sha256(*(hashes[at] for at in tile_ids)) != root:
                 raise RemoteProtocolError("a list that does not hash to it")
-            return {tile_id: hashes[tile_id] for tile_id in ids}
+            return {tile_id: hashes[tile_id] for tile_id in tile_ids}
 
-        return await first_good(holders, ask, f"nobody has what round {manifest.round} handed out")
+        return await first_good(holders, ask, f"nobody has what round {request.round} handed out")
 
     async def _list(self, holder: PeerId, request: HashesRequest | WiresRequest) -> tuple[Hash, ...]:
         """A hash for each tile, unchecked."""

@@ -276,6 +276,9 @@ class Connection:
             await transfers.moments_taken(holder, head, column)
             return moments or NO_MOMENTS
 
+    def _tell_of_data(self, peer: PeerId, text: str) -> None:
+        self.gate.notice(Notice("data", text, peer))
+
     async def _open_feed(self, say: Callable[[str], None]) -> Feed:
         assert self._network is not None
         folder, dataset = self._options.output / DATA, self._info.dataset
@@ -283,7 +286,7 @@ class Connection:
         if catalogue is None:
             holders = [self._info.organiser, *(peer for peer in self._publishers if peer != self._info.organiser)]
             catalogue = await fetch_catalogue(
-                self._network.transport, dataset, holders, ANSWER_SECONDS, self.gate.notice
+                self._network.transport, dataset, holders, ANSWER_SECONDS, self._tell_of_data
             )
             keep_catalogue(folder, pack(catalogue))
         grid = PieceGrid(catalogue)
@@ -310,7 +313,7 @@ class Connection:
             transport.download, self.gate.notice,
         )  # fmt: skip
         fetcher = PieceFetcher(
-            transport, self._feed.grid, self._info.organiser, self._data_holders, self.gate.notice,
+            transport, self._feed.grid, self._info.organiser, self._data_holders, self._tell_of_data,
             self._data_traffic, lambda: stall_seconds, self._feeding.in_thread, web,
         )  # fmt: skip
         self._feeding.spawn(DataFeed(self._feed, fetcher).run())

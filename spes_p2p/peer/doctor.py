@@ -177,7 +177,7 @@ async def _look_at_web(
         with contextlib.suppress(NetworkError, RemoteProtocolError):  # it knows of none
             await keeper.look(network.transport, holder, ANSWER_SECONDS)
     if keeper.urls:
-        catalogue = await fetch_catalogue(network.transport, info.dataset, holders, ANSWER_SECONDS, lambda notice: None)
+        catalogue = await fetch_catalogue(network.transport, info.dataset, holders, ANSWER_SECONDS, lambda *_: None)
         note(await web_check(keeper.urls, access, PieceGrid(catalogue)))
 
 

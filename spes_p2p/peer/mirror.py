@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
@@ -164,8 +163,8 @@ class Mirror:
                 await asyncio.sleep(FULL_SECONDS)
                 cache.grow_again()
 
-    def _tell(self, notice: Notice) -> None:
-        self._say(f"{notice.peer}: {notice.text}")
+    def _tell(self, peer: PeerId, text: str) -> None:
+        self._say(f"{peer}: {text}")
 
     # ---------------------------------------------------------------- the run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.messages import Envelope
+from spes_p2p.consensus.messages import Contribution, Envelope
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ValuesRequest, kind_of, unpack_request
 from spes_p2p.exchange.retention import Retention
@@ -18,6 +18,7 @@ from spes_p2p.sync.genesis import RunInfo, check_same_run
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outgoing import check_asker
 from spes_p2p.sync.tasks import Tasks
+from spes_p2p.wire import unpack
 
 
 class Answers:
@@ -66,7 +67,7 @@ class Answers:
         if isinstance(asked, ValuesRequest):
             slice_tiles = self._core.state.rules.slice_tiles
             check_asker(self._history.layout, slice_tiles, self._core.tip, caller, asked.first_tile, asked.count)
-            if not self._core.is_counted(asked.parent, asked.entry):
+            if not self._core.is_counted(asked.parent, unpack(Contribution, asked.work)):
                 raise RemoteProtocolError("the work that is asked for is not what is here")
         reached(failpoints.SERVE + kind_of(asked), peer=self._core.me, round=self._core.tip.round + 1, caller=caller)
         blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))

@@ -18,6 +18,7 @@ from spes_p2p.consensus.forks import Line, has_quorum
 from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
+from spes_p2p.exchange.requests import WiresRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import VALUE_BYTES, Layout
@@ -30,7 +31,7 @@ from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
 from spes_p2p.sync.outer import outer_optimizer
-from spes_p2p.wire import pack
+from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
 MOST_BEYOND = 4096
@@ -108,7 +109,7 @@ class CatchUp:
     async def _extend(self, holder: PeerId, first: int, most: int, needs_quorum: int) -> Commit | None:
         last: Commit | None = None
         before = self._chain.commit(first - 1) if first else None
-        while part := await self._transfers.chain(holder, first):
+        while part := await commits_from(self._transfers, holder, first):
             if before is not None and part[0].manifest.parent != manifest_hash(before.manifest):
                 raise Parted(f"{short(holder)} stands on another history of the run from round {first} on")
             if first == needs_quorum > 0 and not has_quorum(part[0]):
@@ -146,7 +147,7 @@ class CatchUp:
         parent = before = self._chain.commit(common)
         theirs: list[Commit] = []
         size = 0
-        while part := await self._transfers.chain(holder, common + 1 + len(theirs)):
+        while part := await commits_from(self._transfers, holder, common + 1 + len(theirs)):
             links = partial(check_links, part, before, self._info, self._rules, self._check)
             await self._in_thread(links)
             theirs += part
@@ -163,7 +164,8 @@ class CatchUp:
         """The last round at which both have the same manifest, looking back in growing strides."""
         low, stride = newest, 1
         while True:
-            same = [commit for commit in await self._transfers.chain(holder, low) if self._is_ours(commit, newest)]
+            theirs = await commits_from(self._transfers, holder, low)
+            same = [commit for commit in theirs if self._is_ours(commit, newest)]
             if same:
                 return same[-1].manifest.round
             if low == 0:
@@ -248,9 +250,15 @@ class CatchUp:
     ) -> list[dict[int, Hash]] | None:
         """What each of the rounds handed out; None where nobody has that of all of them."""
         try:
-            return [await self._transfers.wire_list(holders, step, base_round) if step.slices else {} for step in steps]
+            return [await self._wire_list(step, base_round, holders) for step in steps]
         except NetworkError:
             return None
+
+    async def _wire_list(self, step: Manifest, base_round: int, holders: Sequence[PeerId]) -> dict[int, Hash]:
+        """`base_round`: of the state that is here; what was handed out since is kept for us."""
+        tile_ids = [tile_id for piece in step.slices for tile_id in piece.tile_ids]
+        request = WiresRequest(step.round, base_round)
+        return await self._transfers.wire_list(holders, request, tile_ids, step.wire_root) if tile_ids else {}
 
     async def _replay(
         self,
@@ -350,3 +358,11 @@ def _merged(layout: Layout, staging: Staging, step: Manifest) -> None:
 def _finished(staging: Staging) -> Version:
     assert staging.finished is not None
     return staging.finished
+
+
+async def commits_from(transfers: Transfers, holder: PeerId, first: int) -> tuple[Commit, ...]:
+    """Commits from round `first` on, some at a time; unchecked, but numbered from `first` on."""
+    commits = tuple(unpack(Commit, data) for data in await transfers.chain(holder, first))
+    if [commit.manifest.round for commit in commits] != list(range(first, first + len(commits))):
+        raise RemoteProtocolError(f"{short(holder)} sent commits that do not follow round {first - 1}")
+    return commits

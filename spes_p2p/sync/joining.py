@@ -24,7 +24,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.swarm.records import RunGroup
 from spes_p2p.sync.candidate_state import staged_state, whole_state
-from spes_p2p.sync.catch_up import CatchUp
+from spes_p2p.sync.catch_up import CatchUp, commits_from
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
 from spes_p2p.sync.node import Node, Run
@@ -186,7 +186,7 @@ class Joining:
             answer = await self._node.transport.call(peer, pack(envelope), 4 * self._run.heartbeat_seconds)
             commit = self._node.checker.open(peer, answer).commit
             if commit is None or commit.manifest.round > 0:
-                part = await self._transfers.chain(peer, 0)
+                part = await commits_from(self._transfers, peer, 0)
                 commit = part[0] if part else None
             if commit is not None:
                 check_genesis(commit, self._run.info, self._node.checker.check)

@@ -22,7 +22,7 @@ from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import VALUE_BYTES, Tile, Values
 from spes_p2p.state.store import StateStore
-from spes_p2p.sync.catch_up import InThread
+from spes_p2p.sync.catch_up import InThread, commits_from
 from spes_p2p.sync.genesis import RunInfo, check_genesis
 
 Sources = Callable[[], Awaitable[Iterable[PeerId]]]
@@ -73,7 +73,7 @@ async def _genesis(
     """From the first that has one which `check` does not refuse. Raises NetworkError."""
 
     async def ask(holder: PeerId) -> Commit:
-        part = await transfers.chain(holder, 0)
+        part = await commits_from(transfers, holder, 0)
         if not part:
             raise RemoteProtocolError("nothing has begun there")
         check(part[0])

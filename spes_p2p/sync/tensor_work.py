@@ -18,6 +18,7 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.messages import Contribution, Manifest, Merge, Plan, Proposal, Slice
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.exchange.requests import ValuesRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.basis import Basis
@@ -32,6 +33,7 @@ from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, screen, weighted_m
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.round_executor import SliceWork, Writing
 from spes_p2p.sync.tasks import Tasks
+from spes_p2p.wire import pack
 
 T = TypeVar("T")
 HELD_BYTES = 2**30
@@ -211,8 +213,12 @@ class TensorSlice:
         return own is not None
 
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
-        data = await self._transfers.contribution(entry, self._parent, self._piece, is_wanted)
+        size = sum(self._layout.wire_bytes(tile) for tile in self._tiles)
+        data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
         self._found[entry.peer] = await self._tasks.in_thread(lambda: self._values_of(data))
+
+    def _request(self, entry: Contribution) -> ValuesRequest:
+        return ValuesRequest(self._parent, self._piece.first_tile, self._piece.tiles, pack(entry))
 
     def _values_of(self, data: memoryview) -> Values:
         """The values that a contribution stands for."""
@@ -238,7 +244,7 @@ class TensorSlice:
             data = self._disk.outgoing.coordinates(self._parent, piece.first_tile, piece.tiles)
         else:
             size = coordinate_bytes(self._layout, self._tiles)
-            data = await self._transfers.trained(entry, self._parent, piece, size, is_wanted)
+            data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
         values = None if data is None else read_coordinates(data, basis)
         if values is not None:
             self._guests[entry.peer] = values

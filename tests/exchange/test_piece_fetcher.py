@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
@@ -75,13 +74,13 @@ class Site:
         self.whole = make_pieces(folder / "whole", (TOKENS,))
         self.network = MemoryNetwork(3)
         self.held: dict[PeerId, int] = {}
-        self.notices: list[Notice] = []
+        self.told: list[tuple[PeerId, str]] = []
         self.traffic = DataTraffic()
         self.sent = DataTraffic()
         self.got: dict[int, bytes] = {}
         self.fetcher = PieceFetcher(
-            self.network.peer(ME).transport, self.whole.grid, BOOT, lambda: self.held, self.notices.append,
-            self.traffic, lambda: 5.0, in_place,
+            self.network.peer(ME).transport, self.whole.grid, BOOT, lambda: self.held,
+            lambda *told: self.told.append(told), self.traffic, lambda: 5.0, in_place,
         )  # fmt: skip
 
     async def holder(
@@ -247,8 +246,8 @@ def test_who_lies_is_named_and_asked_no_more(tmp_path: Path, lie: Change) -> Non
         await site.holder(B)
         await site.fetch()
         assert site.fetcher.liars == {A}
-        assert [notice.peer for notice in site.notices] == [A]
-        assert "not asked for data again" in site.notices[0].text
+        assert [peer for peer, _ in site.told] == [A]
+        assert "not asked for data again" in site.told[0][1]
         asked = len(liar.asked)
         await site.fetch(*range(50))
         assert len(liar.asked) == asked
@@ -363,11 +362,11 @@ def test_a_catalogue_that_is_another_one_is_refused_and_its_sender_named(tmp_pat
         await site.holder(B, change=lambda request, blob: Blob(bytes(blob.data)[:-1]))
         await site.holder(BOOT)
         transport, name = site.network.peer(ME).transport, site.whole.dataset_hash
-        found = await fetch_catalogue(transport, name, [A, C, B, BOOT], 5.0, site.notices.append)
+        found = await fetch_catalogue(transport, name, [A, C, B, BOOT], 5.0, lambda *told: site.told.append(told))
         assert found == site.whole.catalogue
-        assert [notice.peer for notice in site.notices] == [A, B]
+        assert [peer for peer, _ in site.told] == [A, B]
         with pytest.raises(NetworkError, match="nobody gave the list of the run's data") as caught:
-            await fetch_catalogue(transport, name, [A, C], 5.0, site.notices.append)
+            await fetch_catalogue(transport, name, [A, C], 5.0, lambda *told: site.told.append(told))
         assert "--data" in caught.value.fix
 
     play(tmp_path, story)

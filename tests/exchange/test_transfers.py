@@ -8,17 +8,17 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import Contribution, Slice
 from spes_p2p.errors import NetworkError, PeerRefused, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange import requests
 from spes_p2p.exchange.rates import Turns
-from spes_p2p.exchange.requests import ChainPart, ChainRequest, Request, TilesRequest, unpack_request
+from spes_p2p.exchange.requests import ChainPart, ChainRequest, Request, TilesRequest, ValuesRequest, unpack_request
 from spes_p2p.exchange.transfers import TILES_A_FETCH, Transfers, all_of, fetch_run
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.sync.chains import A, B, MadeRun
@@ -27,7 +27,6 @@ MADE = MadeRun()
 LAYOUT = MADE.layout
 COMMITS = MADE.chain(3)
 C = PeerId("c")
-PIECE = Slice(0, 0, 2, A, (A,))
 
 
 class Holder:
@@ -223,8 +222,8 @@ def test_streams_are_few_at_once() -> None:
     play(story)
 
 
-def work_of(peer: PeerId) -> Contribution:
-    return Contribution(peer, tokens=8, steps=1, sequences=1)
+VALUES = ValuesRequest(sha256(b"p"), 0, 2, b"the work that a plan counts")
+SIZE = 4 * sum(LAYOUT.tiles[at].size for at in range(2))
 
 
 def test_a_contribution() -> None:
@@ -233,10 +232,10 @@ def test_a_contribution() -> None:
 
     async def story(site: Site) -> None:
         await site.holder(B, lambda request: values.tobytes())
-        assert await site.transfers.contribution(work_of(B), sha256(b"p"), PIECE) == values.tobytes()
+        assert await site.transfers.values(B, VALUES, SIZE) == values.tobytes()
         await site.holder(C, lambda request: values[1:].tobytes())
         with pytest.raises(RemoteProtocolError, match=r"sent .* bytes for a slice of"):
-            await site.transfers.contribution(work_of(C), sha256(b"p"), PIECE)
+            await site.transfers.values(C, VALUES, SIZE)
 
     play(story)
 
@@ -246,10 +245,10 @@ def test_silence_and_refusal_are_told_apart() -> None:
         await site.holder(B, right)
         site.network.kill(B, silent=True)
         with pytest.raises(PeerSilent):
-            await site.transfers.contribution(work_of(B), sha256(b"p"), PIECE)
+            await site.transfers.values(B, VALUES, SIZE)
         site.network.kill(C)
         with pytest.raises(PeerRefused):
-            await site.transfers.contribution(work_of(C), sha256(b"p"), PIECE)
+            await site.transfers.values(C, VALUES, SIZE)
 
     play(story)
 
@@ -263,13 +262,13 @@ def test_commits() -> None:
             return pack(ChainPart(tuple(packed[request.first :])))
 
         holder = await site.holder(B, answer)
-        assert list(await site.transfers.chain(B, 1)) == COMMITS[1:]
+        assert list(await commits_from(site.transfers, B, 1)) == COMMITS[1:]
         assert await site.transfers.chain(B, 3) == ()
         assert holder.asked[0] == ChainRequest(1, 64)
         for wrong in (packed[:1], [packed[1], packed[1]], packed[1:2] * 99, [b"junk"]):
             await site.holder(C, lambda request, wrong=wrong: pack(ChainPart(tuple(wrong))))  # type: ignore[misc]
             with pytest.raises(RemoteProtocolError):
-                await site.transfers.chain(C, 1)
+                await commits_from(site.transfers, C, 1)
 
     play(story)
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from spes_p2p.consensus.actions import Notice
 from spes_p2p.data.feed import Feed, PieceDataset
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.data.piece_cache import PieceCache
@@ -73,13 +72,12 @@ class Volunteer:
     def __init__(self, site: Site, name: str, slots: int = 10**6, web: OpenWeb | None = None) -> None:
         self.name = PeerId(name)
         self.said: list[str] = []
-        self.notices: list[Notice] = []
         size = slots * (site.whole.grid.max_bytes + 8)
         self.feed = Feed(PieceCache(site.folder / name, site.whole.grid, size), self.said.append)
         self.loader = LeasedLoader(PieceDataset(self.feed), CONFIG)
         transport = site.network.peer(name).transport
         self.fetcher = PieceFetcher(
-            transport, site.whole.grid, BOOT, lambda: site.held(self.name), self.notices.append, DataTraffic(),
+            transport, site.whole.grid, BOOT, lambda: site.held(self.name), lambda *_: None, DataTraffic(),
             lambda: 5.0, in_place, web,
         )  # fmt: skip
         self._task = asyncio.get_running_loop().create_task(DataFeed(self.feed, self.fetcher).run())

@@ -37,7 +37,7 @@ from tests.sync.chains import MadeRun
 MADE = MadeRun()
 COMMITS = MADE.chain(4)
 PARENT = sha256(b"parent")
-WORK = Contribution(PeerId("a"), 1, 1, 1)
+WORK = pack(Contribution(PeerId("a"), 1, 1, 1))
 
 
 class Served:

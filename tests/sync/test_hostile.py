@@ -31,7 +31,7 @@ from spes_p2p.wire import pack, unpack
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config, until
 
 Path_ = tuple[str | int, ...]
-NO_WORK = Contribution(PeerId("a"), 0, 0, 0)
+NO_WORK = pack(Contribution(PeerId("a"), 0, 0, 0))
 
 
 def peer(swarm: MemorySwarm, name: str) -> PretendPeer:

@@ -24,6 +24,7 @@ from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.testing.faults import Fault, MemoryFaults
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from spes_p2p.wire import pack
 from tests.sync.books import Books
 from tests.sync.swarm_cases import check_agreement, commits, counts, in_swarm, small_config, until
 from tests.sync.test_driver_disk import raising
@@ -214,7 +215,7 @@ def test_nobody_may_ask_for_more_than_a_slice_nor_for_what_it_does_not_reduce(fo
         first, most = layout.tile_ids_of(own)[0], driver.core.state.rules.slice_tiles
 
         async def ask(caller: str, first: int, count: int) -> None:
-            request = ValuesRequest(driver.core.tip_hash, first, count, Contribution(PeerId("a"), 0, 0, 0))
+            request = ValuesRequest(driver.core.tip_hash, first, count, pack(Contribution(PeerId("a"), 0, 0, 0)))
             await driver.answers.on_fetch(PeerId(caller), pack_request(request))
 
         for caller, tile, count, words in (

@@ -11,6 +11,7 @@ from spes_p2p.consensus.messages import Ballots, Commit, Envelope, Intent, Statu
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.sync.catch_up import commits_from
 from spes_p2p.sync.organising.organiser import WAITING_BEATS
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
@@ -40,7 +41,7 @@ class Newcomer:
         """Of a run that has begun."""
         await self.speak()
         transfers = Transfers(self.net.transport, self.swarm.layout, lambda: 5.0)
-        return (await transfers.chain(ORGANISER, 0))[0]
+        return (await commits_from(transfers, ORGANISER, 0))[0]
 
 
 def test_the_run_begins_when_enough_have_come(folder: Path) -> None:
