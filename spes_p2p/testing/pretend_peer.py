@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +21,7 @@ from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.messages import DEGRADED, Intent, Manifest, Work
 from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
+from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.composition import build_driver, open_disk
@@ -160,7 +161,7 @@ class PretendPeer:
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         self.machine = TrainerMachine(self._training_rules(), swarm.layout)
-        self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now)
+        self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now, self._coordinates)
         role = Role(self.intent, tuple(await self._sources()), follow=swarm.follow.get(self.name, ""))
         self.driver = build_driver(swarm.run, self.node, place.tip, self.disk, role, self)
         await self.driver.start()
@@ -335,6 +336,10 @@ class PretendPeer:
         if self.work.learner is not None or handed is None or handed.manifest != self._present.turn.manifest:
             return self._trained(block)
         return handed.values[block] + self._lead(block)
+
+    def _coordinates(self) -> Mapping[int, Coordinates]:
+        """What was trained in columns of others: nothing, where training is pretended."""
+        return {}
 
     def _lead(self, block: int) -> Values:
         """What was trained of a block since the snapshot; nothing where a learner keeps that to itself."""

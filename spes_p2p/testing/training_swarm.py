@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -20,6 +20,7 @@ from spes_p2p.consensus.messages import Manifest
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, OwnStart
+from spes_p2p.state.basis import Coordinates
 from spes_p2p.testing.learning import TrainerOf
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer
@@ -61,7 +62,10 @@ class TrainingPeer(PretendPeer):
 
     def _snapshot(self, turn: Turn) -> None:
         """Without keeping what was handed in for ever."""
-        self.inputs.take(turn.tip_hash, turn.blocks, self.learner.values, self.learner.coordinates())
+        self.values.snapshot(turn)
+
+    def _coordinates(self) -> Mapping[int, Coordinates]:
+        return self.learner.coordinates()
 
     def _measure(self, manifest: Manifest) -> None:
         """The held-out loss of the committed model, where it is time for it."""

@@ -29,6 +29,7 @@ from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, TrainingLoop
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
+from spes_p2p.sync.guests import Bases
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.surroundings import Applied
@@ -65,6 +66,7 @@ class Story:
         self.store = self.run.store(folder / "state")
         self.inputs = Inputs(folder / "inputs", self.run.layout)
         self.residuals = Residuals(folder / "residuals", self.run.layout)
+        self.bases = Bases(folder / "guests", self.run.layout)
         self._chain = SimpleNamespace(
             parent_of=lambda manifest: self.commits[manifest.round - 1].manifest,
             child_of=lambda manifest: self.commits[manifest.round + 1].manifest,
@@ -114,7 +116,8 @@ class Story:
         return SimpleNamespace(
             gate=self.gate, peer_id=A, layout=self.run.layout, driver=self.driver, is_member=lambda: True,
             disk=SimpleNamespace(
-                store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain
+                store=self.store, inputs=self.inputs, residuals=self.residuals, moments=self.moments, chain=self._chain,
+                bases=self.bases,
             ),
             others=lambda: self.others,
             lost_round=lambda: self.lost_round, last_round=None, are_others_behind=lambda round: False,
