@@ -119,8 +119,8 @@ class TrainingSwarm(MemorySwarm):
         return last < step and (step - last >= self._measure.every_steps or step >= self._measure.steps)
 
     def bytes_sent(self) -> int:
-        """By all peers together, in all rounds until now."""
-        return sum(event.bytes_sent for peer in self.peers.values() for event in peer.applied_events)
+        """By all peers together, until now."""
+        return sum(peer.node.transport.bytes_sent for peer in self.peers.values())
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,13 @@ def train(
                 if peer.failures:
                     raise peer.failures[0]
             await asyncio.sleep(LOOK_SECONDS)
+        await swarm.until_round(first.points[-1].round)  # what they still fetch from each other was sent, too
+        points = (*first.points[:-1], replace(first.points[-1], bytes_sent=swarm.bytes_sent()))
         learners = [peer.learner for peer in cast("list[TrainingPeer]", list(swarm.peers.values()))]
         held = max((learner.held for learner in learners), key=lambda held: held.training)
         await swarm.stop()
         for learner in (*learners, swarm.evaluator):
             learner.close()
-        return Training(tuple(first.points), held)
+        return Training(points, held)
 
     return run_virtual(play(), 1e9)
