@@ -74,6 +74,9 @@ ARMS = {
     "guests-16": "two-periods model.guest_rank=16",
     "guests-often": "spes-often model.guest_rank=16",
     "guests-seldom": "model.guest_rank=16",
+    "muon": "two-periods optimizer.name=muon",
+    "guests-muon": "guests-16 optimizer.name=muon",
+    "eight-peers-guests": "eight-peers model.guest_rank=16",
     "eight-peers": "two-periods each={half} swarm.min_peers={twice_peers} batch={half_batch} micro={half_batch}",
 }  # fmt: skip
 """What each changes of SPES with merges off, one owner a column and H steps a round: names of other arms, and fields.

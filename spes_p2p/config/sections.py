@@ -190,9 +190,10 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """One inner step."""
 
-    name: Literal["adamw", "adamw8bit"] = local(
+    name: Literal["adamw", "adamw8bit", "muon"] = local(
         "The inner optimizer: AdamW, with moments in fp32 or in 8 bits (2 bytes a trained value instead of 8; needs "
-        "the extra optim8bit).",
+        "the extra optim8bit); or Muon for the matrices of experts and attention (4 bytes) and AdamW for the rest, at "
+        "the same learning rate: for all peers alike, though nothing breaks where they differ.",
         "adamw",
     )
     gradient_dtype: Literal["fp32", "bf16"] = local("How gradients are kept until the step: 4 or 2 bytes.", "fp32")

@@ -24,8 +24,11 @@ HEAD, LAST, FIRST, STEP = "the loss", "the last layer's backward", "the first la
 """Moments of a step in which memory can be at its highest."""
 SCALE_BLOCK = 128
 """Values of a quantised row that share one fp32 scale (the whole row where this does not divide it)."""
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
-"""Of a trained value: two moments, in fp32, or in 8 bits with one fp32 scale for each 256 values."""
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "muon": 4.0}
+"""Of a trained value: two moments, in fp32, or in 8 bits with one fp32 scale for each 256 values; for Muon one, of the
+matrices of experts and attention."""
+STACK_VALUES = 2**24
+"""Values of matrices that Muon orthogonalises at once."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 FOREIGN_BYTES = {"int8": 1, "fp8": 1}
 PIECE_VALUES = 2**26
@@ -201,7 +204,10 @@ def guest_bytes(work: Workload) -> int:
 
 
 def _optimizer_bytes(work: Workload) -> int:
-    return round(OPTIMIZER_BYTES[work.options.optimizer] * Sizes.of(work.model).trained(work.owned))
+    sizes, kind = Sizes.of(work.model), work.options.optimizer
+    by_adamw = sizes.shared - sizes.attention if kind == "muon" else 0  # biases of attention count as its matrices
+    others = sizes.trained(work.owned) - by_adamw
+    return round(OPTIMIZER_BYTES["adamw"] * by_adamw + OPTIMIZER_BYTES[kind] * others)
 
 
 def _moments(work: Workload) -> dict[str, dict[str, int]]:
@@ -237,8 +243,17 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
             active.kept() + beside,
         ),
         FIRST: parts(0, all_gradients, active.kept_of_layer() + beside),
-        STEP: parts(0, all_gradients + (0 if gradient == 4 else 4 * min(PIECE_VALUES, trained)), 0),
+        STEP: parts(0, all_gradients + _update_bytes(work, gradient, trained), 0),
     }
+
+
+def _update_bytes(work: Workload, gradient: int, trained: int) -> int:
+    """What a step makes on the way: gradients in fp32; for Muon all that it orthogonalises, and a stack five times."""
+    if work.options.optimizer != "muon":
+        return 0 if gradient == 4 else 4 * min(PIECE_VALUES, trained)
+    sizes = Sizes.of(work.model)
+    matrices = sizes.attention + work.owned * sizes.column
+    return 4 * (matrices + 5 * min(STACK_VALUES, matrices))
 
 
 def _copied_bytes(work: Workload) -> int:

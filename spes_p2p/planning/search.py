@@ -32,7 +32,7 @@ more adds nothing at all (256 + 1 = 256)."""
 CHEAP_TOKENS = 4096
 """A micro-batch of so many tokens is as fast as a larger one, or nearly."""
 _CHECKPOINTING = ("none", "selective", "full")
-_FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit",), "foreign_dtype": ("int8", "fp8")}
+_FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit", "muon"), "foreign_dtype": ("int8", "fp8")}
 
 
 @dataclass(frozen=True)

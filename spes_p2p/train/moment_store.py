@@ -5,7 +5,7 @@ scale for every 256 of them; 2.03 bytes a trained value instead of 8. Tensors of
 Moments are kept as named tensors, so that whoever counts or saves them need not know their kind. Gradients may be
 bf16: a step makes them fp32 a piece at a time.
 
-Leaves out: which tensors there are, and with which learning rate and count they step (optim.py).
+Leaves out: which tensors there are, and with which learning rate and count they step (optim.py); Muon (muon.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from spes_p2p.config.schema import OptimizerConfig
 from spes_p2p.errors import ConfigError, first_line
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum"
+"""In their place where the tensor is stepped by Muon."""
 BLOCK_VALUES = 256
 """Values that share a scale."""
 SMALLEST_VALUES = 4096
@@ -32,7 +34,9 @@ PIECE_VALUES = 2**26
 _SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}
 
 Stored = dict[str, Tensor]
-"""`exp_avg` and `exp_avg_sq`: fp32, or uint8 codes and the scales `exp_avg_scale` and `exp_avg_sq_scale`."""
+"""`exp_avg` and `exp_avg_sq`: fp32, or uint8 codes and the scales `exp_avg_scale` and `exp_avg_sq_scale`; or `momentum`
+alone, fp32."""
+Form = Literal["fp32", "8bit", "momentum"]
 
 
 class Piece(NamedTuple):
@@ -41,6 +45,8 @@ class Piece(NamedTuple):
     values: Tensor
     gradient: Tensor
     moments: Stored
+    matrices: int = 0
+    """How many matrices of experts or attention lie one below the other in it; 0 where it is something else."""
 
 
 class Kind(Protocol):
@@ -50,11 +56,11 @@ class Kind(Protocol):
         """Raises ConfigError where this kind does not run on the device."""
         ...
 
-    def fresh(self, values: Tensor) -> Stored:
-        """Moments of `values` before the first step."""
+    def fresh(self, values: Tensor, matrices: int = 0) -> Stored:
+        """Moments of `values`, which hold so many matrices (see Piece), before the first step."""
         ...
 
-    def stored(self, moments: Stored) -> Stored:
+    def stored(self, moments: Stored, matrices: int = 0) -> Stored:
         """Moments of any kind in this one; the same tensors where they are of this kind already."""
         ...
 
@@ -68,23 +74,29 @@ def is_packed(moments: Stored) -> bool:
     return _SCALES[MOMENTS[0]] in moments
 
 
+def form_of(moments: Stored) -> Form:
+    """How these are kept."""
+    if MOMENTUM in moments:
+        return "momentum"
+    return "8bit" if is_packed(moments) else "fp32"
+
+
 def unpacked(moments: Stored) -> Stored:
-    """Both moments in fp32: the very tensors where they are kept so."""
+    """Both moments in fp32: the very tensors where they are kept so; zeros in the place of momentum."""
+    if MOMENTUM in moments:
+        return {which: torch.zeros_like(moments[MOMENTUM]) for which in MOMENTS}
     return {which: _dequantised(moments, which) for which in MOMENTS} if is_packed(moments) else moments
 
 
-def stored_shapes(shape: torch.Size, packed: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def stored_shapes(shape: torch.Size, form: Form) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of everything that is kept for a tensor of `shape`."""
-    if not packed:
+    if form == "momentum":
+        return {MOMENTUM: (shape, torch.float32)}
+    if form == "fp32":
         return dict.fromkeys(MOMENTS, (shape, torch.float32))
     scales = torch.Size((-(-shape.numel() // BLOCK_VALUES),))
     codes = dict.fromkeys(MOMENTS, (shape, torch.uint8))
     return codes | {_SCALES[which]: (scales, torch.float32) for which in MOMENTS}
-
-
-def kind_of(config: OptimizerConfig) -> Kind:
-    """Raises ConfigError where optimizer.name asks for a library that is not installed."""
-    return EightBit(config) if config.name == "adamw8bit" else Float32(config)
 
 
 class Float32:
@@ -99,10 +111,10 @@ class Float32:
     def check(self, device: torch.device) -> None:
         pass  # torch runs wherever its tensors are
 
-    def fresh(self, values: Tensor) -> Stored:
+    def fresh(self, values: Tensor, matrices: int = 0) -> Stored:
         return _zeros(values, packed=False)
 
-    def stored(self, moments: Stored) -> Stored:
+    def stored(self, moments: Stored, matrices: int = 0) -> Stored:
         return unpacked(moments)
 
     def update(self, pieces: list[Piece], steps: int, lr: float) -> None:
@@ -150,10 +162,11 @@ class EightBit:
                     fix="set optimizer.name=adamw, or install a bitsandbytes for this device",
                 ) from error
 
-    def fresh(self, values: Tensor) -> Stored:
+    def fresh(self, values: Tensor, matrices: int = 0) -> Stored:
         return _zeros(values, packed=values.numel() >= SMALLEST_VALUES)
 
-    def stored(self, moments: Stored) -> Stored:
+    def stored(self, moments: Stored, matrices: int = 0) -> Stored:
+        moments = unpacked(moments) if MOMENTUM in moments else moments
         if is_packed(moments) or moments[MOMENTS[0]].numel() < SMALLEST_VALUES:
             return moments
         parts = [_quantised(moments[which], which) for which in MOMENTS]
@@ -188,7 +201,7 @@ class EightBit:
 
 
 def _zeros(values: Tensor, packed: bool) -> Stored:
-    shapes = stored_shapes(values.shape, packed)
+    shapes = stored_shapes(values.shape, "8bit" if packed else "fp32")
     return {name: torch.zeros(shape, dtype=dtype, device=values.device) for name, (shape, dtype) in shapes.items()}
 
 

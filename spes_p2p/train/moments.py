@@ -11,16 +11,18 @@ import torch
 
 from spes_p2p.state.moments import NO_MOMENTS, Moments, within_bounds
 from spes_p2p.train.ddp import broadcast_array
-from spes_p2p.train.moment_store import MOMENTS, is_packed
+from spes_p2p.train.moment_store import MOMENTS, form_of, is_packed
 from spes_p2p.train.rank import RankTrainer
 
 
 def read_moments(trainer: RankTrainer, column: int) -> Moments:
-    """A copy; without steps and arrays for an owned column that was never trained here."""
+    """A copy; without steps and arrays for an owned column that was never trained here, or is trained by Muon."""
     group = next(group for group in trainer.optimizer.groups if group.column == column)
     pieces = list(trainer.column_pieces(column))
     if not group.steps or any(name not in group.moments for name, _, _ in pieces):
         return NO_MOMENTS
+    if any(form_of(group.moments[name]) == "momentum" for name, _, _ in pieces):
+        return NO_MOMENTS  # it forgets within twenty steps
     flat = {which: np.empty(pieces[-1][2].stop, np.float32) for which in MOMENTS}
     for name, rows, part in pieces:
         for which, values in group.moments_of(name).items():

@@ -1,4 +1,4 @@
-"""AdamW over shared parameters and owned expert columns, with moments and a step count of their own for each column.
+"""The optimizer over shared parameters and owned expert columns, with moments and a step count for each column.
 
 The masters of a bank are one parameter [O, out, in] for all owned experts, but torch keeps one step count a tensor, and
 a column that was adopted later needs its own. So the optimizer gets the rows: leaf tensors that share storage with the
@@ -25,7 +25,8 @@ from spes_p2p.experts.stores import PARTS
 from spes_p2p.model.own import OwnModel
 from spes_p2p.model.params import masters_of, named_shared
 from spes_p2p.model.transformer import Transformer
-from spes_p2p.train.moment_store import MOMENTS, Float32, Piece, Stored, kind_of, unpacked
+from spes_p2p.train.moment_store import MOMENTS, EightBit, Float32, Kind, Piece, Stored, unpacked
+from spes_p2p.train.muon import Muon
 from spes_p2p.train.schedule import ramp
 
 __all__ = ["MOMENTS", "Group", "Optimizer"]
@@ -43,6 +44,8 @@ class Group:
     """Optimizer steps that the moments have seen: the count of the bias correction."""
     moments: dict[str, Stored] = field(default_factory=dict)
     """By tensor name, as they are kept; empty until the first step."""
+    is_guest: bool = False
+    """Whether it is what a guest trains in a column of others."""
 
     def moments_of(self, name: str) -> Stored:
         """Both moments of a tensor in fp32."""
@@ -100,7 +103,7 @@ class Optimizer:
 
     def begin_guest(self, model: Transformer, column: int) -> None:
         """Trains what a guest changes in a column, with fresh moments."""
-        self._guests[column] = Group(column, self._guest_tensors(model, column), ramped=False)
+        self._guests[column] = Group(column, self._guest_tensors(model, column), False, is_guest=True)
 
     def end_guest(self, column: int) -> None:
         """Trains it no more."""
@@ -122,7 +125,10 @@ class Optimizer:
         """Replaces what is known of one group. The moments may be of any kind."""
         group = self._groups[column]
         group.ramped, group.steps = ramped, steps
-        group.moments = {name: self._kind.stored(kept) for name, kept in moments.items()}
+        group.moments = {
+            name: self._kind.stored(kept, _matrices_in(group, name, group.tensors[name]))
+            for name, kept in moments.items()
+        }
 
     def reserve(self) -> None:
         """Makes the moments that the next step would make."""
@@ -133,29 +139,47 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One step with the gradients that the model has."""
-        for group in self.groups:
-            self._kind.update(self._pieces(group), group.steps, lr * ramp(group.steps) if group.ramped else lr)
+        for group in (*self.groups, *self._guests.values()):
+            own = lr * ramp(group.steps) if group.ramped else lr
+            self._kind_of(group).update(self._pieces(group), group.steps, own)
             group.steps += 1
-        for guest in self._guests.values():
-            self._guest_kind.update(self._pieces(guest), guest.steps, lr)
-            guest.steps += 1
 
     def _pieces(self, group: Group) -> list[Piece]:
         pieces = []
         for name, parameter in group.tensors.items():
             gradient = self._gradient(parameter)
             if gradient is not None:
-                pieces.append(Piece(parameter.detach(), gradient, self._moments(group, name, parameter)))
+                moments, matrices = self._moments(group, name, parameter), _matrices_in(group, name, parameter)
+                pieces.append(Piece(parameter.detach(), gradient, moments, matrices))
         return pieces
 
     def _moments(self, group: Group, name: str, parameter: nn.Parameter) -> Stored:
-        return group.moments.get(name) or group.moments.setdefault(name, self._kind.fresh(parameter))
+        if name not in group.moments:
+            group.moments[name] = self._kind_of(group).fresh(parameter, _matrices_in(group, name, parameter))
+        return group.moments[name]
+
+    def _kind_of(self, group: Group) -> Kind:
+        return self._guest_kind if group.is_guest else self._kind
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if id(parameter) not in self._masters:
             return parameter.grad
         master, index = self._masters[id(parameter)]
         return None if master.grad is None else master.grad[index]
+
+
+def kind_of(config: OptimizerConfig) -> Kind:
+    """Raises ConfigError where optimizer.name asks for a library that is not installed."""
+    if config.name == "muon":
+        return Muon(config)
+    return EightBit(config) if config.name == "adamw8bit" else Float32(config)
+
+
+def _matrices_in(group: Group, name: str, values: Tensor) -> int:
+    """Matrices of experts or attention in a tensor, one below the other; 0 for one that is anything else."""
+    if values.ndim != 2 or group.is_guest or (group.column is None and ".attention." not in name):
+        return 0
+    return 2 if name.endswith(".gate_up") else 1
 
 
 def gradient_bytes(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spes_p2p.errors import CheckpointError
 from spes_p2p.train.ddp import broadcast_array
-from spes_p2p.train.moment_store import Stored, is_packed, stored_shapes
+from spes_p2p.train.moment_store import Stored, form_of, stored_shapes
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
 
@@ -62,7 +62,7 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
             entry = None if tensors is None else tensors[name]
             parameter.detach().copy_(_received(trainer, entry, "value", parameter.shape, torch.float32))
             if saved["steps"]:
-                shapes = stored_shapes(parameter.shape, name in saved["packed"])
+                shapes = stored_shapes(parameter.shape, saved["forms"][name])
                 moments[name] = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
     trainer.model.refresh()
@@ -72,8 +72,8 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
 
 
 def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:
-    packed = [name for name, entry in group["tensors"].items() if is_packed(entry)]
-    return {**{key: group[key] for key in ("column", "ramped", "steps")}, "packed": packed}
+    forms = {name: form_of(entry) for name, entry in group["tensors"].items()}
+    return {**{key: group[key] for key in ("column", "ramped", "steps")}, "forms": forms}
 
 
 def _group_state(trainer: RankTrainer, group: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _check_tensors(trainer: RankTrainer, state: Mapping[str, Any]) -> None:
         shapes = shared if group["column"] is None else trainer.column_shapes(group["column"])
         for name, shape in shapes.items():
             entry = group["tensors"][name]
-            kept = stored_shapes(shape, is_packed(entry)) if group["steps"] else {}
+            kept = stored_shapes(shape, form_of(entry)) if group["steps"] else {}
             for key, (own, dtype) in {"value": (shape, torch.float32), **kept}.items():
                 _check_tensor(f"{name}/{key}", entry[key], own, dtype)
 

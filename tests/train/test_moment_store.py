@@ -88,7 +88,7 @@ def test_moments_survive_packing_where_nothing_was_ever_seen() -> None:
     packed, fresh = kind.stored(zeros), kind.fresh(torch.zeros(70, 100))
     for kept in (packed, fresh):
         assert {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()} == stored_shapes(
-            torch.Size((70, 100)), packed=True
+            torch.Size((70, 100)), form="8bit"
         )
         assert all(not values.any() for values in unpacked(kept).values())
     assert kind.stored(packed) is packed
