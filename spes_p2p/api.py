@@ -28,7 +28,7 @@ from spes_p2p.interop.evaluate import evaluate as _evaluate
 from spes_p2p.interop.own import Model, OwnStart, run_layout
 from spes_p2p.observe.events import Event, EventBus
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
-from spes_p2p.peer.connection import open_network
+from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.export import ExportOptions, find_checkpoint, run_export
 from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path, meeting
 from spes_p2p.peer.run import run_peer

@@ -53,7 +53,7 @@ def status(
 
 async def _read_and_show(options: NetworkOptions, run: JoinTarget, as_json: bool, watch: bool) -> None:
     from spes_p2p.errors import NetworkError
-    from spes_p2p.peer.connection import open_network
+    from spes_p2p.peer.entrance import open_network
     from spes_p2p.sync.report import read_report
 
     with TemporaryDirectory(prefix="spes-p2p-status-") as folder:

@@ -25,9 +25,10 @@ from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.observe.sinks import unfailing
-from spes_p2p.peer.connection import MonotonicClock, open_network
+from spes_p2p.peer.connection import MonotonicClock
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
+from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.folder import claim_folder, make_folder, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join_command
 from spes_p2p.peer.mirror import Mirror, kept_run

@@ -71,7 +71,7 @@ class Departure:
             loop.save(turn.manifest, loop.values.base, machine.work, final=True)
             return
         self._hand_in(until)
-        self._connection.leave()
+        self._connection.wishes.leave()
         self._offer_moments()
         while machine.stage is Stage.LEAVING and time.monotonic() < until:
             news = self._gate.wait(until, heed_stop=False)

@@ -31,8 +31,8 @@ from spes_p2p.peer.checks import (
     run_checks,
     speed_check,
 )
-from spes_p2p.peer.connection import open_network
 from spes_p2p.peer.devices import choose_cards
+from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
 from spes_p2p.peer.machine import find_disk, find_machine
 from spes_p2p.peer.options import JoinTarget, PeerOptions

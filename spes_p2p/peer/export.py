@@ -21,7 +21,7 @@ from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import Dtype
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
-from spes_p2p.peer.connection import open_network
+from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.folder import CHECKPOINTS
 from spes_p2p.peer.options import NetworkOptions

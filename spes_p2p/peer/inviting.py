@@ -9,8 +9,8 @@ import asyncio
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spes_p2p.peer.connection import ANSWER_SECONDS, open_network
 from spes_p2p.peer.contacts import invite_of
+from spes_p2p.peer.entrance import ANSWER_SECONDS, open_network
 from spes_p2p.peer.options import JoinTarget, NetworkOptions
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread

@@ -86,4 +86,4 @@ class LiveFacts:
         """By what peers say of themselves in the DHT; our own as it is now."""
         me = self._connection.peer_id
         others = sum(record.tokens_per_second for peer, record in known.items() if peer != me)
-        return others + self._connection.progress.tokens_per_second
+        return others + self._connection.presence.progress.tokens_per_second

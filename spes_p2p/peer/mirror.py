@@ -27,8 +27,8 @@ from spes_p2p.files import write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.interop.own import run_layout
 from spes_p2p.observe.metrics import bytes_text
-from spes_p2p.peer.connection import ANSWER_SECONDS, check_organiser
 from spes_p2p.peer.data_feed import DATA, PAUSE_SECONDS, PIECES_A_PASS, check_dataset, keep_catalogue, kept_catalogue
+from spes_p2p.peer.entrance import ANSWER_SECONDS, check_organiser
 from spes_p2p.peer.folder import RUN, claim_folder
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.state.store import StateStore

@@ -15,7 +15,7 @@ from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.expert_map import orphans
-from spes_p2p.peer.connection import open_network
+from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.fetching import fetch_chain, fetch_forks
 from spes_p2p.peer.folder import CHAIN, RUN
 from spes_p2p.peer.options import JoinTarget, NetworkOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 from spes_p2p.checkpoint.load import Checkpoint, load_latest
 from spes_p2p.checkpoint.save import save_checkpoint
-from spes_p2p.config.schema import Config, SyncConfig
+from spes_p2p.config.schema import SyncConfig
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.data.loader import LeasedLoader, LocalLoader
@@ -17,6 +17,7 @@ from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.peer.learning import Learning
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.sync.genesis import RunInfo
@@ -33,24 +34,16 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        config: Config,
         info: RunInfo,
-        trainer: Trainer,
-        loader: LeasedLoader | LocalLoader,
+        learning: Learning,
         commit_of: Callable[[Manifest], Commit | None],
         emit: Callable[[Event], None],
-        tokenizer: str | None = None,
     ) -> None:
-        """`commit_of`: the commit of a manifest, None where another history of the run won meanwhile.
-
-        `tokenizer`: the one that the peer's data was cut with, where it is known; whoever exports needs it.
-        """
+        """`commit_of`: the commit of a manifest, None where another history of the run won meanwhile."""
         self._folder = folder
-        self._tokenizer = tokenizer
-        self._config = config
         self._info = info
-        self._trainer = trainer
-        self._loader = loader
+        self._learning = learning
+        self._config = learning.config
         self._commit_of = commit_of
         self._emit = emit
         self._paused = False
@@ -66,8 +59,8 @@ class Saver:
             "round": manifest.round,
             "manifest": manifest_hash(manifest),
             "commit": pack(commit),
-            "trainer": self._trainer.private_state(),
-            "loader": self._loader.state_dict(),
+            "trainer": self._learning.trainer.private_state(),
+            "loader": self._learning.loader.state_dict(),
             "uncounted": {"tokens": uncounted.tokens, "steps": uncounted.steps},
         }
         run = {
@@ -75,7 +68,7 @@ class Saver:
             "fingerprint": self._info.fingerprint.hex(),
             "config": self._info.config,
             "tokens": manifest.tokens,
-            "tokenizer": self._tokenizer,
+            "tokenizer": self._learning.dataset.tokenizer,  # who exports needs it
         }
         keep = self._config.output.keep_checkpoints
         try:

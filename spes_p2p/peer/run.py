@@ -70,6 +70,16 @@ class Running:
 Show = Callable[[Running], None]
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """Who looks at a peer, and who may pause it: see `run_peer`."""
+
+    bus: EventBus
+    say: Say
+    show: Show
+    pause: PauseSwitch
+
+
 def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: PauseSwitch | None = None) -> None:
     """Joins a run, trains until SIGINT, SIGTERM or the last round, and leaves.
 
@@ -86,11 +96,12 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
         say(f"nothing to resume in {options.output}: starting anew")
     traffic = DataTraffic()
     gate = TrainerBridge(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
-    pause = pause or PauseSwitch()
-    watch = Watch(pause, options.schedule, options.pause_on_battery)
+    around = Surroundings(bus, say, show, pause or PauseSwitch())
+    watch = Watch(around.pause, options.schedule, options.pause_on_battery)
     with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
         try:
-            _run_connected(thread, options, gate, traffic, device, outer, bus, say, show, pause)
+            with closing(Connection.open(thread, options, gate, say, traffic)) as connection:
+                _run_connected(connection, options, device, outer, around)
         except Stopped:
             say("stopped before training began")
         except SpesError as error:
@@ -99,44 +110,37 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
 
 
 def _run_connected(
-    thread: NetworkThread,
-    options: PeerOptions,
-    gate: TrainerBridge,
-    traffic: DataTraffic,
-    device: torch.device,
-    outer: Ranks | None,
-    bus: EventBus,
-    say: Say,
-    show: Show,
-    pause: PauseSwitch,
+    connection: Connection, options: PeerOptions, device: torch.device, outer: Ranks | None, around: Surroundings
 ) -> None:
-    connection, config, info = Connection.open(thread, options, gate, say, traffic)
-    try:
-        _add_file_sinks(options, config, info, connection.peer_id, bus)
-        connection.vitals.set_device(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
-        bus.add(connection.vitals)
-        dataset = _open_data(connection, options, config, info, bus, say)
-        loader = _make_loader(config, info, dataset, connection.peer_id)
-        with (
-            _metrics(options, info, connection.peer_id, bus, say),
-            _ranks(options, device, outer, config.optimizer.batch_sequences, gate.failed, say) as ranks,
-        ):
-            device = ranks.device if ranks.cards else device
-            if options.model is None:
-                memory, agreed = measure_ranks(device, ranks), config
-                config, words = fit_config(agreed, options, memory)
-                if words:
-                    say(words)
-                insist(fitness_of(agreed, config, words, options, memory), say)
-                fit = columns_that_fit(config, memory)
-            else:  # nobody can say what it needs
-                check_own_settings(config)
-                fit = 0
-            # memory runs out here, before others count on us
-            with closing(_make_trainer(options, config, connection.layout, device, ranks)) as trainer:
-                _train(connection, options, config, info, trainer, loader, dataset, bus, say, show, fit, pause)
-    finally:
-        connection.close()
+    config, info, bus, say = connection.config, connection.info, around.bus, around.say
+    _add_file_sinks(options, config, info, connection.peer_id, bus)
+    vitals = connection.presence.vitals
+    vitals.set_device(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    bus.add(vitals)
+    dataset = _open_data(connection, options, bus, say)
+    loader = _make_loader(config, info, dataset, connection.peer_id)
+    with (
+        _metrics(options, info, connection.peer_id, bus, say),
+        _ranks(options, device, outer, config.optimizer.batch_sequences, connection.gate.failed, say) as ranks,
+    ):
+        config, columns = _fit(options, config, ranks.device if ranks.cards else device, ranks, say)
+        # memory runs out here, before others count on us
+        trainer = _make_trainer(options, config, connection.layout, ranks.device if ranks.cards else device, ranks)
+        with closing(trainer):
+            _train(connection, options, Learning(config, trainer, loader, dataset), columns, around)
+
+
+def _fit(options: PeerOptions, agreed: Config, device: torch.device, ranks: Ranks, say: Say) -> tuple[Config, int]:
+    """The config with what this machine has memory for, and for how many columns; 0 where nobody can say."""
+    if options.model is not None:
+        check_own_settings(agreed)
+        return agreed, 0
+    memory = measure_ranks(device, ranks)
+    config, words = fit_config(agreed, options, memory)
+    if words:
+        say(words)
+    insist(fitness_of(agreed, config, words, options, memory), say)
+    return config, columns_that_fit(config, memory)
 
 
 def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: torch.device, ranks: Ranks) -> Trainer:
@@ -146,44 +150,35 @@ def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: 
 
 
 def _train(
-    connection: Connection,
-    options: PeerOptions,
-    config: Config,
-    info: RunInfo,
-    trainer: Trainer,
-    loader: LeasedLoader | LocalLoader,
-    dataset: AnyDataset,
-    bus: EventBus,
-    say: Say,
-    show: Show,
-    columns: int,
-    pause: PauseSwitch,
+    connection: Connection, options: PeerOptions, learning: Learning, columns: int, around: Surroundings
 ) -> None:
     """`columns`: how many this machine has memory for."""
+    config, info, bus, say, pause = learning.config, connection.info, around.bus, around.say, around.pause
     checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
     again = options.resume and holds_run(options.output)
     store = options.output / RUN / STATE
     resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if again else None
     pause.on_change(lambda why: _note_pause(why, connection, bus))
-    connection.pause(pause.active)
+    connection.wishes.pause(pause.active)
     tip = connection.enter(columns)
     say(f"peer {me} is in, round {tip.manifest.round}")
-    say(f"others join with:\n  spes-p2p join {connection.invitation}")
-    show(Running(me, info.run_id, options.output, lambda step: steps_per_round_at(config, step), LiveFacts(connection)))
+    say(f"others join with:\n  spes-p2p join {connection.found.contacts.word}")
+    facts = LiveFacts(connection)
+    around.show(Running(me, info.run_id, options.output, lambda step: steps_per_round_at(config, step), facts))
     if pause.active:
         bus.emit(Pause(True, pause.why))
-    commit_of, tokenizer = connection.disk.chain.commit_of, dataset.tokenizer
-    saver = Saver(checkpoints, config, info, trainer, loader, commit_of, bus.emit, tokenizer)
+    saver = Saver(checkpoints, info, learning, connection.disk.chain.commit_of, bus.emit)
     dump = None
     if options.dump_rounds is not None:
         outer = outer_optimizer(connection.driver.core.state.rules)
         dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
-    learning = Learning(config, trainer, loader, dataset)
     loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.rounds, pause))
     restored = _restore(resumed, tip, learning)
     carried = None
     if resumed is not None and restored is None and config.sync.column_rounds > 1:
-        carried = resumed.values_ahead(tip.manifest, me, connection.layout, connection.disk, trainer, config.sync)
+        carried = resumed.values_ahead(
+            tip.manifest, me, connection.layout, connection.disk, learning.trainer, config.sync
+        )
     del resumed  # it maps a checkpoint that may be removed while training goes on
     try:
         loop.begin(tip.manifest, restored, carried)
@@ -262,10 +257,9 @@ def _restore(resumed: Resumed | None, tip: Commit, learning: Learning) -> Restor
     return Restored(place, resumed.uncounted, trainer.round_steps)
 
 
-def _open_data(
-    connection: Connection, options: PeerOptions, config: Config, info: RunInfo, bus: EventBus, say: Say
-) -> AnyDataset:
+def _open_data(connection: Connection, options: PeerOptions, bus: EventBus, say: Say) -> AnyDataset:
     """The data on this machine, or what other peers give of the run's. Raises DataError for another dataset."""
+    config, info = connection.config, connection.info
     dataset: AnyDataset
     is_own = config.data.source == "local" or info.dataset == NO_HASH
     if not is_own and not config.data.path:
@@ -275,7 +269,7 @@ def _open_data(
         if not is_own:
             pieces = FolderPieces.open(dataset, options.output / DATA, say)
             check_dataset(pieces.dataset_hash, config.data.path, info)
-            connection.serve_data(pieces)
+            connection.data.serve(pieces)
     if config.eval.every_rounds:
         need_held_out(dataset, config, config.eval.sequences)
     return dataset
@@ -322,7 +316,7 @@ def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:
 
 
 def _note_pause(why: str, connection: Connection, bus: EventBus) -> None:
-    connection.pause(bool(why))
+    connection.wishes.pause(bool(why))
     bus.emit(Pause(bool(why), why))
 
 

@@ -187,7 +187,7 @@ class TrainingLoop:
         if self._pause.active and self._is_short():
             return True
         if self._pause.active:
-            self.connection.progress.tokens_per_second = 0.0
+            self.connection.presence.progress.tokens_per_second = 0.0
             if len(self.trainer.owned):
                 self.train_one_step(time.monotonic() + LEAVE_SECONDS)
         if not self.gate.stopping and not self.is_over():  # how to leave is decided in `departure`
@@ -253,7 +253,7 @@ class TrainingLoop:
     def _look_at_memory(self, steps: int) -> None:
         """Owns no more from now on than the steps that were made leave room for."""
         fit = self.trainer.columns_that_fit() if steps else None
-        if fit is not None and self.connection.limit_columns(fit):
+        if fit is not None and self.connection.wishes.limit_columns(fit):
             self.emit(Warning(f"activations leave memory for {fit} expert columns: no more will be taken over"))
 
     def _on_step(self, result: StepResult, own_steps: int) -> None:
@@ -262,7 +262,7 @@ class TrainingLoop:
         speed = result.tokens / max(result.seconds, 1e-9)
         self.moments.step_seconds = result.seconds
         self._load.add(result)
-        progress = self.connection.progress
+        progress = self.connection.presence.progress
         progress.step, progress.tokens_per_second = result.step, speed
         progress.tokens += result.tokens
         if own_steps % self.config.output.log_every_steps == 0:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -12,10 +10,8 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import ConfigError
-from spes_p2p.ids import PeerId
-from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.pausing import MINUTES, PauseSwitch, Schedule, Watch
-from spes_p2p.sync.trainer_bridge import TrainerBridge
+from spes_p2p.peer.wishes import Wishes
 
 NIGHT = Schedule.parse("22:00-08:00")
 
@@ -98,30 +94,47 @@ def test_a_machine_without_battery_is_never_paused_by_it() -> None:
 
 
 def test_who_paused_while_alone_gives_its_columns_up_when_others_come() -> None:
-    wishes: list[Intent] = []
-    contacts: dict[PeerId, Any] = {}
-    state = SimpleNamespace(others=SimpleNamespace(contacts=contacts))
-    core = SimpleNamespace(state=state, alive=lambda peer, now: True, tip=SimpleNamespace(round=3))
-    driver: Any = SimpleNamespace(core=core, wish=wishes.append)
-    unused: Any = None
-    connection = Connection(unused, unused, TrainerBridge(), lambda text: None)
-    connection.config = cast(Any, SimpleNamespace(swarm=SimpleNamespace(heartbeat_seconds=0.001)))
-    connection.intent = Intent(joining=True, max_columns=2, claims=(1,))
-    connection._driver, connection._is_in = driver, True
+    told: list[Intent] = []
+    others: list[str] = []
+    wishes = Wishes(told.append, lambda: bool(others))
+    wishes.want(Intent(joining=True, max_columns=2, claims=(1,)), may_shrink=True)
+    wishes.begin()
+    told.clear()
 
     async def play() -> None:
-        connection.gate.attach(driver, asyncio.get_running_loop())
-        beats = asyncio.get_running_loop().create_task(connection._settle_pauses())
-        connection.pause(True)
+        beats = asyncio.get_running_loop().create_task(wishes.look_for_company(0.001))
+        wishes.pause(True)
         await asyncio.sleep(0.01)
-        assert not wishes  # nobody else could train them
-        contacts[PeerId("b")] = SimpleNamespace(status=SimpleNamespace(intent=Intent(joining=True)))
-        while not wishes:
+        assert not told  # nobody else could train them
+        others.append("b")
+        while not told:
             await asyncio.sleep(0.001)
-        contacts.clear()
-        while len(wishes) < 2:
+        others.clear()
+        while len(told) < 2:
             await asyncio.sleep(0.001)
         beats.cancel()
 
     asyncio.run(asyncio.wait_for(play(), 60.0))
-    assert [(wish.max_columns, wish.claims) for wish in wishes] == [(0, ()), (2, (1,))]
+    assert [(wish.max_columns, wish.claims) for wish in told] == [(0, ()), (2, (1,))]
+
+
+def test_who_pauses_before_it_is_in_joins_without_columns() -> None:
+    told: list[Intent] = []
+    wishes = Wishes(told.append, lambda: True)
+    wishes.pause(True)
+    wishes.want(Intent(joining=True, max_columns=2), may_shrink=True)
+    assert (wishes.intent.joining, wishes.intent.max_columns) == (True, 0)
+    assert not told
+    wishes.begin()
+    assert [wish.max_columns for wish in told] == [0]
+
+
+def test_columns_that_somebody_has_set_stay() -> None:
+    told: list[Intent] = []
+    wishes = Wishes(told.append, lambda: True)
+    wishes.begin()
+    for may_shrink in (False, True):
+        wishes.want(Intent(joining=True, max_columns=4), may_shrink)
+        assert wishes.limit_columns(3) is may_shrink
+    assert not wishes.limit_columns(3)
+    assert [wish.max_columns for wish in told] == [0, 3]

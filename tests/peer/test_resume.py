@@ -21,6 +21,7 @@ from spes_p2p.errors import CheckpointError, StorageFull
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer import resume
+from spes_p2p.peer.learning import Learning
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.inputs import Inputs
@@ -47,7 +48,7 @@ class Life:
     def __init__(self, folder: Path, *overrides: str, local: bool = False) -> None:
         self.config = config_with_data(folder, *overrides)
         self.run = MadeRun(self.config)
-        dataset = open_dataset(self.config)
+        dataset = self.dataset = open_dataset(self.config)
         self.loader: LeasedLoader | LocalLoader
         self.loader = LocalLoader(dataset, self.config, PeerId("a")) if local else LeasedLoader(dataset, self.config)
         self.trainer = Trainer(self.config, self.run.layout, torch.device("cpu"))
@@ -61,7 +62,7 @@ class Life:
             self.commits.append(self.run.certified(manifest))
         self.ours: Sequence[Commit] = self.commits
         self.saver = Saver(
-            self.checkpoints, self.config, self.run.info, self.trainer, self.loader,
+            self.checkpoints, self.run.info, Learning(self.config, self.trainer, self.loader, self.dataset),
             lambda manifest: next((commit for commit in self.ours if commit.manifest == manifest), None),
             self.events.append,
         )  # fmt: skip

@@ -26,6 +26,7 @@ from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.learning import Learning
 from spes_p2p.peer.pausing import PauseSwitch
+from spes_p2p.peer.presence import Progress
 from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, TrainingLoop
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
@@ -121,7 +122,8 @@ class Story:
             ),
             others=lambda: self.others,
             lost_round=lambda: self.lost_round, last_round=None, are_others_behind=lambda round: False,
-            progress=SimpleNamespace(tokens=0, tokens_per_second=0.0), leave=self._leave, limit_columns=self._limit,
+            presence=SimpleNamespace(progress=Progress()),
+            wishes=SimpleNamespace(leave=self._leave, limit_columns=self._limit),
         )  # fmt: skip
 
     def _limit(self, fit: int) -> bool:

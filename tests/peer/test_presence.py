@@ -1,4 +1,4 @@
-"""What a peer's connection tells of itself, without a network."""
+"""What a peer tells of itself in the DHT, without a network."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from spes_p2p.peer.connection import Connection
-from spes_p2p.peer.options import PeerOptions
+from spes_p2p.peer.presence import Presence
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.trainer_bridge import TrainerBridge
 from tests.sync.chains import MadeRun
 
 RUN = MadeRun()
 COMMITS = RUN.chain(3)
 
 
-def connected(chain: Chain, looked: bool) -> tuple[Connection, Any]:
-    thread: Any = None
-    options: Any = PeerOptions
-    connection = Connection(thread, options, TrainerBridge(), lambda text: None)
+def present(chain: Chain, looked: bool) -> tuple[Presence, Any]:
+    unused: Any = None
+    presence = Presence(RUN.info.run_id, unused, unused, lambda: False)
     facts = SimpleNamespace(state=SimpleNamespace(own=SimpleNamespace(commit=COMMITS[2])))
     driver: Any = SimpleNamespace(core=facts)
-    disk: Any = SimpleNamespace(chain=chain)
-    connection._driver, connection._disk = driver, disk
+    presence.begin(driver, chain)
     if looked:
-        assert connection._newest() == (COMMITS[2], 1e9)
-    return connection, facts
+        assert presence.newest() == (COMMITS[2], 1e9)
+    return presence, facts
 
 
 def test_the_tip_is_announced_although_another_history_is_about_to_take_its_place(tmp_path: Path) -> None:
@@ -38,13 +34,13 @@ def test_the_tip_is_announced_although_another_history_is_about_to_take_its_plac
         for commit in COMMITS:
             chain.append(commit)
         os.utime(chain.directory / "00000002.commit", (1e9, 1e9))
-        connection, core = connected(chain, looked)
+        presence, core = present(chain, looked)
         chain.switch([other])
-        newest = connection._newest()
+        newest = presence.newest()
         assert newest is not None
         assert newest[0] == COMMITS[2]
         assert (newest[1] == 1e9) is looked
         core.state.own.commit = other
-        assert connection._newest() == (other, chain.received_at(1))
+        assert presence.newest() == (other, chain.received_at(1))
         core.state.own.commit = None
-        assert connection._newest() is None
+        assert presence.newest() is None

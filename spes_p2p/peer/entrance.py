@@ -1,0 +1,149 @@
+"""How a node comes into the network and finds its run there; nothing of the run is entered yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
+from spes_p2p.config.load import load_config
+from spes_p2p.config.schema import Config
+from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
+from spes_p2p.ids import PeerId
+from spes_p2p.interop.own import run_layout
+from spes_p2p.limits import allow_open_files
+from spes_p2p.peer.contacts import Contacts, kept_addresses
+from spes_p2p.peer.folder import RUN, claim_folder
+from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, Reach
+from spes_p2p.swarm.stream_server import StreamLimits
+from spes_p2p.sync.finding import find_run
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.node import Run
+from spes_p2p.sync.organiser_words import read_words, together
+from spes_p2p.sync.sealing import EnvelopeChecker
+
+ANSWER_SECONDS = 15.0
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run as a peer found it: `run` has the peer's own choices in its config.
+
+    `publishers` announce the run, `round` is where they say it is. `contacts` are what is known of its nodes.
+    """
+
+    run: Run
+    publishers: tuple[PeerId, ...]
+    round: int
+    contacts: Contacts
+
+
+async def open_network(options: NetworkOptions, identity: Path) -> HivemindNetwork:
+    """Joins the DHT. Raises NetworkError, IdentityInUse or ClockSkewed, each with the fix."""
+    allow_open_files()
+    return await HivemindNetwork.start(
+        options.initial_peers,
+        options.identity_path or identity,
+        options.host_maddrs,
+        options.announce_maddrs,
+        options.client_mode,
+        StreamLimits(upload_bytes_per_second=options.max_upload, download_bytes_per_second=options.max_download),
+    )
+
+
+def reach_text(network: HivemindNetwork) -> str:
+    """What a person should know of how others reach this machine; empty where nothing was found out."""
+    if network.reach is Reach.PUBLIC:
+        return f"others can dial this machine, at {network.dialled_at}"
+    if network.reach is Reach.PRIVATE:
+        return (
+            "nobody can dial this machine (NAT or a firewall): it trains all the same, over connections that it keeps "
+            "open; to let it reduce for others too, forward a TCP port and name it in --host-maddrs"
+        )
+    return ""
+
+
+async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNetwork, tuple[str, ...]]:
+    """By the addresses that were given, and those that this peer knew in an earlier life; these addresses too.
+
+    What of the options can be checked before anybody is asked is checked first. Raises ConfigError, NetworkError.
+    """
+    split_overrides(options.overrides)
+    before = kept_addresses(options.output, options.fingerprint)
+    addresses = tuple(dict.fromkeys((*options.network.initial_peers, *before)))
+    if not addresses:
+        raise ConfigError(
+            "no invitation is given", fix="give the word that the organiser printed: spes-p2p join spes1..."
+        )
+    network = await open_network(replace(options.network, initial_peers=addresses), options.output / "identity.key")
+    if said := reach_text(network):
+        say(said)
+    return network, addresses
+
+
+async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[str, ...], say: Say) -> FoundRun:
+    """The run that the options mean, checked, and the peer's folder claimed for it.
+
+    Raises NetworkError, RemoteProtocolError, ConfigError; PermanentError where it is over, or not the one meant.
+    """
+    expected = None if options.config_path is None else load_config(config_path(options.config_path))
+    group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
+    info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
+    check_organiser(options.organiser, info)
+    contacts = Contacts(options.output, info, network.signer.peer_id, addresses)
+    await _check_not_over(network, info, group.round)
+    if options.rounds is not None and group.round > options.rounds:
+        raise PermanentError(
+            f"the run is at round {group.round}, and this peer was to stop with round {options.rounds}",
+            fix="give a later round with --rounds, or leave it out",
+        )
+    if expected is not None:
+        _check_same(expected, agreed, info)
+    data = () if options.data is None else (f"data.path={options.data}",)
+    config = apply_peer_overrides(agreed, [*options.overrides, *data])
+    layout = run_layout(config, options.model)
+    if options.owned_experts is not None:
+        check_columns(options.owned_experts, layout.num_columns)
+    column_budget(options, config.swarm.experts_per_peer, 0, layout.num_columns)
+    claim_folder(options.output / RUN, info, layout)  # before anything of this run is written there
+    say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()[:16]}")
+    return FoundRun(Run(info, config, layout), tuple(group.addresses()), group.round, contacts)
+
+
+async def _check_not_over(network: HivemindNetwork, info: RunInfo, round: int) -> None:
+    check = EnvelopeChecker(network.verifier).check
+    try:
+        words = await read_words(network.directory, info, check, ANSWER_SECONDS)
+    except NetworkError:  # it is looked for again when we are in
+        return
+    last_round = together(words.values()).last_round
+    if last_round is not None and round >= last_round:
+        raise PermanentError(
+            f"run {info.run_id} is over: its organiser has ended it with round {last_round}",
+            fix="take its model with spes-p2p export, or ask for an invitation to another run",
+        )
+
+
+def check_organiser(expected: PeerId | None, info: RunInfo) -> None:
+    """Raises RemoteProtocolError where the run is not that of the organiser who invited."""
+    if expected not in (None, info.organiser):
+        raise RemoteProtocolError(
+            f"run {info.run_id} is of the organiser {info.organiser}, the invitation of {expected}",
+            fix="ask who invited you for another invitation",
+        )
+
+
+def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:
+    """Raises PermanentError naming the fields in which a local config differs from the run's."""
+    wrong = differences(ours, theirs)
+    if wrong:
+        shown = ", ".join(f"{item.key} is {item.ours!r} here and {item.theirs!r} there" for item in wrong[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise PermanentError(
+            f"--config has another fingerprint than run {info.run_id}: {shown}{more}",
+            fix="leave --config out (the run's config comes from the swarm), or join the right run with --run-id",
+        )

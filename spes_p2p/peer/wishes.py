@@ -1,0 +1,72 @@
+"""What a peer wants of the run: as many columns as it has memory for, none while it pauses, and in the end to leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from spes_p2p.consensus.messages import Intent
+
+
+class Wishes:
+    """`tell` is given each new intent, once `begin` was called. For any thread."""
+
+    def __init__(self, tell: Callable[[Intent], None], has_company: Callable[[], bool]) -> None:
+        """`has_company`: whether others take part, who could train what this peer does not."""
+        self._intent = Intent(joining=True)
+        self._may_shrink = True
+        self._tell_others = tell
+        self._has_company = has_company
+        self._has_begun = False
+        self.asked_to_pause = False
+        self._paused = False
+        """Asks for no columns: `asked_to_pause`, unless nobody else could train them."""
+
+    @property
+    def intent(self) -> Intent:
+        """Who does not train asks for no columns: others take them over, if there are any."""
+        return replace(self._intent, max_columns=0, claims=()) if self._paused else self._intent
+
+    def want(self, intent: Intent, may_shrink: bool) -> None:
+        """What to join with. `may_shrink`: the columns are those that memory was thought to have room for."""
+        self._intent, self._may_shrink = intent, may_shrink
+
+    def begin(self) -> None:
+        """There is somebody to tell; the intent may be another one than that to join with."""
+        self._has_begun = True
+        self._tell()
+
+    def limit_columns(self, most: int) -> bool:
+        """Asks for no more expert columns than there is memory for, if nobody has set it; whether that is news."""
+        if not self._may_shrink or most >= self._intent.max_columns:
+            return False
+        self._intent = replace(self._intent, max_columns=most)
+        self._tell()
+        return True
+
+    def pause(self, paused: bool) -> None:
+        """Trains no more, or again."""
+        self.asked_to_pause = paused
+        self._settle()
+
+    def leave(self) -> None:
+        """Tells the others that this peer goes; what it has trained so far counts."""
+        self._intent = replace(self._intent, leaving=True)
+        self._tell()
+
+    async def look_for_company(self, pause_seconds: float) -> None:
+        """Others may come, and go, while this peer pauses."""
+        while True:
+            self._settle()
+            await asyncio.sleep(pause_seconds)
+
+    def _settle(self) -> None:
+        paused = self.asked_to_pause and (not self._has_begun or self._has_company())
+        if paused != self._paused:
+            self._paused = paused
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._has_begun:
+            self._tell_others(self.intent)
