@@ -227,14 +227,16 @@ class MemoryTransport:
             return calls.NOT_SERVING
         answers: list[bytes] = []
         self._traffic.count_received(len(request))
-        await asyncio.wait((self._owner.spawn(self._answer(self.handler, caller, request, answers)),))
+        handler = self.handler
+
+        async def answer() -> None:
+            answers.append(await calls.answer(handler, caller, request))
+
+        await asyncio.wait((self._owner.spawn(answer()),))
         if not answers:
             raise PeerClosed(f"{short(self.peer_id)} ended in the middle of a call")
         self._traffic.count_sent(len(answers[0]))
         return answers[0]
-
-    async def _answer(self, handler: Handler, caller: PeerId, request: bytes, answers: list[bytes]) -> None:
-        answers.append(await calls.answer(handler, caller, request))
 
     # ---- streams ----
 

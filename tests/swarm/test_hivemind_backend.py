@@ -380,12 +380,12 @@ def test_what_a_node_says_of_its_addresses(thread: NetworkThread) -> None:
             node = await start(announce_maddrs=["/dnsaddr/run.example.org"])
             name, local = node.transport.addresses
             assert name == "/dnsaddr/run.example.org"
-            node.transport.note_dialled("/ip4/203.0.113.7/tcp/31337")
+            node.transport.own_addresses.note_dialled("/ip4/203.0.113.7/tcp/31337")
             outside = f"/ip4/203.0.113.7/tcp/31337/p2p/{node.transport.peer_id}"
             assert node.transport.addresses == (name, outside, local)
             other = await start(initial_peers=[local])
             other.transport.learn(node.transport.peer_id, (name, local))
-            assert other.transport.known_addresses() == [local]
+            assert other.transport.connections.book.texts() == [local]
             assert await other.transport.call(node.transport.peer_id, b"x", 10.0) == b"x"
 
     thread.run(scenario())

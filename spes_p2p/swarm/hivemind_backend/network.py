@@ -140,7 +140,7 @@ class HivemindNetwork:
         self.daemon_ended = asyncio.Event()
         p2p = await self._start_daemon()
         self.transport = HivemindTransport(p2p, limits, self.daemon_ended)
-        self.transport.names = names
+        self.transport.own_addresses.names = names
         await self._attach(p2p)
         reached = await meet(p2p, initial_peers, wall_clock) if initial_peers else []
         if reached and await self._is_hidden(p2p, reached):
@@ -148,7 +148,7 @@ class HivemindNetwork:
         validator = EnvelopeValidator(self.verifier)
         node = await self._join_dht(p2p, reached, validator)
         self.directory = HivemindDirectory(
-            node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connect,
+            node, self.signer, self.verifier, validator, self.daemon_ended, self.transport.connections.connect,
             self.transport.is_member,
         )  # fmt: skip
         self.reached = tuple(reached)
@@ -169,7 +169,7 @@ class HivemindNetwork:
         self.reach, address = await find_reach(p2p, [one.peer for one in reached], sorted(ports))
         if self.reach is Reach.PUBLIC and address:
             self.dialled_at = address
-            self.transport.note_dialled(address)
+            self.transport.own_addresses.note_dialled(address)
         return self.reach is Reach.PRIVATE
 
     async def _hide(self) -> tuple[P2P, list[Reached]]:
@@ -256,7 +256,7 @@ class HivemindNetwork:
             self._options["host_maddrs"] = _where_it_was(self._options["host_maddrs"], self.transport.addresses)
         p2p = await self._start_daemon()
         await self._attach(p2p)
-        known = list(dict.fromkeys((*self.transport.known_addresses()[:_MOST_ASKED], *self._initial_peers)))
+        known = list(dict.fromkeys((*self.transport.connections.book.texts()[:_MOST_ASKED], *self._initial_peers)))
         reached: list[Reached] = []
         with contextlib.suppress(NetworkError):
             reached = await meet(p2p, known, self._wall_clock) if known else []
