@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
-from spes_p2p.swarm.records import PeerRecord
+from spes_p2p.swarm.records import MAX_ADDRESSES, PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo, describe_run
@@ -235,23 +235,7 @@ async def _organise(
         organiser = Organiser(run, node, files, seat)
         stack.push_async_callback(organiser.stop)
         contacts = Contacts(options.folder, info, network.signer.peer_id, options.network.initial_peers)
-        describe = _describer(info, network, chain, data)
-
-        def newest() -> tuple[Commit, float] | None:
-            return chain.newest_received
-
-        def learnt(known: Iterable[PeerId]) -> None:
-            seat.greet(known)
-            contacts.learnt(announcer.known.values())
-
-        def members() -> tuple[PeerId, ...]:
-            commit = chain.newest
-            return tuple(member.peer for member in commit.manifest.members) if commit is not None else ()
-
-        announcer = Announcer(
-            info, network.transport, network.directory, describe, newest, _once(trouble), members,
-            learnt=learnt,
-        )  # fmt: skip
+        announcer = Announcer(NodePresence(run, network, chain, data, contacts, seat), info, network, _once(trouble))
         stack.push_async_callback(announcer.stop)
         await organiser.start()
         await announcer.start()
@@ -344,17 +328,29 @@ def _held(data: PieceSource | None) -> int:
     return data.held if data is not None else 0
 
 
-def _describer(
-    info: RunInfo, network: HivemindNetwork, chain: Chain, data: PieceSource | None
-) -> Callable[[], PeerRecord]:
-    started = int(time.time())
+class NodePresence:
+    """What the Announcer of a bootstrap node speaks for."""
 
-    def describe() -> PeerRecord:
-        newest = chain.newest
+    def __init__(
+        self,
+        run: Run,
+        network: HivemindNetwork,
+        chain: Chain,
+        data: PieceSource | None,
+        contacts: Contacts,
+        seat: Seat,
+    ) -> None:
+        self._run, self._network, self._chain, self._data = run, network, chain, data
+        self._contacts, self._seat = contacts, seat
+        self._started = int(time.time())
+
+    def describe(self) -> PeerRecord:
+        """The record of now."""
+        newest = self._chain.newest
         return PeerRecord(
-            run_id=info.run_id,
-            peer=PeerId(network.signer.peer_id),
-            addresses=network.transport.addresses[:16],
+            run_id=self._run.info.run_id,
+            peer=self._network.signer.peer_id,
+            addresses=self._network.transport.addresses[:MAX_ADDRESSES],
             version=__version__,
             round=newest.manifest.round if newest else 0,
             step=newest.manifest.step if newest else 0,
@@ -362,13 +358,25 @@ def _describer(
             tokens_per_second=0.0,
             owned=(),
             role="bootstrap",
-            client_mode=network.client_mode,
-            joined_at_seconds=started,
-            data_pieces=_held(data),
-            held=held_by(data),
+            client_mode=self._network.client_mode,
+            joined_at_seconds=self._started,
+            data_pieces=_held(self._data),
+            held=held_by(self._data),
         )
 
-    return describe
+    def newest(self) -> tuple[Commit, float] | None:
+        """The newest commit here, and when it came."""
+        return self._chain.newest_received
+
+    def acquaintances(self) -> tuple[PeerId, ...]:
+        """The members by the newest commit."""
+        newest = self._chain.newest
+        return tuple(member.peer for member in newest.manifest.members) if newest is not None else ()
+
+    def learnt(self, known: Mapping[PeerId, PeerRecord]) -> None:
+        """Who is in the DHT and no member hears from us too."""
+        self._seat.greet(peer for peer in known if peer != self._network.signer.peer_id)
+        self._contacts.learnt(known.values())
 
 
 async def _first_failure(trouble: asyncio.Future[None], *work: Coroutine[Any, Any, None]) -> None:

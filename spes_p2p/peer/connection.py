@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from spes_p2p.consensus.actions import Notice
@@ -80,7 +80,9 @@ class Connection:
         self.info, self.config, self.layout = found.run.info, found.run.config, found.run.layout
         self.wishes = Wishes(gate.wish, lambda: has_company(self.others()))
         self.data = DataSupply(network, found, options, data_traffic, gate.notice, gate.failed)
-        self.presence = Presence(found.run.info.run_id, network, self.data, lambda: self.wishes.asked_to_pause)
+        self.presence = Presence(
+            self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause
+        )
         self._node = Node(network, MonotonicClock(), say)
         self._beside = Tasks(gate.failed)
         self._ends = contextlib.AsyncExitStack()
@@ -206,10 +208,7 @@ class Connection:
         options, run, folder, ends = self._options, self._run, self._options.output / RUN, self._ends
         self.wishes.want(self._first_intent(columns_that_fit), may_shrink=options.max_experts is None)
         intent = self.wishes.intent
-        announcer = self._announcer = Announcer(
-            run.info, self._network.transport, self._network.directory, self.presence.describe, self.presence.newest,
-            self.gate.failed, self.presence.acquaintances, learnt=self._greet,
-        )  # fmt: skip
+        announcer = self._announcer = Announcer(self.presence, run.info, self._network, self.gate.failed)
         ends.push_async_callback(announcer.stop)
         await announcer.start()
         self.data.start(self.known)
@@ -251,12 +250,6 @@ class Connection:
             link_class=LINK_PRIVATE if self._network.client_mode else LINK_PUBLIC,
             uplink_bytes_per_second=int(options.network.max_upload or 0),
         )
-
-    def _greet(self, known: Iterable[PeerId]) -> None:
-        """Who is in the DHT and no member of ours hears from us: it may stand on another history of the run."""
-        if self._driver is not None:
-            self._driver.greet(known)
-        self.found.contacts.learnt(self.known().values())
 
     def _hear_organiser(self, words: Words) -> None:
         self.driver.choose(words.children)

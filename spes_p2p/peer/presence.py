@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spes_p2p import __version__
@@ -11,6 +11,7 @@ from spes_p2p.consensus.messages import Commit
 from spes_p2p.data.held import Held
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
+from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.data_supply import DataSupply
 from spes_p2p.peer.phases import phase_of
 from spes_p2p.peer.vitals import VitalsKeeper
@@ -30,13 +31,21 @@ class Progress:
 
 
 class Presence:
-    """Read by the Announcer, on the network's loop."""
+    """What the Announcer speaks for, on the network's loop."""
 
-    def __init__(self, run_id: str, network: HivemindNetwork, data: DataSupply, is_paused: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        network: HivemindNetwork,
+        contacts: Contacts,
+        data: DataSupply,
+        is_paused: Callable[[], bool],
+    ) -> None:
         self.progress = Progress()
         self.vitals = VitalsKeeper()
         self._run_id = run_id
         self._network = network
+        self._contacts = contacts
         self._data = data
         self._is_paused = is_paused
         self._joined_at = int(time.time())
@@ -59,6 +68,12 @@ class Presence:
     def acquaintances(self) -> tuple[PeerId, ...]:
         """Whom this peer knows apart from the DHT."""
         return tuple(self._driver.core.state.others.contacts) if self._driver is not None else ()
+
+    def learnt(self, known: Mapping[PeerId, PeerRecord]) -> None:
+        """Who is in the DHT and no member of ours hears from us: it may stand on another history of the run."""
+        if self._driver is not None:
+            self._driver.greet(peer for peer in known if peer != self._network.signer.peer_id)
+        self._contacts.learnt(known.values())
 
     def describe(self) -> PeerRecord:
         """The record of now."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from spes_p2p.consensus.messages import WIRE_VERSION, Commit, manifest_hash
 from spes_p2p.errors import NetworkError, PeerSilent
 from spes_p2p.ids import PeerId
-from spes_p2p.swarm.ports import Directory, Transport
+from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import (
     MAX_ADDRESSES,
     MAX_CERTIFICATE_BYTES,
@@ -41,35 +42,43 @@ MOST_REMEMBERED = 64
 """Peers with which the DHT is mended where it fell apart."""
 
 
-class Announcer:
-    """Publishes and learns at intervals, on the network's loop.
+class Announced(Protocol):
+    """A node, as an Announcer speaks for it."""
 
-    `describe` gives the node's own record, `newest` its newest commit with the time when it came (Unix seconds).
-    `failed` hears of what is not a matter of the network. `acquaintances` are peers that we know of apart from the DHT;
-    `learnt` is told whom the DHT knows, whenever it was read.
-    """
+    def describe(self) -> PeerRecord:
+        """Its own record."""
+        ...
+
+    def newest(self) -> tuple[Commit, float] | None:
+        """Its newest commit with the time when it came (Unix seconds)."""
+        ...
+
+    def acquaintances(self) -> Iterable[PeerId]:
+        """Peers that it knows of apart from the DHT."""
+        ...
+
+    def learnt(self, known: Mapping[PeerId, PeerRecord]) -> None:
+        """Is told of all nodes of the run that the DHT knows, whenever it was read."""
+        ...
+
+
+class Announcer:
+    """Publishes and learns at intervals, on the network's loop. `failed` hears of what is no matter of the network."""
 
     def __init__(
         self,
+        node: Announced,
         info: RunInfo,
-        transport: Transport,
-        directory: Directory,
-        describe: Callable[[], PeerRecord],
-        newest: Callable[[], tuple[Commit, float] | None],
+        network: Network,
         failed: Callable[[BaseException], None],
-        acquaintances: Callable[[], Iterable[PeerId]] = tuple,
         wall_clock: Callable[[], float] = time.time,
-        learnt: Callable[[Iterable[PeerId]], None] = lambda peers: None,
     ) -> None:
+        self._node = node
         self._info = info
-        self._transport = transport
-        self._directory = directory
-        self._describe = describe
-        self._newest = newest
+        self._transport = network.transport
+        self._directory = network.directory
         self._wall_clock = wall_clock
         self._failed = failed
-        self._acquaintances = acquaintances
-        self._learnt = learnt
         self._met: dict[PeerId, None] = {}
         self._task: asyncio.Task[None] | None = None
         self.known: dict[PeerId, PeerRecord] = {}
@@ -93,11 +102,11 @@ class Announcer:
     async def announce(self) -> None:
         """Publishes all records, each where there is room for it. Raises NetworkError when nobody takes one of them."""
         addresses = self._transport.addresses[:MAX_ADDRESSES]
-        newest = self._newest()
+        newest = self._node.newest()
         round, head = (newest[0].manifest.round, manifest_hash(newest[0].manifest)) if newest else (0, b"")
         info = self._info
         run = RunRecord(info.run_id, info.fingerprint, info.organiser, WIRE_VERSION, round, head, addresses)
-        peer = fitting(replace(self._describe(), written_at_seconds=int(self._wall_clock())))
+        peer = fitting(replace(self._node.describe(), written_at_seconds=int(self._wall_clock())))
         records = {RUNS_KEY: pack(run), peers_key(info.run_id): pack(peer)}
         if newest is not None:
             records[heads_key(info.run_id)] = pack(head_record(newest[0], int(newest[1])))
@@ -123,7 +132,7 @@ class Announcer:
                 self._met[peer] = None  # the newest last
         for peer in list(self._met)[:-MOST_REMEMBERED]:
             del self._met[peer]
-        self._learnt(peer for peer in self.known if peer != self._transport.peer_id)
+        self._node.learnt(self.known)
 
     async def sources(self) -> Iterable[PeerId]:
         """Who else is in the run, freshly read, the organiser first."""
@@ -137,17 +146,17 @@ class Announcer:
 
     async def _for_ever(self) -> None:
         try:
-            told, next_turn = self._newest(), self._now() + EVERY_SECONDS
+            told, next_turn = self._node.newest(), self._now() + EVERY_SECONDS
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
-                newest, turn = self._newest(), self._now() >= next_turn
+                newest, turn = self._node.newest(), self._now() >= next_turn
                 if turn or newest != told:
                     with contextlib.suppress(NetworkError):  # the next turn tries again; records live for many turns
                         await self.announce()
                     told = newest
                 if turn:
                     next_turn = self._now() + EVERY_SECONDS
-                    await self._directory.acquaint({self._info.organiser, *self._met, *self._acquaintances()})
+                    await self._directory.acquaint({self._info.organiser, *self._met, *self._node.acquaintances()})
                     with contextlib.suppress(NetworkError):
                         await self.learn()
         except Exception as error:  # noqa: BLE001 (a node that nobody finds any more must not go on in silence)

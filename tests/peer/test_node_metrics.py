@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,7 @@ def record(name: str) -> PeerRecord:
 def test_a_node_tells_what_it_knows_of_its_run(tmp_path: Path) -> None:
     def look(swarm: MemorySwarm) -> NodeState:
         net = swarm.network.peer(ORGANISER)
-        announcer = Announcer(
-            swarm.info, net.transport, net.directory, lambda: record("x"), lambda: None, failed.append
-        )
+        announcer = Announcer(nobody, swarm.info, net, failed.append)
         announcer.known = {PeerId(name): record(name) for name in "ab"}
         return state_of_run(net.transport, swarm.organiser.chain, announcer, swarm.organiser, 5)
 
@@ -48,6 +47,7 @@ def test_a_node_tells_what_it_knows_of_its_run(tmp_path: Path) -> None:
         assert state.bytes_received > waiting.bytes_received
         assert abs(time.time() - (state.round_timestamp_seconds or 0)) < 600
 
+    nobody: Any = None
     failed: list[BaseException] = []
     in_swarm(tmp_path, play, small_config("swarm.heartbeat_seconds=0.2"), archive=True)
 

@@ -17,7 +17,7 @@ COMMITS = RUN.chain(3)
 
 def present(chain: Chain, looked: bool) -> tuple[Presence, Any]:
     unused: Any = None
-    presence = Presence(RUN.info.run_id, unused, unused, lambda: False)
+    presence = Presence(RUN.info.run_id, unused, unused, unused, lambda: False)
     facts = SimpleNamespace(state=SimpleNamespace(own=SimpleNamespace(commit=COMMITS[2])))
     driver: Any = SimpleNamespace(core=facts)
     presence.begin(driver, chain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
@@ -34,14 +34,22 @@ class Node:
 
     def __init__(self, run: MadeRun, peer: MemoryPeer) -> None:
         self.peer = peer
-        self.newest: tuple[Commit, float] | None = None
+        self.tip: tuple[Commit, float] | None = None
         self.failures: list[BaseException] = []
         self.speed = 10.0
         self.announcer = Announcer(
-            run.info, peer.transport, peer.directory, self.describe, lambda: self.newest, self.failures.append,
-            wall_clock=lambda: WALL + asyncio.get_running_loop().time(),
+            self, run.info, peer, self.failures.append, wall_clock=lambda: WALL + asyncio.get_running_loop().time(),
         )  # fmt: skip
         self._info: RunInfo = run.info
+
+    def newest(self) -> tuple[Commit, float] | None:
+        return self.tip
+
+    def acquaintances(self) -> tuple[PeerId, ...]:
+        return ()
+
+    def learnt(self, known: Mapping[PeerId, PeerRecord]) -> None:
+        """Nothing is to be done with it."""
 
     def describe(self) -> PeerRecord:
         addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer.peer_id}",)
@@ -94,7 +102,7 @@ def test_the_newest_certificate_is_published_with_the_time_when_it_came() -> Non
     async def play(run: MadeRun, network: MemoryNetwork, one: Node, other: Node) -> None:
         assert await heads(other, run.info.run_id) == {}
         for commit in run.chain(2):
-            one.newest = commit, WALL - 100.5
+            one.tip = commit, WALL - 100.5
             await asyncio.sleep(2 * LOOK_SECONDS)
             head = (await heads(other, run.info.run_id))[A]
             assert (head.manifest_hash, head.seen_at_seconds) == (manifest_hash(commit.manifest), int(WALL - 101))

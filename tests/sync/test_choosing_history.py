@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY
+from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.peer.organising import Parted, decide, histories_of
@@ -50,10 +50,7 @@ class Surroundings:
             swarm.info, net.directory, check, lambda words: choose(words.children), failed,
             swarm.folder / name / WORDS_FILE,
         )  # fmt: skip
-        announcer = Announcer(
-            swarm.info, net.transport, net.directory, lambda: _record(swarm, name, chain),
-            lambda: chain.newest_received, failed, learnt=lambda known: _greet(swarm, name, known),
-        )  # fmt: skip
+        announcer = Announcer(_Node(swarm, name, chain), swarm.info, net, failed)
         self._parts[name] = watch, announcer
         await watch.start()
         await announcer.start()
@@ -67,9 +64,24 @@ class Surroundings:
             await self.remove(name)
 
 
-def _greet(swarm: MemorySwarm, name: str, known: object) -> None:
-    if name != ORGANISER:
-        peer(swarm, name).driver.greet(known)  # type: ignore[arg-type]
+class _Node:
+    """One of the swarm, as its announcer speaks for it."""
+
+    def __init__(self, swarm: MemorySwarm, name: str, chain: Chain) -> None:
+        self._swarm, self._name, self._chain = swarm, name, chain
+
+    def describe(self) -> PeerRecord:
+        return _record(self._swarm, self._name, self._chain)
+
+    def newest(self) -> tuple[Commit, float] | None:
+        return self._chain.newest_received
+
+    def acquaintances(self) -> tuple[PeerId, ...]:
+        return ()
+
+    def learnt(self, known: Mapping[PeerId, PeerRecord]) -> None:
+        if self._name != ORGANISER:
+            peer(self._swarm, self._name).driver.greet(one for one in known if one != self._name)
 
 
 def _record(swarm: MemorySwarm, name: str, chain: Chain) -> PeerRecord:
