@@ -165,8 +165,7 @@ class Swarm:
         async def read(folder: Path) -> RunReport:
             network = await open_network(self._network, folder / "identity.key")
             try:
-                parts = (network.directory, network.transport, network.verifier)
-                return await read_report(*parts, self._run_id, time.time(), self._fingerprint, self._addresses)
+                return await read_report(network, self._run_id, time.time(), self._fingerprint, self._addresses)
             finally:
                 await network.close()
 

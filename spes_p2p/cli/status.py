@@ -58,11 +58,10 @@ async def _read_and_show(options: NetworkOptions, run: JoinTarget, as_json: bool
 
     with TemporaryDirectory(prefix="spes-p2p-status-") as folder:
         network = await open_network(options, Path(folder) / "identity.key")
-        parts = (network.directory, network.transport, network.verifier)
         try:
             while True:
                 try:
-                    report = await read_report(*parts, run.run_id, time.time(), run.fingerprint, run.addresses)
+                    report = await read_report(network, run.run_id, time.time(), run.fingerprint, run.addresses)
                     (_show_again if watch else _show)(report, as_json)
                 except NetworkError as error:
                     if not watch:

@@ -108,8 +108,7 @@ class NetworkSource:
 
     def __init__(self, network: HivemindNetwork, folder: TemporaryDirectory[str], meeting: JoinTarget) -> None:
         self._network, self._folder = network, folder
-        parts = (network.directory, network.transport, network.verifier)
-        self._source = SwarmSource(*parts, meeting.run_id, meeting.fingerprint)
+        self._source = SwarmSource(network, meeting.run_id, meeting.fingerprint)
 
     async def look(self, now: float, known: Known) -> Look:
         return await self._source.look(now, known)

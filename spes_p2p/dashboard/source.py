@@ -16,11 +16,10 @@ from spes_p2p.consensus.messages import Commit, manifest_hash
 from spes_p2p.errors import NetworkError, PeerSilent, RemoteProtocolError
 from spes_p2p.exchange.requests import MAX_COMMITS_AT_ONCE
 from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.swarm.ports import Directory, Transport, Verifier
+from spes_p2p.swarm.ports import Network
 from spes_p2p.sync.announced import ANSWER_SECONDS, fetch_commits
-from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_genesis
-from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.joining import find_and_load
 from spes_p2p.sync.report import RunReport, read_run
 from spes_p2p.sync.sealing import EnvelopeChecker
 
@@ -58,17 +57,10 @@ class Source(Protocol):
 class SwarmSource:
     """Takes no part in the run: reads records and fetches commits."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        transport: Transport,
-        verifier: Verifier,
-        run_id: str | None = None,
-        fingerprint: str | None = None,
-    ) -> None:
-        self._directory, self._transport, self._verifier = directory, transport, verifier
+    def __init__(self, network: Network, run_id: str | None = None, fingerprint: str | None = None) -> None:
+        self._network = network
         self._run_id, self._fingerprint = run_id, fingerprint
-        self._check = EnvelopeChecker(verifier).check
+        self._check = EnvelopeChecker(network.verifier).check
         self._info: RunInfo | None = None
         self._doubted: dict[PeerId, float] = {}
 
@@ -92,8 +84,7 @@ class SwarmSource:
             return False
 
         self._doubted = {peer: until for peer, until in self._doubted.items() if now < until}
-        parts = (self._directory, self._transport, self._verifier)
-        report, newest, _ = await read_run(*parts, info.run_id, now, info.fingerprint.hex(), accept)
+        report, newest, _ = await read_run(self._network, info.run_id, now, info.fingerprint.hex(), accept)
         if newest is None and refused:
             raise RemoteProtocolError(f"nobody proves the certificate that it announces: {'; '.join(refused[:3])}")
         return Look(report, tuple(found))
@@ -102,8 +93,7 @@ class SwarmSource:
         """Whoever gave the ports closes them."""
 
     async def _find(self) -> RunInfo:
-        group = await find_run(self._directory, self._run_id, ANSWER_SECONDS, self._fingerprint)
-        info, _ = await load_run(self._transport, group, ANSWER_SECONDS)
+        info, _ = await find_and_load(self._network, self._run_id, self._fingerprint, ANSWER_SECONDS)
         return info
 
     async def _leading_to(self, newest: Commit, holder: PeerId, known: Known, info: RunInfo) -> list[Commit]:
@@ -134,7 +124,7 @@ class SwarmSource:
         return genesis
 
     async def _part(self, holder: PeerId, first: int, count: int) -> tuple[Commit, ...]:
-        commits = await fetch_commits(self._transport, (holder,), first, count)
+        commits = await fetch_commits(self._network.transport, (holder,), first, count)
         if any(commit.manifest.round != first + at for at, commit in enumerate(commits)):
             raise RemoteProtocolError(f"it gave other rounds than those from {first} on")
         return commits

@@ -25,7 +25,6 @@ from spes_p2p.interop.own import Model, run_layout
 from spes_p2p.observe.node_metrics import NodeState
 from spes_p2p.observe.prometheus import LOCALHOST
 from spes_p2p.observe.sinks import unfailing
-from spes_p2p.peer.connection import MonotonicClock
 from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.data_feed import DATA
 from spes_p2p.peer.entrance import open_network
@@ -41,6 +40,7 @@ from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.ports import MonotonicClock
 from spes_p2p.swarm.records import MAX_ADDRESSES, PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain

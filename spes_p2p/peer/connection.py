@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ from spes_p2p.peer.stopping import Stopped, until_stopped
 from spes_p2p.peer.wishes import Wishes
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.swarm.ports import MonotonicClock
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.composition import build_driver, open_disk
@@ -48,13 +48,6 @@ LEAVE_SECONDS = 8.0
 LINGER_SECONDS = 10.0
 MOMENTS_PAUSE_SECONDS = 0.1
 MOMENTS_STALL_SECONDS = 2.0
-
-
-class MonotonicClock:
-    """Seconds that never jump."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 class Connection:

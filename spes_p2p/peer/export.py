@@ -144,9 +144,8 @@ def fetch_over_network(
         network = await open_network(options, folder / "identity.key")
         try:
             return await fetch_newest(
-                network.directory, network.transport, network.verifier, folder, run_id, fingerprint,
-                lambda done, total: report("fetch", done, total),
-            )  # fmt: skip
+                network, folder, run_id, fingerprint, lambda done, total: report("fetch", done, total)
+            )
         finally:
             await network.close()
 

@@ -25,16 +25,15 @@ from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.staging import Staging
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.swarm.ports import Directory, Transport, Verifier
+from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import HeadRecord, heads_key, newest_heads, parse_all, parse_head, parse_peer, peers_key
 from spes_p2p.sync.announced import find_forks
 from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork
-from spes_p2p.sync.joining import load_run
-from spes_p2p.sync.node import rules_of, stall_seconds_of
+from spes_p2p.sync.joining import find_and_load
+from spes_p2p.sync.node import Run
 from spes_p2p.sync.sealing import EnvelopeChecker
 
 T = TypeVar("T")
@@ -55,9 +54,7 @@ class Fetched:
 
 
 async def fetch_newest(
-    directory: Directory,
-    transport: Transport,
-    verifier: Verifier,
+    network: Network,
     folder: Path,
     run_id: str | None = None,
     fingerprint: str | None = None,
@@ -68,77 +65,56 @@ async def fetch_newest(
     Raises NetworkError when nobody answers, the run has not begun, or it goes on faster than its state comes;
     ConfigError when several runs are announced; StorageFull.
     """
-    group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
-    info, config = await load_run(transport, group, ANSWER_SECONDS)
-    layout = state_layout(config)
-    store = StateStore(folder / "state", layout)
-    try:
-        fetching = _Fetching(directory, transport, verifier, info, config, store, Chain(folder / "chain"), report)
+    info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
+    with _following(network, info, config, folder, report) as fetching:
         commit, version = await fetching.run()
-    finally:
-        store.close()
     return Fetched(info, config, commit, version)
 
 
 async def fetch_chain(
-    directory: Directory,
-    transport: Transport,
-    verifier: Verifier,
-    folder: Path,
-    run_id: str | None = None,
-    fingerprint: str | None = None,
+    network: Network, folder: Path, run_id: str | None = None, fingerprint: str | None = None
 ) -> Chain:
     """The same without any state: all certificates of a live run, checked, in `folder`."""
-    group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
-    info, config = await load_run(transport, group, ANSWER_SECONDS)
-    with _following(directory, transport, verifier, info, config, folder) as fetching:
+    info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
+    with _following(network, info, config, folder) as fetching:
         await fetching.newest()
         return fetching.chain
 
 
-async def fetch_forks(
-    directory: Directory, transport: Transport, verifier: Verifier, folder: Path, info: RunInfo, config: Config
-) -> list[Fork]:
+async def fetch_forks(network: Network, folder: Path, info: RunInfo, config: Config) -> list[Fork]:
     """Where histories part from that of the newest commit, all of which is fetched and checked into `folder`."""
-    with _following(directory, transport, verifier, info, config, folder) as fetching:
+    with _following(network, info, config, folder) as fetching:
         return await fetching.forks()
 
 
 @contextlib.contextmanager
 def _following(
-    directory: Directory, transport: Transport, verifier: Verifier, info: RunInfo, config: Config, folder: Path
+    network: Network,
+    info: RunInfo,
+    config: Config,
+    folder: Path,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[_Fetching]:
-    store, chain = StateStore(folder / "state", state_layout(config)), Chain(folder / "chain")
-    try:
-        yield _Fetching(directory, transport, verifier, info, config, store, chain, lambda done, total: None)
-    finally:
-        store.close()
+    run = Run(info, config, state_layout(config))
+    with contextlib.closing(StateStore(folder / "state", run.layout)) as store:
+        yield _Fetching(network, run, store, Chain(folder / "chain"), report)
 
 
 class _Fetching:
     def __init__(
-        self,
-        directory: Directory,
-        transport: Transport,
-        verifier: Verifier,
-        info: RunInfo,
-        config: Config,
-        store: StateStore,
-        chain: Chain,
-        report: Callable[[int, int], None],
+        self, network: Network, run: Run, store: StateStore, chain: Chain, report: Callable[[int, int], None]
     ) -> None:
-        self._directory = directory
-        self._transport = transport
-        self._info = info
+        self._directory = network.directory
+        self._transport = network.transport
+        self._info = run.info
         self._store = store
         self.chain = chain
         self._report = report
-        stall_seconds = stall_seconds_of(config)
-        self._transfers = Transfers(transport, store.layout, lambda: stall_seconds, patient=True)
-        rules, self._check = rules_of(config, info, store.layout), EnvelopeChecker(verifier).check
+        self._transfers = Transfers(network.transport, run.layout, lambda: run.stall_seconds, patient=True)
+        self._check = EnvelopeChecker(network.verifier).check
         self._heads: Mapping[PeerId, HeadRecord] = {}
         """As they were when the newest commit was looked for."""
-        self._headers = CatchUp(info, rules, self._check, chain, store, self._transfers, asyncio.to_thread)
+        self._headers = CatchUp(run.info, run.rules, self._check, chain, store, self._transfers, asyncio.to_thread)
 
     async def run(self) -> tuple[Commit, Version]:
         tried: Commit | None = None

@@ -16,8 +16,7 @@ from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.swarm.invite import invited_to
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
-from spes_p2p.sync.finding import find_run
-from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.joining import find_and_load
 
 
 def fresh_invite(meeting: JoinTarget) -> str:
@@ -39,7 +38,6 @@ async def _make(meeting: JoinTarget) -> str:
 
 
 async def _read(network: HivemindNetwork, meeting: JoinTarget) -> str:
-    group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
-    info, _ = await load_run(network.transport, group, ANSWER_SECONDS)
+    info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
     peers, _ = parse_all(parse_peer, await network.directory.read(peers_key(info.run_id), ANSWER_SECONDS))
     return invite_of(info, invited_to(peers.values(), info.organiser, meeting.addresses) or meeting.addresses)

@@ -35,9 +35,8 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
 from spes_p2p.sync.announce import Announcer
-from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_run
-from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.joining import find_and_load
 from spes_p2p.sync.node import stall_seconds_of
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.sealing import EnvelopeChecker
@@ -85,8 +84,7 @@ class Mirror:
         """
         info = kept_run(folder, meeting.fingerprint)
         if info is None:
-            group = await find_run(network.directory, meeting.run_id, ANSWER_SECONDS, meeting.fingerprint)
-            info, config = await load_run(network.transport, group, ANSWER_SECONDS)
+            info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
         else:
             config = check_run(info, info.fingerprint)
         check_organiser(meeting.organiser, info)

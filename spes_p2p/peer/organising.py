@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId
@@ -25,10 +24,9 @@ from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import words_key
 from spes_p2p.sync.chain import Chain
-from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork, Side
-from spes_p2p.sync.joining import load_run
+from spes_p2p.sync.joining import find_and_load
 from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, Words, choice, ending, read_words, together
 from spes_p2p.sync.report import read_report
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -67,9 +65,8 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
     """
 
     async def stop(network: HivemindNetwork) -> int:
-        parts = (network.directory, network.transport, network.verifier)
-        report = await read_report(*parts, meeting.run_id, time.time(), meeting.fingerprint)
-        info, _ = await _found(network, report.run_id, report.fingerprint)
+        report = await read_report(network, meeting.run_id, time.time(), meeting.fingerprint)
+        info, _ = await find_and_load(network, report.run_id, report.fingerprint, ANSWER_SECONDS)
         sealer = _sealer_of(identity, info)
         last = max(report.round + 1, after_round or 0)
         say(f"telling that run {info.run_id} ends with round {last}, until a node of the run says so too")
@@ -96,10 +93,9 @@ def look_at_histories(meeting: JoinTarget) -> Parted:
 
 async def histories_of(network: Network, run_id: str | None, fingerprint: str | None) -> Parted:
     """The same on any network."""
-    info, config = await _found(network, run_id, fingerprint)
+    info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
     with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
-        parts = (network.directory, network.transport, network.verifier)
-        return Parted(info, tuple(await fetch_forks(*parts, Path(folder), info, config)))
+        return Parted(info, tuple(await fetch_forks(network, Path(folder), info, config)))
 
 
 def choose_history(identity: Path, meeting: JoinTarget, parted: Parted, fork: Fork, side: Side) -> None:
@@ -130,11 +126,6 @@ def _sealer_of(identity: Path, info: RunInfo) -> KeySealer:
             fix="give the folder of the run's bootstrap node with --output",
         )
     return KeySealer(signer)
-
-
-async def _found(network: Network, run_id: str | None, fingerprint: str | None) -> tuple[RunInfo, Config]:
-    group = await find_run(network.directory, run_id, ANSWER_SECONDS, fingerprint)
-    return await load_run(network.transport, group, ANSWER_SECONDS)
 
 
 async def tell(network: Network, info: RunInfo, word: Words) -> Words:
@@ -199,8 +190,7 @@ def live_history(meeting: JoinTarget) -> list[HistoryLine]:
 
     async def fetch(network: HivemindNetwork) -> list[Commit]:
         with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
-            parts = (network.directory, network.transport, network.verifier)
-            chain = await fetch_chain(*parts, Path(folder), meeting.run_id, meeting.fingerprint)
+            chain = await fetch_chain(network, Path(folder), meeting.run_id, meeting.fingerprint)
             return [chain.commit(round) for round in range(chain.length)]
 
     return list(history(on_network(meeting, fetch)))

@@ -7,6 +7,7 @@ virtual clock. Nothing here knows rounds, tensors or files. All coroutines run o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +29,13 @@ class LoopClock:
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+class MonotonicClock:
+    """That of the machine, for any thread."""
+
+    def now(self) -> float:
+        return time.monotonic()
 
 
 class Signer(Protocol):

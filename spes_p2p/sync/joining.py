@@ -21,11 +21,12 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import VALUE_BYTES
 from spes_p2p.state.store import StateStore
-from spes_p2p.swarm.ports import Transport
+from spes_p2p.swarm.ports import Network, Transport
 from spes_p2p.swarm.records import RunGroup
 from spes_p2p.sync.candidate_state import staged_state, whole_state
 from spes_p2p.sync.catch_up import CatchUp, commits_from
 from spes_p2p.sync.chain import Chain, VoteBook
+from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.rebuild import rebuild
@@ -36,6 +37,14 @@ from spes_p2p.wire import pack, unpack
 WITHDRAW_SECONDS = 2.0
 LONG_CHECK_BYTES = 2**30
 """A larger state takes seconds to hash: that is said."""
+
+
+async def find_and_load(
+    network: Network, run_id: str | None, fingerprint: str | None, timeout_seconds: float
+) -> tuple[RunInfo, Config]:
+    """Of the run that is meant (see `find_run`). Raises NetworkError, ConfigError, RemoteProtocolError."""
+    group = await find_run(network.directory, run_id, timeout_seconds, fingerprint)
+    return await load_run(network.transport, group, timeout_seconds)
 
 
 async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float) -> tuple[RunInfo, Config]:

@@ -19,7 +19,7 @@ from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.swarm.invite import Invite, encode, invited_to
-from spes_p2p.swarm.ports import Directory, Transport, Verifier
+from spes_p2p.swarm.ports import Network, Transport
 from spes_p2p.swarm.records import (
     HeadRecord,
     PeerRecord,
@@ -129,9 +129,7 @@ class RunReport:
 
 
 async def read_report(
-    directory: Directory,
-    transport: Transport,
-    verifier: Verifier,
+    network: Network,
     run_id: str | None,
     now: float,
     fingerprint: str | None = None,
@@ -141,14 +139,12 @@ async def read_report(
 
     Raises NetworkError when nothing answers or no run is announced, ConfigError when there is a choice.
     """
-    report, _, _ = await read_run(directory, transport, verifier, run_id, now, fingerprint, known=known)
+    report, _, _ = await read_run(network, run_id, now, fingerprint, known=known)
     return report
 
 
 async def read_run(
-    directory: Directory,
-    transport: Transport,
-    verifier: Verifier,
+    network: Network,
     run_id: str | None,
     now: float,
     fingerprint: str | None = None,
@@ -156,6 +152,7 @@ async def read_run(
     known: Iterable[str] = (),
 ) -> tuple[RunReport, Commit | None, tuple[PeerId, ...]]:
     """The same, with the newest commit that `accept` believes, and who has it."""
+    directory, transport, check = network.directory, network.transport, network.verifier.verify
     group = await find_run(directory, run_id, ANSWER_SECONDS, fingerprint)
     peers, _ = parse_all(parse_peer, await directory.read(peers_key(group.run_id), ANSWER_SECONDS))
     heads, _ = parse_all(parse_head, await directory.read(heads_key(group.run_id), ANSWER_SECONDS))
@@ -163,10 +160,10 @@ async def read_run(
         transport.learn(peer, record.addresses)
     commit, holders = await newest_commit(transport, heads, accept)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
-    checked = await is_checked(transport, verifier.verify, commit, holders, organiser) if commit else False
+    checked = await is_checked(transport, check, commit, holders, organiser) if commit else False
     report = _report(group, peers, heads, commit, checked, now)
     if commit:
-        forks = await find_forks(transport, verifier.verify, heads, commit, holders, organiser)
+        forks = await find_forks(transport, check, heads, commit, holders, organiser)
         report = dataclasses.replace(report, forks=forks)
     if report.stale:  # unless columns take turns
         report = dataclasses.replace(report, expert_rounds=await _expert_rounds(transport, group))

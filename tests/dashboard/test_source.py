@@ -27,7 +27,7 @@ LENGTH = 70
 
 def source_of(scene: Scene) -> SwarmSource:
     reader = scene.network.peer("reader")
-    return SwarmSource(reader.directory, reader.transport, reader.verifier)
+    return SwarmSource(reader)
 
 
 async def announce_run(scene: Scene) -> None:

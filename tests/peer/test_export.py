@@ -164,7 +164,7 @@ async def announce(swarm: MemorySwarm, names: Iterable[str], with_head: bool = T
 async def fetch(swarm: MemorySwarm, folder: Path) -> Fetched:
     """As somebody who is no peer of the run."""
     reader = swarm.network.peer("reader")
-    return await fetch_newest(reader.directory, reader.transport, reader.verifier, folder)
+    return await fetch_newest(reader, folder)
 
 
 def test_the_newest_state_of_a_live_run_is_fetched_and_exported(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ async def look(swarm: MemorySwarm) -> Parted:
 async def report(swarm: MemorySwarm) -> RunReport:
     """As `spes-p2p status` reads it."""
     node = swarm.network.peer("watcher")
-    return await read_report(node.directory, node.transport, node.verifier, None, 0.0)
+    return await read_report(node, None, 0.0)
 
 
 async def choose(swarm: MemorySwarm, digits: str, key: str = ORGANISER) -> Hash:

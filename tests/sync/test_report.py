@@ -78,7 +78,7 @@ class Scene:
 
     async def report(self) -> RunReport:
         reader = self.network.peer("reader")
-        return await read_report(reader.directory, reader.transport, reader.verifier, None, NOW)
+        return await read_report(reader, None, NOW)
 
 
 def test_before_genesis_there_are_only_waiting_peers(tmp_path: Path) -> None:
