@@ -47,10 +47,10 @@ def stage_tile(
     codec = layout.codec_of(layout.tiles[tile_id].block)
     if codec == "fp32" and outer is None:
         return staging.write_tile(tile_id, data, tile_hash)
-    before = np.frombuffer(staging.parent_tile(tile_id), DTYPE)
+    before = np.frombuffer(staging.areas.parent_tile(tile_id), DTYPE)
     values, momentum = _values_of(tile_id, codec, data, before), None
     if outer is not None:
-        velocity = np.frombuffer(staging.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
+        velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
         values, momentum = outer.step(values, before, velocity)
     return staging.write_tile(tile_id, data, tile_hash, values, momentum)
 

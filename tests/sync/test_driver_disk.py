@@ -144,7 +144,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_write(folder: Path) -> None:
         def small(*args: Any, **kwargs: Any) -> Any:
             staging = stage(*args, **kwargs)
             staged.append(staging)
-            real, left = staging._wire.write, [3]
+            real, left = staging.areas.wire.write, [3]
 
             def write(*tile: Any) -> None:
                 left[0] -= 1
@@ -152,7 +152,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_write(folder: Path) -> None:
                     raise StorageFull("no room for one more tile")
                 real(*tile)
 
-            staging._wire.write = write  # type: ignore[method-assign, assignment]
+            staging.areas.wire.write = write  # type: ignore[method-assign, assignment]
             return staging
 
         full.store.stage = small  # type: ignore[method-assign]
