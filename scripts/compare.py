@@ -74,6 +74,7 @@ ARMS = {
     "guests-16": "two-periods model.guest_rank=16",
     "guests-often": "spes-often model.guest_rank=16",
     "guests-seldom": "model.guest_rank=16",
+    "wsd": "two-periods scheduler.name=wsd",
     "muon": "two-periods optimizer.name=muon",
     "guests-muon": "guests-16 optimizer.name=muon",
     "eight-peers-guests": "eight-peers model.guest_rank=16",

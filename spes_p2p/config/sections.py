@@ -233,11 +233,25 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """Cosine learning rate with a linear warm-up, over the global step."""
+    """The learning rate over the global step: a linear warm-up, and a way down."""
 
-    warmup_steps: Natural = agreed("Steps over which the learning rate rises from zero.")
+    name: Literal["cosine", "wsd"] = agreed(
+        "cosine: it falls from the warm-up on; wsd (warm-up, stable, decay): it stays, and falls linearly over the "
+        "last decay_steps.",
+        "cosine",
+    )
+    warmup_steps: Natural = agreed("Steps over which the learning rate rises from warmup_ratio * lr.")
+    warmup_ratio: float = agreed("Learning rate before the first step, as a part of the highest.", 0.0, ge=0, le=1)
     total_steps: Positive = agreed("Step at which it has fallen to min_ratio * lr, where it stays.")
+    decay_steps: Positive = agreed("Steps over which it falls with wsd (default: a fifth of total_steps).")
     min_ratio: float = agreed("Last learning rate as a part of the highest.", 0.1, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if isinstance(data, dict) and type(data.get("total_steps")) is int:
+            return {"decay_steps": max(1, data["total_steps"] // 5)} | data
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> SchedulerConfig:
@@ -245,6 +259,13 @@ class SchedulerConfig(Section):
             raise ConfigError(
                 f"scheduler.warmup_steps is {self.warmup_steps}, not below scheduler.total_steps ({self.total_steps})",
                 fix="shorten the warm-up or lengthen the run",
+            )
+        stable_until = self.total_steps - self.decay_steps
+        if self.name == "wsd" and stable_until < self.warmup_steps:
+            raise ConfigError(
+                f"scheduler.decay_steps is {self.decay_steps}: it would begin at step {stable_until}, before the end "
+                f"of scheduler.warmup_steps ({self.warmup_steps})",
+                fix=f"set it to at most {self.total_steps - self.warmup_steps}",
             )
         return self
 

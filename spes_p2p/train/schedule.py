@@ -18,13 +18,19 @@ _BALANCE_INTERVAL = 500
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up to `optimizer.lr`, then a cosine to `min_ratio` of it at `total_steps`, where it stays."""
+    """Linear warm-up to `optimizer.lr`, then down to `min_ratio` of it at `total_steps`, where it stays.
+
+    By a cosine, or with `wsd` linearly over the last `decay_steps`.
+    """
     schedule, highest = config.scheduler, config.optimizer.lr
     if step < schedule.warmup_steps:
-        return highest * step / schedule.warmup_steps
-    done = min(1.0, (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
-    return highest * (schedule.min_ratio + (1.0 - schedule.min_ratio) * cosine)
+        first = schedule.warmup_ratio
+        return highest * (first + (1.0 - first) * step / schedule.warmup_steps)
+    is_cosine = schedule.name == "cosine"
+    begin = schedule.warmup_steps if is_cosine else schedule.total_steps - schedule.decay_steps
+    done = min(1.0, max(0.0, (step - begin) / (schedule.total_steps - begin)))
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if is_cosine else 1.0 - done
+    return highest * (schedule.min_ratio + (1.0 - schedule.min_ratio) * left)
 
 
 def ramp(optimizer_steps: int) -> float:

@@ -35,6 +35,7 @@ OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would n
     "optimizer.betas": (0.8, 0.9),
     "data.urls": ("https://example.org/shards",),
     "sync.steps_per_round": 7,
+    "scheduler.warmup_ratio": 0.1,
     "sync.fragments": 5,
     "swarm.experts_per_peer": 2,
 }

@@ -44,6 +44,7 @@ def tiny(*overrides: str) -> Config:
         ("model.embedding_rows=256", "model.embedding_rows is 256, fewer than model.vocab_size (257)", "vocab_size"),
         ("optimizer.micro_batch_sequences=3", "not divisible by optimizer.micro_batch_sequences (3)", "divisor of 8"),
         ("scheduler.warmup_steps=1000", "not below scheduler.total_steps (1000)", "shorten"),
+        ("scheduler.name=linear", "scheduler.name is 'linear'", "'cosine' or 'wsd'"),
         ("swarm.experts_per_peer=9", "swarm.experts_per_peer is 9, more than model.num_experts (8)", "at most 8"),
         ("sync.steps_per_round=0", "sync.steps_per_round is 0", "[[until step, H], ..., [0, H]]"),
         ("sync.steps_per_round=[[100, 5]]", "which ends", "[0, H]"),
@@ -57,6 +58,12 @@ def test_wrong_value_is_refused_with_the_value_and_the_fix(override: str, messag
         tiny(override)
     assert message in str(error.value)
     assert fix in error.value.fix
+
+
+def test_a_decay_that_begins_in_the_warm_up_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decay_steps is 990: it would begin at step 10, before the end") as error:
+        tiny("scheduler.name=wsd", "scheduler.decay_steps=990")
+    assert error.value.fix == "set it to at most 980"
 
 
 @pytest.mark.parametrize(

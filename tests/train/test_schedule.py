@@ -20,6 +20,25 @@ def test_linear_warm_up_then_a_cosine_to_the_lowest_rate(step: int, lr: float) -
     assert learning_rate(CONFIG, step) == pytest.approx(lr, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("step", "lr"), [(1, 0.2), (10, 2.0), (60, 2.0), (90, 2.0), (100, 1.1), (105, 0.65), (110, 0.2), (10_000, 0.2)]
+)
+def test_warm_up_stable_decay(step: int, lr: float) -> None:
+    shape = ("scheduler.name=wsd", "scheduler.decay_steps=20", "scheduler.warmup_steps=10", "scheduler.total_steps=110")
+    config = small_config("optimizer.lr=2.0", *shape, "scheduler.min_ratio=0.1")
+    assert learning_rate(config, step) == pytest.approx(lr, rel=1e-12)
+
+
+@pytest.mark.parametrize(("step", "lr"), [(0, 0.2), (5, 1.1), (9, 1.82), (10, 2.0)])
+def test_a_warm_up_that_does_not_begin_at_zero(step: int, lr: float) -> None:
+    config = small_config("optimizer.lr=2.0", "scheduler.warmup_steps=10", "scheduler.warmup_ratio=0.1")
+    assert learning_rate(config, step) == pytest.approx(lr, rel=1e-12)
+
+
+def test_the_decay_is_a_fifth_of_the_run_where_nobody_says() -> None:
+    assert small_config("scheduler.total_steps=110", "scheduler.warmup_steps=10").scheduler.decay_steps == 22
+
+
 def test_no_warm_up_starts_at_the_highest_rate() -> None:
     assert learning_rate(small_config("scheduler.warmup_steps=0", "optimizer.lr=1.0"), 0) == 1.0
 
