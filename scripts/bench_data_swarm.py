@@ -22,7 +22,7 @@ from spes_p2p.data.merkle import EMPTY_ROOT
 from spes_p2p.data.order import Order
 from spes_p2p.data.pieces import CATALOGUE_VERSION, Catalogue, PieceGrid, ShardRoot
 from spes_p2p.data.trees import TREES, FolderPieces
-from spes_p2p.exchange.piece_fetcher import PieceFetcher
+from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing
 from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
@@ -122,7 +122,7 @@ async def print_way(folder: Path, pieces: FolderPieces) -> None:
         for some in (holders[:1], holders):
             holding = dict.fromkeys((holder.signer.peer_id for holder in some), pieces.held)
             fetcher = PieceFetcher(
-                asker.transport, pieces.grid, holders[0].signer.peer_id, holding.copy, print,
+                asker.transport, pieces.grid, DataHolders(holders[0].signer.peer_id, holding.copy), print,
                 DataTraffic(), lambda: 5.0, tasks.in_thread,
             )  # fmt: skip
             print(f"{len(some)} holder(s) on loopback: {await fetched_per_second(fetcher, pieces):.0f} MB/s")

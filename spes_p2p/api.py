@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event as Flag
 from typing import Any
 
@@ -28,11 +27,11 @@ from spes_p2p.interop.evaluate import evaluate as _evaluate
 from spes_p2p.interop.own import Model, OwnStart, run_layout
 from spes_p2p.observe.events import Event, EventBus
 from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
-from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.export import ExportOptions, find_checkpoint, run_export
 from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path, meeting
 from spes_p2p.peer.run import run_peer
-from spes_p2p.swarm.hivemind_backend import NetworkThread
+from spes_p2p.peer.visiting import visit
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 from spes_p2p.sync.report import RunReport, read_report
 
 __all__ = ["Model", "Peer", "Run", "Swarm", "evaluate"]
@@ -153,31 +152,20 @@ class Swarm:
     ) -> None:
         """`initial_peers`: addresses, or an invitation."""
         words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
-        run = meeting((), words, run_id, fingerprint)
-        self._network = NetworkOptions(run.addresses, client_mode=True)
-        self._run_id = run.run_id
-        self._fingerprint = run.fingerprint
-        self._addresses = run.addresses
+        self._run = meeting((), words, run_id, fingerprint)
 
     def status(self) -> RunReport:
         """Round, peers, columns with their owners, the newest certificate. Raises NetworkError."""
+        run = self._run
 
-        async def read(folder: Path) -> RunReport:
-            network = await open_network(self._network, folder / "identity.key")
-            try:
-                return await read_report(network, self._run_id, time.time(), self._fingerprint, self._addresses)
-            finally:
-                await network.close()
+        async def read(network: HivemindNetwork) -> RunReport:
+            return await read_report(network, run.run_id, time.time(), run.fingerprint, run.addresses)
 
-        with TemporaryDirectory(prefix="spes-p2p-status-") as folder, NetworkThread() as thread:
-            return thread.run(read(Path(folder)))
+        return visit(run, read)
 
     def export(self, output: Path | str, tokenizer: str | None = None, say: Say = _nothing, **options: Any) -> Facts:
         """The newest state as a Hugging Face folder; `options`: further fields of `ExportOptions`, such as `dtype`."""
-        source = ExportOptions(
-            Path(output), None, self._network, self._run_id, self._fingerprint, tokenizer=tokenizer, **options
-        )
-        return run_export(source, say)
+        return run_export(ExportOptions(Path(output), None, self._run, tokenizer=tokenizer, **options), say)
 
 
 def evaluate(folder: Path | str, suite: str = "quick", **options: Any) -> tuple[Score, ...]:

@@ -106,6 +106,10 @@ class LocalProtocolError(SpesError):
     """A call of ours that the protocol does not allow: a bug on our side."""
 
 
+class Stopped(Exception):
+    """Somebody asked the program to end before its work was done; nothing is wrong."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error of another project says, as far as it fits one line; its name where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -56,8 +56,7 @@ def evaluate(
     """
     from spes_p2p.peer.evaluation import EvalOptions, run_eval
     from spes_p2p.peer.export import ExportOptions
-    from spes_p2p.peer.options import NetworkOptions, meeting
-    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+    from spes_p2p.peer.options import meeting
     from spes_p2p.swarm.invite import looks_like_invite
 
     invites: tuple[str, ...] = ()
@@ -66,14 +65,10 @@ def evaluate(
     run = meeting(invites, initial_peers or (), run_id, fingerprint)
     if folder is None:
         one_source(checkpoint, run.addresses)
-    network = NetworkOptions(run.addresses, client_mode=True)
-    source = ExportOptions(Path(), checkpoint, network, run.run_id, run.fingerprint, dtype.value, tokenizer=tokenizer)
+    source = ExportOptions(Path(), checkpoint, run, dtype.value, tokenizer=tokenizer)
     options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length)
-    try:
-        with shown_bytes() as report:
-            found = run_eval(options, lambda text: typer.echo(text, err=True), report)
-    except Stopped as stopped:
-        raise typer.Exit(INTERRUPTED) from stopped
+    with shown_bytes() as report:
+        found = run_eval(options, lambda text: typer.echo(text, err=True), report)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))
     else:

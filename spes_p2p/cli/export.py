@@ -41,27 +41,15 @@ def export(
     Example: spes-p2p export --checkpoint peer --output my-model --dtype bf16
     """
     from spes_p2p.peer.export import ExportOptions, run_export
-    from spes_p2p.peer.options import NetworkOptions, meeting
-    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
+    from spes_p2p.peer.options import meeting
     from spes_p2p.planning.units import parse_bytes
 
     run = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
     one_source(checkpoint, run.addresses)
-    options = ExportOptions(
-        output,
-        checkpoint,
-        NetworkOptions(run.addresses, client_mode=True),
-        run.run_id,
-        run.fingerprint,
-        dtype.value,
-        parse_bytes(max_shard_size, "--max-shard-size"),
-        tokenizer,
-    )
-    try:
-        with shown_bytes() as report:
-            facts = run_export(options, lambda text: typer.echo(text, err=True), report)
-    except Stopped as stopped:
-        raise typer.Exit(INTERRUPTED) from stopped
+    shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
+    options = ExportOptions(output, checkpoint, run, dtype.value, shard_bytes, tokenizer)
+    with shown_bytes() as report:
+        facts = run_export(options, lambda text: typer.echo(text, err=True), report)
     typer.echo(f"{output}: run {facts.run_id}, round {facts.round}, step {facts.step:,}, state {facts.state_root[:10]}")
 
 

@@ -30,9 +30,5 @@ def invite(
         return
     from spes_p2p.cli.arguments import met
     from spes_p2p.peer.inviting import fresh_invite
-    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
 
-    try:
-        typer.echo(fresh_invite(met(invitation, initial_peers, run_id, fingerprint)))
-    except Stopped as stopped:
-        raise typer.Exit(INTERRUPTED) from stopped
+    typer.echo(fresh_invite(met(invitation, initial_peers, run_id, fingerprint)))

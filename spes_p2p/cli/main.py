@@ -16,7 +16,7 @@ import typer
 
 from spes_p2p import __version__
 from spes_p2p.cli.arguments import Command
-from spes_p2p.errors import PermanentError, SpesError
+from spes_p2p.errors import PermanentError, SpesError, Stopped
 
 COMMANDS: Mapping[str, str] = {
     "quickstart": "spes_p2p.cli.quickstart:quickstart",
@@ -116,7 +116,7 @@ def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         except SpesError as error:
             typer.echo(error_line(error), err=True)
             raise typer.Exit(LASTING if isinstance(error, PermanentError) else 1) from error
-        except KeyboardInterrupt as interrupt:
+        except (KeyboardInterrupt, Stopped) as interrupt:
             raise typer.Exit(INTERRUPTED) from interrupt
 
     return run

@@ -127,15 +127,11 @@ def inspect(
     Example: spes-p2p run inspect --output bootstrap-node --last 20
     """
     from spes_p2p.peer.organising import kept_history, live_history
-    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
 
-    try:
-        if invitation is None and not initial_peers:
-            lines = kept_history(output)
-        else:
-            lines = live_history(met(invitation, initial_peers, run_id, fingerprint))
-    except Stopped as stopped:
-        raise typer.Exit(INTERRUPTED) from stopped
+    if invitation is None and not initial_peers:
+        lines = kept_history(output)
+    else:
+        lines = live_history(met(invitation, initial_peers, run_id, fingerprint))
     lines = lines[-last:] if last else lines
     if as_json:
         for line in lines:
@@ -193,16 +189,12 @@ def stop(
     """
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import stop_run
-    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
 
     given = invitation if invitation or initial_peers else kept_invite(output)
     meeting = met(given, initial_peers, run_id, fingerprint)
     if not yes:
         typer.confirm(f"end run {meeting.run_id or 'for ever'} for everybody? This cannot be taken back", abort=True)
-    try:
-        last = stop_run(output / "identity.key", meeting, after_round, typer.echo)
-    except Stopped as stopped:
-        raise typer.Exit(INTERRUPTED) from stopped
+    last = stop_run(output / "identity.key", meeting, after_round, typer.echo)
     typer.echo(f"the run ends with round {last}: its peers commit it, save and exit")
 
 
@@ -228,7 +220,6 @@ def choose(
     """
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import check_key, choose_history, look_at_histories
-    from spes_p2p.peer.stopping import INTERRUPTED, Stopped
     from spes_p2p.swarm.invite import looks_like_invite
     from spes_p2p.sync.histories import checked_prefix, choose_child
 
@@ -237,21 +228,18 @@ def choose(
     digits = None if child is None else checked_prefix(child, "CHILD")
     given = invitation if invitation or initial_peers else kept_invite(output)
     meeting = met(given, initial_peers, run_id, fingerprint)
-    try:
-        parted = look_at_histories(meeting)
-        for line in (line for fork in parted.forks for line in fork.texts(time.time())):
-            typer.echo(line)
-        if digits is None:
-            if not parted.forks:
-                typer.echo("the run has one history")
-            return
-        fork, side = choose_child(parted.forks, digits)
-        check_key(output / "identity.key", parted.info)
-        for line in fork.lost_texts(side.child):
-            typer.echo(f"lost: {line}")
-        if not yes:
-            typer.confirm(f"go on with {side.name} for everybody?", abort=True)
-        choose_history(output / "identity.key", meeting, parted, fork, side)
-    except Stopped as stopped:
-        raise typer.Exit(INTERRUPTED) from stopped
+    parted = look_at_histories(meeting)
+    for line in (line for fork in parted.forks for line in fork.texts(time.time())):
+        typer.echo(line)
+    if digits is None:
+        if not parted.forks:
+            typer.echo("the run has one history")
+        return
+    fork, side = choose_child(parted.forks, digits)
+    check_key(output / "identity.key", parted.info)
+    for line in fork.lost_texts(side.child):
+        typer.echo(f"lost: {line}")
+    if not yes:
+        typer.confirm(f"go on with {side.name} for everybody?", abort=True)
+    choose_history(output / "identity.key", meeting, parted, fork, side)
     typer.echo(f"the run goes on with {side.name}: peers of other histories come over as soon as they hear of it")

@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +15,8 @@ import typer
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
 
 if TYPE_CHECKING:
-    from spes_p2p.peer.options import JoinTarget, NetworkOptions
+    from spes_p2p.peer.options import JoinTarget
+    from spes_p2p.swarm.hivemind_backend import HivemindNetwork
     from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
 
 WATCH_SECONDS = 5.0
@@ -36,42 +35,32 @@ def status(
 
     Example: spes-p2p status spes1...
     """
-    from spes_p2p.peer.options import NetworkOptions
-    from spes_p2p.peer.stopping import INTERRUPTED, Stopped, leaving_on_signals, until_stopped
-    from spes_p2p.swarm.hivemind_backend import NetworkThread
+    from spes_p2p.errors import Stopped
+    from spes_p2p.peer.visiting import visit
 
     run = met(invitation, initial_peers, run_id, fingerprint)
-    options = NetworkOptions(run.addresses, client_mode=True)
-    with NetworkThread() as thread:
-        stop = asyncio.Event()
-        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):
-            try:
-                thread.run(until_stopped(stop, _read_and_show(options, run, as_json, watch)))
-            except Stopped as stopped:
-                raise typer.Exit(0 if watch else INTERRUPTED) from stopped
+    try:
+        visit(run, lambda network: _read_and_show(network, run, as_json, watch))
+    except Stopped:
+        if not watch:
+            raise
 
 
-async def _read_and_show(options: NetworkOptions, run: JoinTarget, as_json: bool, watch: bool) -> None:
+async def _read_and_show(network: HivemindNetwork, run: JoinTarget, as_json: bool, watch: bool) -> None:
     from spes_p2p.errors import NetworkError
-    from spes_p2p.peer.entrance import open_network
     from spes_p2p.sync.report import read_report
 
-    with TemporaryDirectory(prefix="spes-p2p-status-") as folder:
-        network = await open_network(options, Path(folder) / "identity.key")
+    while True:
         try:
-            while True:
-                try:
-                    report = await read_report(network, run.run_id, time.time(), run.fingerprint, run.addresses)
-                    (_show_again if watch else _show)(report, as_json)
-                except NetworkError as error:
-                    if not watch:
-                        raise
-                    typer.echo(f"{error}; trying again", err=True)
-                if not watch:
-                    return
-                await asyncio.sleep(WATCH_SECONDS)
-        finally:
-            await network.close()
+            report = await read_report(network, run.run_id, time.time(), run.fingerprint, run.addresses)
+            (_show_again if watch else _show)(report, as_json)
+        except NetworkError as error:
+            if not watch:
+                raise
+            typer.echo(f"{error}; trying again", err=True)
+        if not watch:
+            return
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 def _show(report: RunReport, as_json: bool) -> None:

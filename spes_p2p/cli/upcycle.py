@@ -46,14 +46,15 @@ def upcycle(
     from spes_p2p.interop.folder import filled_folder
     from spes_p2p.interop.upcycle import ZEROS_WARNING, Upcycling
     from spes_p2p.interop.upcycle import upcycle as run
+    from spes_p2p.interop.weights import Format
     from spes_p2p.planning.units import parse_bytes
 
     how = Upcycling(experts, top_k, noise_std, noise_fraction, router_init.value, norm_topk, seed)
     how.check()
-    shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
+    form = Format(dtype.value, parse_bytes(max_shard_size, "--max-shard-size"))
     if how.router_init == "zeros":
         typer.echo(f"warning: {ZEROS_WARNING}", err=True)
     with shown_bytes() as report, filled_folder(output) as folder:
-        run(dense, folder, how, dtype.value, shard_bytes, lambda done, total: report("upcycle", done, total))
+        run(dense, folder, how, form, lambda done, total: report("upcycle", done, total))
     typer.echo(f"{output}: put the section of {output / 'model.yaml'} into the run's file, then start it with")
     typer.echo(f"  spes-p2p bootstrap --config RUN.yaml --init-from {output}")

@@ -13,7 +13,7 @@ from rich.console import Console
 from spes_p2p import __version__
 from spes_p2p.ids import short
 from spes_p2p.observe.events import EventBus
-from spes_p2p.observe.live import LiveModel
+from spes_p2p.observe.live import LiveModel, LiveState
 from spes_p2p.observe.screen import LiveScreen, can_hear_keys
 from spes_p2p.observe.sinks import JsonStream, PlainLines
 from spes_p2p.peer import stopping
@@ -55,15 +55,9 @@ class Watching:
             self.bus.add(PlainLines(sys.stdout), with_early=True)
             return
         hears = can_hear_keys()
-        model = LiveModel(
-            running.run_id,
-            short(running.peer),
-            __version__,
-            running.steps_per_round,
-            running.facts,
-            keys=hears,
-            invite=f"spes-p2p invite --output {running.output}",
-        )
+        invite = f"spes-p2p invite --output {running.output}"
+        base = LiveState(__version__, running.run_id, short(running.peer), keys=hears, invite=invite)
+        model = LiveModel(base, running.steps_per_round, running.facts)
         actions = {"p": self.pause.toggle, "q": _leave}
         self._screen = LiveScreen(model, console, actions, sys.stdin.fileno() if hears else None)
         stopping.before_hard_end.append(self._screen.abandon)

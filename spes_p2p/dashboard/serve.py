@@ -17,10 +17,10 @@ from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.replay import replay
 from spes_p2p.dashboard.source import Known, Look, SwarmSource
 from spes_p2p.dashboard.web import make_app
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, Stopped
 from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.options import JoinTarget, NetworkOptions
-from spes_p2p.peer.stopping import Stopped, leaving_on_signals, until_stopped
+from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
 
 Say = Callable[[str], None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -98,32 +99,38 @@ async def fetch_catalogue(
     return await first_good(holders, ask, "nobody gave the list of the run's data", fix)
 
 
-class PieceFetcher:
-    """All fetches of data of one peer.
+@dataclass(frozen=True)
+class DataHolders:
+    """Who has the data. `pieces()`: how many of them each node has, as far as known.
 
-    `holders` gives how many pieces each node has, as far as known; `organiser` is the bootstrap node, taken to have all
-    of them where nothing is known. `stall_seconds()`: how long a stream may pause. `web`: where else the data lies.
+    `organiser` is the bootstrap node, taken to have all of them where nothing is known. `web`: where else they lie.
     """
+
+    organiser: PeerId
+    pieces: Callable[[], Mapping[PeerId, int]]
+    web: Web | None = None
+
+
+class PieceFetcher:
+    """All fetches of data of one peer. `stall_seconds()`: how long a stream may pause."""
 
     def __init__(
         self,
         transport: Transport,
         grid: PieceGrid,
-        organiser: PeerId,
-        holders: Callable[[], Mapping[PeerId, int]],
+        holders: DataHolders,
         tell: Tell,
         traffic: DataTraffic,
         stall_seconds: Callable[[], float],
         in_thread: InThread,
-        web: Web | None = None,
     ) -> None:
-        self._web = web
+        self._web = holders.web
         self._wanted_since: dict[int, float] = {}
         self._transport = transport
         self._grid = grid
         self._dataset = grid.catalogue.dataset_hash
-        self._organiser = organiser
-        self._holders = holders
+        self._organiser = holders.organiser
+        self._holders = holders.pieces
         self._tell = tell
         self._traffic = traffic
         self._stall_seconds = stall_seconds

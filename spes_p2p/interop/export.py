@@ -25,9 +25,9 @@ from torch import Tensor
 from spes_p2p.config.schema import ModelConfig
 from spes_p2p.files import storing
 from spes_p2p.interop.card import Facts, model_card
-from spes_p2p.interop.hf import hf_config, state_tensors
+from spes_p2p.interop.hf import hf_config, state_layout, state_tensors
 from spes_p2p.interop.tokenizer import Publishable
-from spes_p2p.interop.weights import TORCH_DTYPES, Dtype, Piece, Report, write_weights
+from spes_p2p.interop.weights import TORCH_DTYPES, Format, Piece, Report, say_nothing, write_weights
 from spes_p2p.state.layout import BlockSource, Layout, StateTensor
 
 if TYPE_CHECKING:
@@ -38,13 +38,11 @@ CARD_FILE = "README.md"
 
 def export_model(
     state: BlockSource,
-    layout: Layout,
     facts: Facts,
     folder: Path,
-    dtype: Dtype,
-    max_shard_bytes: int,
+    how: Format,
     tokenizer: Publishable | None,
-    report: Report = lambda done, total: None,
+    report: Report = say_nothing,
 ) -> None:
     """Fills `folder`, which exists. config.json comes last: a folder that was cut short is none that loads.
 
@@ -57,11 +55,11 @@ def export_model(
     with storing(folder, 0):
         if tokenizer is not None:
             tokenizer.save(folder, length)
-        (folder / CARD_FILE).write_text(model_card(facts, family, dtype), encoding="utf-8")
+        (folder / CARD_FILE).write_text(model_card(facts, family, how.dtype), encoding="utf-8")
         write_generation_config(folder, None if tokenizer is None else tokenizer.eos_id)
-    pieces = pieces_of(state, layout, facts.config.model)
+    pieces = pieces_of(state, state_layout(facts.config), facts.config.model)
     eos_id = None if tokenizer is None else tokenizer.eos_id
-    write_model(folder, model, pieces, length, dtype, max_shard_bytes, report, eos_id)
+    write_model(folder, model, pieces, length, how, report, eos_id)
 
 
 def write_model(
@@ -69,18 +67,17 @@ def write_model(
     model: ModelConfig,
     pieces: Sequence[Piece],
     max_positions: int,
-    dtype: Dtype,
-    max_shard_bytes: int,
+    how: Format,
     report: Report,
     eos_id: int | list[int] | None,
 ) -> None:
     """Weights, then config.json. `pieces`: the tensors of the state. Raises StorageFull, ConfigError."""
     config = hf_config(model, max_positions)
     config.architectures = [architecture(config)]
-    config.dtype = TORCH_DTYPES[dtype]
+    config.dtype = TORCH_DTYPES[how.dtype]
     config.eos_token_id = eos_id
     absent = _absent_experts(model) if model.qk_norm == "none" else []
-    write_weights(folder, [*pieces, *absent], dtype, max_shard_bytes, report)
+    write_weights(folder, [*pieces, *absent], how, report)
     with storing(folder, 0):
         config.save_pretrained(folder)
 

@@ -24,7 +24,7 @@ from spes_p2p.files import storing
 from spes_p2p.interop.export import write_model
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.interop.importing import StartModel, check_parts, model_fields, read_config
-from spes_p2p.interop.weights import Dtype, Piece, PublishedWeights, Report
+from spes_p2p.interop.weights import FORMAT, Format, Piece, PublishedWeights, Report, say_nothing
 from spes_p2p.state.layout import StateTensor
 
 RouterInit = Literal["zeros", "normal", "scaled_normal", "from_mlp"]
@@ -72,9 +72,8 @@ def upcycle(
     dense: Path,
     output: Path,
     how: Upcycling,
-    dtype: Dtype = "fp32",
-    max_shard_bytes: int = 5 * 10**9,
-    report: Report = lambda done, total: None,
+    form: Format = FORMAT,
+    report: Report = say_nothing,
 ) -> StartModel:
     """Fills `output`, which exists, with a model that `bootstrap --init-from` and transformers take.
 
@@ -104,7 +103,7 @@ def upcycle(
             for pattern in _TOKENIZER_FILES:
                 for path in dense.glob(pattern):
                     shutil.copyfile(path, output / path.name)
-        write_model(output, model, pieces, config.max_position_embeddings, dtype, max_shard_bytes, report,
+        write_model(output, model, pieces, config.max_position_embeddings, form, report,
                     eos_id=config.eos_token_id)  # fmt: skip
     start = StartModel.open(output)
     with storing(output, 0):

@@ -44,21 +44,34 @@ class Piece:
     load: Callable[[], Tensor]
 
 
-def write_weights(
-    folder: Path, pieces: Sequence[Piece], dtype: Dtype, max_shard_bytes: int, report: Report = lambda done, total: None
-) -> None:
-    """Writes `pieces` in their order, in files of at most `max_shard_bytes` (a larger tensor has a file of its own).
+@dataclass(frozen=True)
+class Format:
+    """How weights are written: their type, and the largest size of a file (a larger tensor has one of its own)."""
+
+    dtype: Dtype = "fp32"
+    max_shard_bytes: int = 5 * 10**9
+
+
+FORMAT = Format()
+
+
+def say_nothing(done: int, total: int) -> None:
+    """Nobody looks on."""
+
+
+def write_weights(folder: Path, pieces: Sequence[Piece], how: Format, report: Report = say_nothing) -> None:
+    """Writes `pieces` in their order.
 
     Holds one file and one tensor in memory. Raises StorageFull.
     """
-    wanted = TORCH_DTYPES[dtype]
+    wanted = TORCH_DTYPES[how.dtype]
     by_name = {piece.name: piece for piece in pieces}
 
     def size_of(piece: Piece) -> int:
         return torch.Size(piece.shape).numel() * wanted.itemsize
 
     split = split_state_dict_into_shards_factory(
-        by_name, get_storage_size=size_of, filename_pattern=_PATTERN, max_shard_size=max_shard_bytes
+        by_name, get_storage_size=size_of, filename_pattern=_PATTERN, max_shard_size=how.max_shard_bytes
     )
     total, done = sum(map(size_of, pieces)), 0
     for file, names in split.filename_to_tensors.items():

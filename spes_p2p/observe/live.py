@@ -219,15 +219,13 @@ class LiveModel:
 
     def __init__(
         self,
-        run_id: str,
-        peer: str,
-        version: str,
+        base: LiveState,
         steps_per_round: Callable[[int], int],
         facts: Callable[[], Facts],
         clock: Callable[[], float] = wall_time.monotonic,
-        keys: bool = False,
-        invite: str = "",
     ) -> None:
+        """`base`: what does not change."""
+        self._base = base
         self._view = PeerView(steps_per_round)
         self._steps_per_round = steps_per_round
         self._facts = facts
@@ -237,7 +235,6 @@ class LiveModel:
         self._tokens = 0
         self._paused = ""
         self._messages: tuple[str, ...] = ()
-        self._base = LiveState(version, run_id, peer, keys=keys, invite=invite)
 
     def write(self, time: float, event: Event) -> None:
         self._view.apply(time, event)

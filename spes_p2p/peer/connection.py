@@ -15,7 +15,7 @@ from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.consensus.messages import Commit, Intent, Status
 from spes_p2p.data.feed import Feed
-from spes_p2p.errors import NetworkError, RemoteProtocolError
+from spes_p2p.errors import NetworkError, RemoteProtocolError, Stopped
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.exchange.transfers import Transfers, WrongSize
@@ -26,7 +26,7 @@ from spes_p2p.peer.entrance import FoundRun, Say, find, open_peer_network
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
-from spes_p2p.peer.stopping import Stopped, until_stopped
+from spes_p2p.peer.stopping import until_stopped
 from spes_p2p.peer.wishes import Wishes
 from spes_p2p.state.moments import NO_MOMENTS, Moments
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread

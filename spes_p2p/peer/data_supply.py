@@ -16,7 +16,7 @@ from spes_p2p.data.loader import spans_of
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_mirrors import WebMirrors
-from spes_p2p.exchange.piece_fetcher import PieceFetcher, fetch_catalogue
+from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import DataTraffic, PieceServing, PieceSource, held_by
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import PeerId
@@ -103,8 +103,8 @@ class DataSupply:
             transport.download, self._notice,
         )  # fmt: skip
         fetcher = PieceFetcher(
-            transport, self._feed.grid, self._run.info.organiser, self._holders, self._tell, self.traffic,
-            lambda: self._run.stall_seconds, self._tasks.in_thread, self._web,
+            transport, self._feed.grid, DataHolders(self._run.info.organiser, self._holders, self._web), self._tell,
+            self.traffic, lambda: self._run.stall_seconds, self._tasks.in_thread,
         )  # fmt: skip
         self._tasks.spawn(DataFeed(self._feed, fetcher).run())
         spans = spans_of(PieceDataset(self._feed), self._run.config)

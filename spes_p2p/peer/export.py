@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.checkpoint.load import Checkpoint, load_checkpoint, load_latest
@@ -19,34 +18,31 @@ from spes_p2p.interop.export import export_model
 from spes_p2p.interop.folder import filled_folder
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.interop.tokenizer import Publishable
-from spes_p2p.interop.weights import Dtype
+from spes_p2p.interop.weights import Dtype, Format
 from spes_p2p.observe.sinks import METRICS_FILE, EventReader
-from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.fetching import Fetched, fetch_newest
 from spes_p2p.peer.folder import CHECKPOINTS
-from spes_p2p.peer.options import NetworkOptions
-from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
+from spes_p2p.peer.options import JoinTarget
+from spes_p2p.peer.visiting import visit
 from spes_p2p.state.version import Version
-from spes_p2p.swarm.hivemind_backend import NetworkThread
 
 Say = Callable[[str], None]
 Report = Callable[[str, int, int], None]
 """Is told of (what is being done, bytes done, bytes in all)."""
 FETCHED = "fetched"
+NOWHERE = JoinTarget()
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """`checkpoint`: a step's folder, or one that holds such (a peer's output folder too); None: the live run.
+    """`checkpoint`: a step's folder, or one that holds such (a peer's output folder too); None: the live `run`.
 
     `tokenizer`: as for `spes-p2p tokenize`; None: the one that the checkpoint or the run names, if they do.
     """
 
     output: Path
     checkpoint: Path | None = None
-    network: NetworkOptions = field(default_factory=NetworkOptions)
-    run_id: str | None = None
-    fingerprint: str | None = None
+    run: JoinTarget = NOWHERE
     dtype: Dtype = "fp32"
     max_shard_bytes: int = 5 * 10**9
     tokenizer: str | None = None
@@ -64,9 +60,7 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
             version, facts = _of_checkpoint(checkpoint)
             own = checkpoint.run.get("tokenizer")
         else:
-            fetched = fetch_over_network(
-                options.network, folder / FETCHED, options.run_id, options.fingerprint, say, report
-            )
+            fetched = fetch_over_network(options.run, folder / FETCHED, say, report)
             version, facts, own = fetched.version, facts_of_run(fetched), None
         data = facts.config.data
         tokenizer = given or _named_tokenizer(own, data, say)
@@ -75,10 +69,8 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
                 f"warning: tokenizer {tokenizer.name!r} differs from the one of the run's data: its hash begins "
                 f"with {tokenizer.fingerprint[:16]}, the other's with {data.tokenizer_hash[:16]}"
             )
-        export_model(
-            version, version.layout, facts, folder, options.dtype, options.max_shard_bytes, tokenizer,
-            lambda done, total: report("export", done, total),
-        )  # fmt: skip
+        how = Format(options.dtype, options.max_shard_bytes)
+        export_model(version, facts, folder, how, tokenizer, lambda done, total: report("export", done, total))
         shutil.rmtree(folder / FETCHED, ignore_errors=True)
     return facts
 
@@ -135,22 +127,13 @@ def read_curve(metrics: Path, last_round: int) -> tuple[CurvePoint, ...]:
     return tuple(point for point in curve_of(events) if point.round <= last_round)
 
 
-def fetch_over_network(
-    options: NetworkOptions, folder: Path, run_id: str | None, fingerprint: str | None, say: Say, report: Report
-) -> Fetched:
+def fetch_over_network(run: JoinTarget, folder: Path, say: Say, report: Report) -> Fetched:
     """The newest state of a live run, in `folder`. Raises Stopped on Ctrl-C."""
-
-    async def fetch() -> Fetched:
-        network = await open_network(options, folder / "identity.key")
-        try:
-            return await fetch_newest(
-                network, folder, run_id, fingerprint, lambda done, total: report("fetch", done, total)
-            )
-        finally:
-            await network.close()
-
     folder.mkdir()
-    with NetworkThread() as thread:
-        stop = asyncio.Event()
-        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), say):
-            return thread.run(until_stopped(stop, fetch()))
+    return visit(
+        run,
+        lambda network: fetch_newest(
+            network, folder, run.run_id, run.fingerprint, lambda done, total: report("fetch", done, total)
+        ),
+        say,
+    )

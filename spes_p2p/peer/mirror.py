@@ -20,7 +20,7 @@ from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError, StorageFull
-from spes_p2p.exchange.piece_fetcher import PieceFetcher, fetch_catalogue
+from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.files import write_whole
@@ -145,7 +145,7 @@ class Mirror:
             return {peer: record.data_pieces for peer, record in announcer.known.items()}
 
         fetcher = PieceFetcher(
-            self._network.transport, cache.grid, self.info.organiser, holders, self._tell, DataTraffic(),
+            self._network.transport, cache.grid, DataHolders(self.info.organiser, holders), self._tell, DataTraffic(),
             lambda: self._stall_seconds, self._tasks.in_thread,
         )  # fmt: skip
         while True:

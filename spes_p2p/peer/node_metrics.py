@@ -37,8 +37,9 @@ async def measuring(
         say(f"no metrics any more: {error!r}")
 
     server, tasks = MetricsServer(metrics, port, host), Tasks(failed)
-    say(f"metrics: http://{host}:{server.port}/metrics")
     tasks.spawn(_keep_looking(metrics, look))
+    await asyncio.sleep(0)  # the first look: whoever is told may ask at once
+    say(f"metrics: http://{host}:{server.port}/metrics")
     try:
         yield
     finally:

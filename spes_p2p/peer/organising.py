@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.expert_map import orphans
-from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.fetching import fetch_chain, fetch_forks
 from spes_p2p.peer.folder import CHAIN, RUN
-from spes_p2p.peer.options import JoinTarget, NetworkOptions
-from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
-from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.peer.options import JoinTarget
+from spes_p2p.peer.visiting import visit
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.identity import signer_of
 from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.records import words_key
@@ -35,24 +33,6 @@ from spes_p2p.wire import pack
 ANSWER_SECONDS = 10.0
 HEARD_SECONDS = 3 * LOOK_SECONDS
 """How long to wait until a node of the run repeats what was told."""
-
-
-def on_network(meeting: JoinTarget, work: Callable[[HivemindNetwork], Any]) -> Any:
-    """The result of the coroutine `work(network)`, with a throw-away identity, until Ctrl-C (Stopped)."""
-
-    async def run() -> Any:
-        with TemporaryDirectory(prefix="spes-p2p-run-") as folder:
-            options = NetworkOptions(meeting.addresses, client_mode=True)
-            network = await open_network(options, Path(folder) / "identity.key")
-            try:
-                return await work(network)
-            finally:
-                await network.close()
-
-    with NetworkThread() as thread:
-        stop = asyncio.Event()
-        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), lambda text: None):
-            return thread.run(until_stopped(stop, run()))
 
 
 # ---------------------------------------------------------------- the organiser's words
@@ -73,8 +53,7 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
         known = await tell(network, info, ending(info, last, sealer))
         return last if known.last_round is None else known.last_round
 
-    found: int = on_network(meeting, stop)
-    return found
+    return visit(meeting, stop)
 
 
 @dataclass(frozen=True)
@@ -87,8 +66,7 @@ class Parted:
 
 def look_at_histories(meeting: JoinTarget) -> Parted:
     """Of a live run, by all certificates of those who can be reached. Raises NetworkError, ConfigError."""
-    found: Parted = on_network(meeting, lambda network: histories_of(network, meeting.run_id, meeting.fingerprint))
-    return found
+    return visit(meeting, lambda network: histories_of(network, meeting.run_id, meeting.fingerprint))
 
 
 async def histories_of(network: Network, run_id: str | None, fingerprint: str | None) -> Parted:
@@ -101,7 +79,7 @@ async def histories_of(network: Network, run_id: str | None, fingerprint: str | 
 def choose_history(identity: Path, meeting: JoinTarget, parted: Parted, fork: Fork, side: Side) -> None:
     """Signs with the organiser's key that a run goes on with `side`, and tells it. Raises as `stop_run` does."""
     sealer = _sealer_of(identity, parted.info)
-    on_network(meeting, lambda network: decide(network, parted.info, fork, side, sealer))
+    visit(meeting, lambda network: decide(network, parted.info, fork, side, sealer))
 
 
 async def decide(network: Network, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
@@ -193,7 +171,7 @@ def live_history(meeting: JoinTarget) -> list[HistoryLine]:
             chain = await fetch_chain(network, Path(folder), meeting.run_id, meeting.fingerprint)
             return [chain.commit(round) for round in range(chain.length)]
 
-    return list(history(on_network(meeting, fetch)))
+    return list(history(visit(meeting, fetch)))
 
 
 def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Iterator[HistoryLine]:

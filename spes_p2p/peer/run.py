@@ -16,7 +16,7 @@ from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, need_held_out, open_dataset
 from spes_p2p.data.trees import FolderPieces
-from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.errors import ConfigError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.interop.own import check_own_settings
@@ -37,7 +37,7 @@ from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.pausing import PauseSwitch, Watch
 from spes_p2p.peer.resume import Resumed, Saver
-from spes_p2p.peer.stopping import Stopped, leaving_on_signals
+from spes_p2p.peer.stopping import leaving_on_signals
 from spes_p2p.peer.training import LoopOptions, TrainingLoop
 from spes_p2p.planning.budget import columns_that_fit
 from spes_p2p.state.layout import Layout

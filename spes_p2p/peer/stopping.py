@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from spes_p2p.errors import Stopped
 from spes_p2p.observe.sinks import unfailing
 
 T = TypeVar("T")
@@ -32,10 +33,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 before_hard_end: list[Callable[[], object]] = []
 """Called before the process is ended at once: who has changed the terminal puts it back."""
-
-
-class Stopped(Exception):
-    """The node was asked to end before its work was done."""
 
 
 async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:

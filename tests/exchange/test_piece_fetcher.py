@@ -13,7 +13,7 @@ from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange import piece_fetcher
-from spes_p2p.exchange.piece_fetcher import AT_ONCE, PieceFetcher, fetch_catalogue
+from spes_p2p.exchange.piece_fetcher import AT_ONCE, DataHolders, PieceFetcher, fetch_catalogue
 from spes_p2p.exchange.pieces import MAX_GIVEN, DataTraffic, PieceServing, PiecesHead
 from spes_p2p.exchange.requests import (
     MAX_PIECES_AT_ONCE,
@@ -79,7 +79,7 @@ class Site:
         self.sent = DataTraffic()
         self.got: dict[int, bytes] = {}
         self.fetcher = PieceFetcher(
-            self.network.peer(ME).transport, self.whole.grid, BOOT, lambda: self.held,
+            self.network.peer(ME).transport, self.whole.grid, DataHolders(BOOT, lambda: self.held),
             lambda *told: self.told.append(told), self.traffic, lambda: 5.0, in_place,
         )  # fmt: skip
 

@@ -20,10 +20,10 @@ from spes_p2p.interop.card import CurvePoint, Facts, curve_of
 from spes_p2p.interop.export import export_model
 from spes_p2p.interop.folder import filled_folder
 from spes_p2p.interop.tokenizer import Publishable
-from spes_p2p.interop.weights import INDEX_FILE, SINGLE_FILE, Dtype, PublishedWeights
+from spes_p2p.interop.weights import FORMAT, INDEX_FILE, SINGLE_FILE, Dtype, Format, PublishedWeights
 from spes_p2p.observe.events import Eval, Event, Round, Step
 from spes_p2p.state.layout import BlockSource
-from tests.interop.states import LLAMA, OLMOE, QWEN2, QWEN3, layout_of, random_state, run_config
+from tests.interop.states import LLAMA, OLMOE, QWEN2, QWEN3, random_state, run_config
 from tests.model.tiny import tiny_tokens
 from tests.state.small import file_size_limit
 
@@ -49,7 +49,7 @@ def exported(
     tokenizer: Publishable | None = None,
 ) -> Path:
     folder.mkdir(exist_ok=True)
-    export_model(state, layout_of(config), facts_of(config), folder, dtype, shard, tokenizer)
+    export_model(state, facts_of(config), folder, Format(dtype, shard), tokenizer)
     return folder
 
 
@@ -164,7 +164,7 @@ def test_a_long_curve_is_thinned_and_ends_with_the_last_round(tmp_path: Path) ->
     curve = tuple(CurvePoint(at, 10 * at, 100 * at, 5.0 - at / 100, None) for at in range(1, 200))
     tmp_path.mkdir(exist_ok=True)
     facts = facts_of(config, curve=curve)
-    export_model(random_state(config)[1], layout_of(config), facts, tmp_path, "fp32", 10**9, None)
+    export_model(random_state(config)[1], facts, tmp_path, FORMAT, None)
     rows = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.count("|") == 6]
     assert 20 <= len(rows) - 2 <= 24
     assert rows[-1].startswith("| 199 | 1,990 | 19,900 |")
@@ -190,6 +190,7 @@ from pathlib import Path
 import numpy as np, torch
 from spes_p2p.interop import export, hf
 from spes_p2p.interop.card import Facts
+from spes_p2p.interop.weights import Format
 from spes_p2p.state.layout import Layout
 from tests.interop.states import layout_of, run_config
 
@@ -208,16 +209,16 @@ hf.hf_config(config.model)  # imports what is needed
 (folder / "warm").mkdir(); (folder / "out").mkdir()
 small = run_config()
 zeros = [np.zeros(block.size, np.float32) for block in layout_of(small).blocks]
-def run(config, layout, source, where, shard):
+def run(config, source, where, shard):
     facts = Facts("x", "", "", config, 0, 0, 0)
-    export.export_model(source, layout, facts, where, sys.argv[4], shard, None)
+    export.export_model(source, facts, where, Format(sys.argv[4], shard), None)
 class Held:
     def block(self, index):
         return zeros[index]
-run(small, layout_of(small), Held(), folder / "warm", 10**9)
+run(small, Held(), folder / "warm", 10**9)
 data = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(data.split()[1]) + spare,) * 2)
-run(config, layout, Mapped(), folder / "out", shard)
+run(config, Mapped(), folder / "out", shard)
 total = sum(path.stat().st_size for path in (folder / "out").glob("*.safetensors"))
 assert total > 2 * shard, (total, shard)
 """

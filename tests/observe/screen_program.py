@@ -12,7 +12,7 @@ import threading
 from rich.console import Console
 
 from spes_p2p.observe.events import Pause
-from spes_p2p.observe.live import TRAINING, Facts, LiveModel
+from spes_p2p.observe.live import TRAINING, Facts, LiveModel, LiveState
 from spes_p2p.observe.screen import LiveScreen, can_hear_keys
 from spes_p2p.peer.pausing import PauseSwitch
 
@@ -22,7 +22,7 @@ def main(how: str) -> int:
     signal.signal(signal.SIGINT, lambda number, frame: asked.set())
     before = termios.tcgetattr(sys.stdin.fileno())
     hears = can_hear_keys() and how != "deaf"
-    model = LiveModel("tiny", "6P9UKN", "0.1.0", lambda step: 10, lambda: Facts(TRAINING), keys=hears)
+    model = LiveModel(LiveState("0.1.0", "tiny", "6P9UKN", keys=hears), lambda step: 10, lambda: Facts(TRAINING))
     actions = {"p": switch.toggle, "q": lambda: os.kill(os.getpid(), signal.SIGINT)}
     screen = LiveScreen(model, Console(), actions, sys.stdin.fileno() if hears else None)
     switch.on_change(lambda why: screen.write(0.0, _pause(why)))

@@ -86,7 +86,8 @@ def test_a_curve_goes_from_its_highest_to_its_lowest() -> None:
 
 
 def test_the_model_folds_events_and_asks_for_the_rest() -> None:
-    model = LiveModel("tiny", "me", "1", lambda step: 10, lambda: FACTS, clock=iter([0.0, 90.0, 91.0]).__next__)
+    clock = iter([0.0, 90.0, 91.0]).__next__
+    model = LiveModel(LiveState("1", "tiny", "me"), lambda step: 10, lambda: FACTS, clock)
     model.write(0.0, dataclasses.replace(STEP, step=1, tokens=100, loss=3.0))
     model.write(1.0, dataclasses.replace(STEP, step=2, tokens=100, loss=2.0))
     model.write(2.0, Eval(1, 20, 3.5, 10))
@@ -103,7 +104,7 @@ def test_the_model_folds_events_and_asks_for_the_rest() -> None:
 
 
 def test_only_the_newest_messages_are_kept() -> None:
-    model = LiveModel("tiny", "me", "1", lambda step: 10, lambda: FACTS)
+    model = LiveModel(LiveState("1", "tiny", "me"), lambda step: 10, lambda: FACTS)
     for number in range(20):
         model.write(0.0, Step(number, 1.0, 1, 1.0, 1.0, 1.0))
         model.say(f"message {number}")

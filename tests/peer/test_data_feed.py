@@ -14,7 +14,7 @@ from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import NetworkError
-from spes_p2p.exchange.piece_fetcher import PieceFetcher
+from spes_p2p.exchange.piece_fetcher import DataHolders, PieceFetcher
 from spes_p2p.exchange.pieces import DataTraffic, EmptyShelf, PieceServing, PieceSource
 from spes_p2p.exchange.requests import DataRequest, unpack_request
 from spes_p2p.ids import PeerId, sha256
@@ -77,8 +77,8 @@ class Volunteer:
         self.loader = LeasedLoader(PieceDataset(self.feed), CONFIG)
         transport = site.network.peer(name).transport
         self.fetcher = PieceFetcher(
-            transport, site.whole.grid, BOOT, lambda: site.held(self.name), lambda *_: None, DataTraffic(),
-            lambda: 5.0, in_place, web,
+            transport, site.whole.grid, DataHolders(BOOT, lambda: site.held(self.name), web), lambda *_: None,
+            DataTraffic(), lambda: 5.0, in_place,
         )  # fmt: skip
         self._task = asyncio.get_running_loop().create_task(DataFeed(self.feed, self.fetcher).run())
         self.given = Shelf(self.feed.cache)

@@ -19,6 +19,7 @@ from spes_p2p.errors import CheckpointError, ConfigError, NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.card import Facts
 from spes_p2p.interop.export import export_model
+from spes_p2p.interop.weights import FORMAT
 from spes_p2p.observe.events import Eval, Round
 from spes_p2p.observe.sinks import METRICS_FILE, JsonLines
 from spes_p2p.peer.export import ExportOptions, facts_of_run, run_export
@@ -182,7 +183,7 @@ def test_the_newest_state_of_a_live_run_is_fetched_and_exported(tmp_path: Path) 
             assert store.version(manifest.round).root == fetched.version.root
         facts = facts_of_run(fetched)
         (tmp_path / "model").mkdir()
-        export_model(fetched.version, swarm.layout, facts, tmp_path / "model", "fp32", 10**9, None)
+        export_model(fetched.version, facts, tmp_path / "model", FORMAT, None)
         return facts
 
     facts = in_swarm(tmp_path / "swarm", play)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from spes_p2p.peer.stopping import INTERRUPTED, Stopped, leaving_on_signals, until_stopped
+from spes_p2p.errors import Stopped
+from spes_p2p.peer.stopping import INTERRUPTED, leaving_on_signals, until_stopped
 
 PROGRAM = """
 import signal, sys, threading

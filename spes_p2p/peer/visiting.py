@@ -1,0 +1,45 @@
+"""A look at a live run by a program that takes no part in it: a network with a throw-away identity."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from spes_p2p.peer.entrance import open_network
+from spes_p2p.peer.options import JoinTarget, NetworkOptions
+from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def visiting(run: JoinTarget) -> AsyncIterator[HivemindNetwork]:
+    """The network of a run, until the block ends. Raises NetworkError, ClockSkewed."""
+    with TemporaryDirectory(prefix="spes-p2p-visit-") as folder:
+        network = await open_network(NetworkOptions(run.addresses, client_mode=True), Path(folder) / "identity.key")
+        try:
+            yield network
+        finally:
+            await network.close()
+
+
+def visit(
+    run: JoinTarget,
+    work: Callable[[HivemindNetwork], Coroutine[Any, Any, T]],
+    say: Callable[[str], None] = lambda text: None,
+) -> T:
+    """The result of `work(network)`, on a thread of its own. Raises Stopped on Ctrl-C, and what `visiting` raises."""
+
+    async def look() -> T:
+        async with visiting(run) as network:
+            return await work(network)
+
+    with NetworkThread() as thread:
+        stop = asyncio.Event()
+        with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), say):
+            return thread.run(until_stopped(stop, look()))
