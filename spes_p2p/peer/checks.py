@@ -108,23 +108,6 @@ def _memory(machine: Machine) -> Check:
     return Check("memory", "ok", f"{free} of {total} free, {machine.cores} processor cores")
 
 
-def run_checks(
-    config: Config,
-    device: Device,
-    wanted: int,
-    words: str,
-    fits: bool,
-    disk: Disk,
-    data_bytes: int = 0,
-    eight_bit_helps: bool = False,
-) -> list[Check]:
-    """Whether this machine can take part: memory, then disk. `words`, `fits`: what `fitting.fit_config` said."""
-    return [
-        fit_check(config, device, wanted, words, fits, eight_bit_helps),
-        disk_check(config, wanted, disk, data_bytes),
-    ]
-
-
 def fit_check(
     config: Config, device: Device, wanted: int, words: str, fits: bool, eight_bit_helps: bool = False
 ) -> Check:

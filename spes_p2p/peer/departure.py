@@ -9,6 +9,7 @@ from spes_p2p.observe.events import Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS
 from spes_p2p.peer.training import TrainingLoop
 from spes_p2p.sync.surroundings import Applied
+from spes_p2p.train.commits import news_of
 from spes_p2p.train.stages import Depart, Leave, Stage
 
 LOOK_SECONDS = 0.2
@@ -25,7 +26,7 @@ class Departure:
 
     def run(self) -> None:
         """Leaves, or where the run is over stays until the others have its end too."""
-        if not self._loop.is_over():
+        if not self._loop.limits.is_over():
             self._leave()
             return
         self._save_end()
@@ -102,7 +103,7 @@ class Departure:
         """Rounds were committed since this peer said that it leaves."""
         newest = events[-1].commit.manifest
         counts_on_us = not self._nobody_counts_on_us(newest)
-        actions = self._machine.handle(self._loop.news_of(events, counts_on_us))
+        actions = self._machine.handle(news_of(self._machine, events, self._connection.disk.chain, counts_on_us))
         if self._machine.stage is Stage.OUTSIDE:  # another history won, and it does not name us
             self._loop.do(actions, events)
             return

@@ -25,10 +25,10 @@ from spes_p2p.peer.checks import (
     Check,
     clock_check,
     disk_check,
+    fit_check,
     machine_checks,
     of_error,
     reach_check,
-    run_checks,
     speed_check,
 )
 from spes_p2p.peer.devices import choose_cards
@@ -104,10 +104,11 @@ def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions,
     """The same where it was measured and fitted already."""
     fits = not words or fitted != config
     fetched = options.max_disk if options.data is None and config.data.source == "leased" else 0
-    return run_checks(
-        fitted, memory, wanted_columns(config, options), words, fits, find_disk(options.output), fetched,
-        not fits and eight_bit_would_help(config, options, memory),
-    )  # fmt: skip
+    count = wanted_columns(config, options)
+    return [
+        fit_check(fitted, memory, count, words, fits, not fits and eight_bit_would_help(config, options, memory)),
+        disk_check(fitted, count, find_disk(options.output), fetched),
+    ]
 
 
 def _ask_others(options: PeerOptions, meeting: JoinTarget, note: Tell) -> _Found:

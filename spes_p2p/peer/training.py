@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from spes_p2p.consensus.messages import DEGRADED, Manifest
+from spes_p2p.consensus.messages import Manifest
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH
@@ -20,11 +20,13 @@ from spes_p2p.peer.connection import LEAVE_SECONDS, Connection
 from spes_p2p.peer.evaluator import Evaluator
 from spes_p2p.peer.handover import HandOver
 from spes_p2p.peer.learning import Learning
+from spes_p2p.peer.limits import StepLimits
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.state.layout import BlockSource
 from spes_p2p.state.version import Version
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.surroundings import Applied
+from spes_p2p.train.commits import news_of
 from spes_p2p.train.loop import RoundWork, run_inner_steps
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.routing import LoadMeter
@@ -32,7 +34,6 @@ from spes_p2p.train.stages import (
     Action,
     Begin,
     CloseTurn,
-    Committed,
     GoAhead,
     Load,
     Restored,
@@ -43,7 +44,6 @@ from spes_p2p.train.stages import (
     StandAside,
     StartAhead,
     StepMade,
-    Switched,
     TakeSnapshot,
     TrainingRules,
     Uncounted,
@@ -54,10 +54,6 @@ from spes_p2p.train.trainer import StepResult
 from spes_p2p.train.values import TrainedValues
 
 REPORT_SECONDS = 1.0
-DROP_SHARE = 0.5
-"""A step of which less is done is given up when its round closes."""
-PAUSE_GRACE_SECONDS = 15.0
-PAUSE_LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 15.0
 """A newcomer that has waited so long is told why."""
 
@@ -107,6 +103,7 @@ class TrainingLoop:
         self._loader = learning.loader
         self._options = options
         self._pause = options.pause or PauseSwitch()
+        self.limits = StepLimits(connection, self.machine, self._pause, options.last_round)
         self._evaluator = Evaluator(connection.peer_id, learning, emit, lambda: self.gate.stopping)
         turns, is_lossy = config.sync.column_rounds > 1, connection.layout.codec_of(1) != "fp32"
         self._is_ahead = config.sync.enabled and (turns or config.sync.overlap or is_lossy)
@@ -135,7 +132,7 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Trains until the gate says stop or the last round is committed."""
-        while not self.gate.stopping and not self.is_over():
+        while not self.gate.stopping and not self.limits.is_over():
             if self.machine.stage is Stage.TRAINING:
                 self._train()
             if self.machine.stage in (Stage.HANDED_IN, Stage.AHEAD):
@@ -145,16 +142,6 @@ class TrainingLoop:
                 self.take(news.applied)
             elif self.machine.stage is Stage.OUTSIDE:
                 self._explain_waiting()
-
-    def is_over(self) -> bool:
-        """Whether the last round is committed."""
-        return self._end is not None and self.machine.newest >= self._end
-
-    @property
-    def _end(self) -> int | None:
-        """The round with which this peer is done: by its own choice, or because the organiser ends the run."""
-        known = [last for last in (self._options.last_round, self.connection.last_round) if last is not None]
-        return min(known, default=None)
 
     def _explain_waiting(self) -> None:
         """Who is no member can only wait; says once for what."""
@@ -181,16 +168,16 @@ class TrainingLoop:
         machine, before = self.machine, self._seconds
         self._began = time.monotonic() - before
         self._report(before)
-        work = self._run_steps(machine.steps_left, self._should_stop, self._should_drop)
+        work = self._run_steps(machine.steps_left, self.limits.should_stop, self.limits.should_drop)
         self._look_at_memory(work.steps)
         self._seconds = before + work.seconds
-        if self._pause.active and self._is_short():
+        if self._pause.active and self.limits.is_short_pause():
             return True
         if self._pause.active:
             self.connection.presence.progress.tokens_per_second = 0.0
             if len(self.trainer.owned):
                 self.train_one_step(time.monotonic() + LEAVE_SECONDS)
-        if not self.gate.stopping and not self.is_over():  # how to leave is decided in `departure`
+        if not self.gate.stopping and not self.limits.is_over():  # how to leave is decided in `departure`
             self.hand_in()
         return False
 
@@ -207,48 +194,21 @@ class TrainingLoop:
         if self.machine.needs_a_step and time.monotonic() + self.moments.step_seconds < until:
             self._run_steps(1, is_late, lambda share: is_late())
 
-    def _is_short(self) -> bool:
-        """Waits for a moment whether a pause is over again: once handed in, a peer trains in the next round only."""
-        until = self._pause.since + PAUSE_GRACE_SECONDS
-        while self._pause.active and not self.gate.should_stop() and time.monotonic() < until:
-            self._pause.wait(PAUSE_LOOK_SECONDS)
-        return not self._pause.active and not self.gate.should_stop()
-
     def _run_steps(self, wanted: int, should_stop: Callable[[], bool], should_drop: ShouldDrop) -> RoundWork:
         return run_inner_steps(self.trainer, self._loader, wanted, should_stop, self._on_step, self.emit, should_drop)
-
-    def _should_stop(self) -> bool:
-        return self._pause.active or self.gate.should_stop() or self.is_over()
-
-    def _should_drop(self, share: float) -> bool:
-        """Whether to give up a step of which `share` is done. Raises what the peer failed with.
-
-        Somebody who wants the machine, or wants us to leave, is not kept waiting. At the end of a round those who wait
-        for us wait for less than half a step; and who has nothing else to hand in makes its step all the same, or a
-        peer whose step takes longer than the others' round would never get anywhere.
-        """
-        if self._must_end(share):
-            return True
-        has_work = bool(self.machine.work.tokens or self.machine.own_steps)
-        return has_work and share < DROP_SHARE and self.gate.should_stop()
-
-    def _must_end(self, share: float = 0.0) -> bool:
-        self.gate.check()
-        return self._pause.active or self.gate.stopping or self.is_over()
 
     def _run_ahead(self) -> None:
         """Trains on while the round is synced, at most the next round's steps; ends with the first news."""
         turn, machine = self.machine.turn, self.machine
-        is_last = turn is None or (self._end is not None and turn.manifest.round + 1 >= self._end)
+        is_last = turn is None or (self.limits.end is not None and turn.manifest.round + 1 >= self.limits.end)
         if is_last or self.gate.stopping or self._pause.active:
             return
         self.do(machine.handle(GoAhead()))
         if machine.stage is Stage.AHEAD:
-            work = self._run_steps(machine.steps_left, self._has_news, self._must_end)  # nobody waits for it
+            work = self._run_steps(
+                machine.steps_left, self.limits.has_news, self.limits.must_end
+            )  # nobody waits for it
             self._lead_seconds += work.seconds
-
-    def _has_news(self) -> bool:
-        return self._pause.active or self.gate.has_news() or self.is_over()
 
     def _look_at_memory(self, steps: int) -> None:
         """Owns no more from now on than the steps that were made leave room for."""
@@ -282,22 +242,8 @@ class TrainingLoop:
 
     def take(self, events: tuple[Applied, ...]) -> None:
         """Goes on from the newest of these commits."""
-        self.do(self.machine.handle(self.news_of(events, self.connection.is_member())), events)
-
-    def news_of(self, events: tuple[Applied, ...], is_member: bool) -> Committed | Switched:
-        """What the machine needs to know of them."""
-        first, last, chain = events[0], events[-1], self.connection.disk.chain
-        turn, newest = self.machine.turn, last.commit.manifest
-        parent = None if turn is None else turn.manifest
-        if any(event.switched for event in events):
-            if first.switched:
-                parent = None if self.machine.parting is None else self.machine.parting.parent
-            child = None if parent is None else chain.child_of(parent)
-            own = sum(event.own_tokens for event in events) if first.switched else 0
-            return Switched(newest, is_member, child, own, at_once=not first.switched)
-        child = None if parent is None else chain.child_of(parent)  # none where another history won in this moment
-        is_degraded = last.commit.certificate.kind == DEGRADED
-        return Committed(newest, is_member, first.counted, first.handed_in, first.uncounted, child, is_degraded)
+        news = news_of(self.machine, events, self.connection.disk.chain, self.connection.is_member())
+        self.do(self.machine.handle(news), events)
 
     def do(self, actions: list[Action], events: tuple[Applied, ...] = ()) -> None:
         """Carries out what the machine said, after these commits."""

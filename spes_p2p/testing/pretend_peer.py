@@ -18,7 +18,7 @@ import numpy as np
 
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.messages import DEGRADED, Intent, Manifest, Work
+from spes_p2p.consensus.messages import Intent, Manifest, Work
 from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
 from spes_p2p.state.basis import Coordinates
@@ -27,11 +27,11 @@ from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.composition import build_driver, open_disk
 from spes_p2p.sync.joining import JoinedRun, Joining
 from spes_p2p.sync.surroundings import Applied, Role
+from spes_p2p.train.commits import news_of
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.stages import (
     Action,
     Begin,
-    Committed,
     Depart,
     GoAhead,
     GoOver,
@@ -44,7 +44,6 @@ from spes_p2p.train.stages import (
     StandAside,
     StartAhead,
     StepMade,
-    Switched,
     TakeSnapshot,
     TrainingRules,
     Turn,
@@ -219,18 +218,8 @@ class PretendPeer:
         turn = self.machine.turn
         if turn is not None and self.machine.lead.steps:
             self.ahead[turn.manifest.round] = {block: self._lead(block) for block in turn.blocks}
-        self._do(self.machine.handle(self._news_of(event)))
-
-    def _news_of(self, event: Applied) -> Committed | Switched:
-        turn, newest = self.machine.turn, event.commit.manifest
-        is_member, parent = self.driver.core.state.is_member(), None if turn is None else turn.manifest
-        if event.switched:
-            parent = None if self.machine.parting is None else self.machine.parting.parent
-        child = None if parent is None else self.chain.child_of(parent)
-        if event.switched:
-            return Switched(newest, is_member, child, event.own_tokens)
-        is_degraded = event.commit.certificate.kind == DEGRADED
-        return Committed(newest, is_member, event.counted, event.handed_in, event.uncounted, child, is_degraded)
+        news = news_of(self.machine, (event,), self.chain, self.driver.core.state.is_member())
+        self._do(self.machine.handle(news))
 
     # ---- what the trainer's machine says ----
 

@@ -25,9 +25,10 @@ from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.learning import Learning
+from spes_p2p.peer.limits import PAUSE_GRACE_SECONDS, StepLimits
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.presence import Progress
-from spes_p2p.peer.training import PAUSE_GRACE_SECONDS, LoopOptions, TrainingLoop
+from spes_p2p.peer.training import LoopOptions, TrainingLoop
 from spes_p2p.state.layout import Values
 from spes_p2p.state.version import Version
 from spes_p2p.sync.guests import Bases
@@ -275,7 +276,7 @@ def test_the_values_to_begin_with_are_not_kept(story: Story) -> None:
 def test_a_paused_peer_hands_in_what_it_has_and_then_follows_without_work(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{TrainingLoop.__module__}.PAUSE_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(f"{StepLimits.__module__}.PAUSE_GRACE_SECONDS", 0.0)
 
     def on_ready(work: Work) -> None:
         if len(story.ready) == 3:
@@ -314,7 +315,7 @@ def test_a_pause_of_a_moment_costs_nothing_of_the_round(story: Story) -> None:
 
 
 def test_alone_and_paused_a_peer_keeps_its_place_when_it_leaves(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{TrainingLoop.__module__}.PAUSE_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(f"{StepLimits.__module__}.PAUSE_GRACE_SECONDS", 0.0)
     story.pause.toggle()
     story.on_ready = lambda work: story.gate.stop()
     story.play()
@@ -325,7 +326,7 @@ def test_alone_and_paused_a_peer_keeps_its_place_when_it_leaves(story: Story, mo
 def test_with_turns_a_paused_peer_trains_a_step_so_that_its_columns_are_handed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{TrainingLoop.__module__}.PAUSE_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(f"{StepLimits.__module__}.PAUSE_GRACE_SECONDS", 0.0)
     story = Story(tmp_path, "sync.expert_rounds=3")
     story.pause.toggle()
     story.at_step[2] = story.gate.stop
