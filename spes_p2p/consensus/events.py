@@ -50,13 +50,6 @@ class SliceReduced:
 
 
 @dataclass(frozen=True)
-class ReduceFailed:
-    """No contributor's values could be had here: the next in order is to try."""
-
-    index: int
-
-
-@dataclass(frozen=True)
 class SliceStaged:
     """The tiles of a slice are on disk; `hashes` concatenates theirs."""
 
@@ -210,7 +203,6 @@ Event = (
     | ClockTicked
     | TrainingProgressed
     | SliceReduced
-    | ReduceFailed
     | SliceStaged
     | FetchFailed
     | SlicesLost

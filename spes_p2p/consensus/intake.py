@@ -41,8 +41,6 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.round_plan.trained(work, now)
         case on.SliceReduced(report):
             parts.reducing.reduced(report, now)
-        case on.ReduceFailed(index):
-            parts.reducing.reduce_failed(index, now)
         case on.SliceStaged(key, hashes):
             parts.staging.staged(key, hashes, now)
         case on.FetchFailed(key):

@@ -161,13 +161,6 @@ class Reducing:
             self._own.has_news = True
             self._state.note_progress(now)
 
-    def reduce_failed(self, index: int, now: float) -> None:
-        """No contributor's values could be had here: the next in order is to try."""
-        current = self._state.round
-        if current.plan is None or index not in current.reducing:
-            return
-        self.reduced(Report(plan_hash(current.plan.value), index, self._me, (), ()), now)
-
     def built(self, build: Build, outcome: Outcome, now: float) -> None:
         """The new state was computed here from `build`'s slices."""
         if self._state.round.building == build:

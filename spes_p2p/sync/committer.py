@@ -59,7 +59,9 @@ class History(Protocol[S]):
         """What each has on top of the last common manifest; nothing is written."""
         ...
 
-    async def append(self, theirs: Sequence[Commit], before: Commit) -> None: ...
+    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
+        """Puts what follows round `tip` on our chain."""
+        ...
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
         """A state to go to: that of `newest`, or one on our own line that was begun with. May raise LinkTooSlow."""
@@ -193,7 +195,7 @@ class Committer(Generic[S]):
             return None, None, way
         if fork.ours:
             return fork.theirs[-1], fork, way
-        await history.append(fork.theirs, history.commit_of(tip))
+        await history.append(tip, fork.theirs)
         return fork.theirs[-1], None, way
 
     async def renew(self, tip: int, commit: Commit, state: S) -> None:

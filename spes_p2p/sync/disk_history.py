@@ -151,8 +151,8 @@ class DiskHistory:
     async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
         return await self._catching_up.meet(tip, holder, round)
 
-    async def append(self, theirs: Sequence[Commit], before: Commit) -> None:
-        await self._catching_up.append(theirs, before)
+    async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
+        await self._catching_up.append(theirs, self._chain.commit(tip))
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, Fetched]:
         reached(failpoints.HEADERS, peer=self._core.me, round=newest.manifest.round)

@@ -280,7 +280,7 @@ class World:
         head = manifest_hash(tip)
         chosen = voters(tip)
         running = [p for p in self.up() if p.core is not None]
-        able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.disk.full]
+        able = [p for p in running if chosen.get(p.name) == p.disk.incarnation and not p.is_full]
         able = [peer for peer in able if peer.asleep_until <= self.now]
         if not able:
             return float("inf")

@@ -26,11 +26,13 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.votes import VoteRecord
 from spes_p2p.data.leases import Range, take
+from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 
 T = TypeVar("T")
 State = tuple[Hash, ...]
 """The hash of each tile of a version of the state."""
+_FULL = "the disk is full"
 SEQUENCE_TOKENS = 8
 BATCH_SEQUENCES = 2
 STEPS = 4
@@ -153,9 +155,23 @@ class Disk:
         """Whether the state of a manifest, or of one after it, is here whole."""
         return self.tip.round >= manifest.round or manifest.state_root in self.finished
 
+    def check_room(self) -> None:
+        """Raises StorageFull where nothing can be written."""
+        if self.full:
+            raise StorageFull(_FULL)
+
+    def open(self, is_bound: Callable[[Hash], bool]) -> None:
+        """Before tiles are written: a state that was finished is undone, unless the peer has signed for it."""
+        self.finished = {root: state for root, state in self.finished.items() if is_bound(root)}
+
+    def recover(self, is_bound: Callable[[Hash], bool]) -> None:
+        """What a process finds after a crash: staging survives only where it is finished, and signed for."""
+        self.open(is_bound)
+        if not self.finished:
+            self.staged.clear()
+
     def stage(self, piece: Slice, hashes: Sequence[Hash]) -> None:
-        """Writes tiles; a new state that was finished is undone."""
-        self.finished.clear()
+        """Writes tiles."""
         for at, tile in enumerate(hashes):
             self.staged[piece.first_tile + at] = tile
 
@@ -163,7 +179,7 @@ class Disk:
         """Computes the new state from the staged tiles of `pieces`; the root."""
         wanted = {piece.first_tile + at for piece in pieces for at in range(piece.tiles)}
         state = next_state(rules, self.state, {at: self.staged[at] for at in sorted(wanted)}, merge)
-        self.finished = {root_of(state): state}
+        self.finished[root_of(state)] = state
         return root_of(state)
 
     def publish(self, commits: Sequence[Commit], state: State) -> None:
@@ -172,10 +188,13 @@ class Disk:
         self.staged.clear()
         self.finished.clear()
 
+    def leave(self, record: VoteRecord) -> None:
+        """Notes what we voted on (`VoteBook.leave`)."""
+        if record != VoteRecord(record.parent):
+            self.left.add(record.parent)
+
     def switch(self, common: int, line: Sequence[Commit], state: State) -> None:
-        """Another history in the place of ours from `common` commits on; notes what we voted on (`VoteBook.leave`)."""
-        if self.record is not None and self.record != VoteRecord(self.record.parent):
-            self.left.add(self.record.parent)
+        """Another history in the place of ours from `common` commits on."""
         del self.chain[common:]
         self.publish(line, state)
 
@@ -185,11 +204,6 @@ class Disk:
         known = parent == NO_HASH or any(self.is_on_chain(parent, round) for round in range(len(self.chain), -1, -1))
         if parent != head and (head in self.left or (restarted and not known)):
             self.record, self.left, self.incarnation = None, set(), new_incarnation()
-
-    def restart(self) -> None:
-        """What a process finds after a crash: staging survives only where it is finished."""
-        if not self.finished:
-            self.staged.clear()
 
 
 class FakeSealer:

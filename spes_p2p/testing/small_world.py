@@ -20,8 +20,9 @@ from spes_p2p.consensus.messages import Commit, Envelope
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import OwnershipRequest
+from spes_p2p.testing.judge import Judge
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
-from spes_p2p.testing.small_peer import Local, SmallPeers
+from spes_p2p.testing.small_peer import Local, Setting, SmallStep
 from spes_p2p.testing.snapshots import Snapshots
 
 LOSE, CRASH, LATE, DOUBLE = "lose", "crash", "late", "double"
@@ -86,7 +87,10 @@ class SmallWorld:
         genesis = genesis_manifest(
             self.rules, root_of(initial), members, {name: OwnershipRequest(0) for name in self.names}
         )
-        self._peers = SmallPeers(self.names, self.rules, genesis, initial, core_class, self.snapshots, serving)
+        self._setting = Setting(
+            tuple(self.names), self.rules, genesis, initial, core_class, frozenset(serving),
+            Judge(self.rules, genesis, initial),
+        )  # fmt: skip
         self._disks = [Disk(genesis, initial, 1) for _ in self.names]
         self._pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         self._link = {pair: at for at, pair in enumerate(self._pairs)}
@@ -290,7 +294,7 @@ class SmallWorld:
         """All that were ever made in one history must go together."""
         if commits in self._judged:
             return
-        judge = self._peers.fresh_judge()
+        judge = self._setting.fresh_judge()
         for commit in commits:
             judge.saw_commit(self.things[commit])
         self._judged.add(commits)
@@ -317,7 +321,7 @@ class SmallWorld:
                 return (any(holder.disk.has(piece, hashes) for holder in having),)
             case do.CatchUp(holder):
                 there = others[holder]
-                return (there.disk.chain[-1:] if there.core is not None else (),)
+                return (tuple(there.disk.chain), there.disk.state) if there.core is not None else ()
         return ()
 
     # ---------------------------------------------------------------- one peer's step
@@ -345,29 +349,18 @@ class SmallWorld:
         if local.core is None and what[0] != "start":
             return Step(at, (), (), ())
         given = ("receive", self.things[what[1]]) if what[0] == "receive" else what
-        actions, wrote = self._peers.event(local, given)
-        sends: list[tuple[int, int]] = []
-        crashes = [(self._remains(local), 0)] if wrote else []
-        for count, action in enumerate(actions):
-            if isinstance(action, do.Persist):
-                self._peers.persist(local, action)
-            elif isinstance(action, do.Send):
-                self._peers.say(local, action.envelope)
-                sends.append((self.names.index(action.to), self._id_of(action.envelope)))
-            else:
-                self._peers.note(local, action)
-                continue
-            if any(isinstance(later, do.Persist | do.Send) for later in actions[count + 1 :]):
-                crashes.append((self._remains(local), len(sends)))
+        taken = SmallStep(self._setting, self.snapshots, local, lambda: self._remains(local))
+        taken.take(given)
+        sends = [(self.names.index(to), self._id_of(envelope)) for to, envelope in taken.sends]
         core = local.core
         assert core is not None
         self.fired.update(core.fired)
         decided = [commit for commit in (core.state.round.decided, core.state.own.commit) if commit is not None]
         after = self._keep(local)
-        silent = what[0] == "receive" and not actions and not core.fired
+        silent = what[0] == "receive" and not taken.acted and not core.fired
         quiet = silent and not _says_more(self.things[what[1]])
         plain = silent and self._is_plain(before, local)
-        return Step(after, tuple(sends), tuple(crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
+        return Step(after, tuple(sends), tuple(taken.crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
 
     def _id_of_commit(self, commit: Commit) -> int:
         """Certificates of one kind by the same set of electors, or by any majority, are alike to the judge."""

@@ -23,6 +23,7 @@ from spes_p2p.consensus.messages import Envelope, Proposal, Signed, Status
 from spes_p2p.consensus.state import Others, RoundState
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.testing.witness import Witness
 
 T = TypeVar("T")
 HEARTBEAT_SECONDS = 1.0
@@ -176,6 +177,13 @@ class Snapshots:
         """Lets one heartbeat pass for a copy, in place: all that was, is so much longer ago."""
         core.state.own.sequence = FIRST_SEQUENCE
         self._age(core.state)
+
+    def age_witness(self, witness: Witness) -> None:
+        """The same for what was truly heard."""
+        self._age(witness)
+        for heard in witness.heard.values():
+            self._age(heard)
+            heard.newest = _earlier(heard.newest)
 
     def _age(self, value: Any) -> None:
         kind: Any = type(value)

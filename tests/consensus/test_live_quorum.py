@@ -8,7 +8,7 @@ import pytest
 
 from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, Manifest
 from spes_p2p.ids import PeerId
-from spes_p2p.testing import sim_peer
+from spes_p2p.testing import sim_process
 from spes_p2p.testing.sim import Weather, World
 from spes_p2p.testing.sim_peer import SimPeer
 
@@ -105,7 +105,7 @@ def test_two_friends_that_were_apart_for_a_night_go_on_with_the_one_that_did_mor
 @pytest.fixture
 def slow_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in ten minutes, so that a week is short."""
-    monkeypatch.setattr(sim_peer, "HEARTBEAT_SECONDS", 600.0)
+    monkeypatch.setattr(sim_process, "HEARTBEAT_SECONDS", 600.0)
 
 
 def come_home(peers: list[SimPeer]) -> None:

@@ -1,0 +1,243 @@
+"""What simulated peers have in the place of time, tensors, files and streams: pauses, symbols, and a `Surroundings`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.messages import Commit, Contribution, Merge, Plan, Proposal, Slice
+from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.sync.dispatcher import Dispatcher
+from spes_p2p.sync.reduce import NON_FINITE
+from spes_p2p.sync.round_executor import SliceWork, Writing
+from spes_p2p.testing.judge import Guard, Judge
+from spes_p2p.testing.sim_state import Disk, Trained, neighbours_of, reduce_tiles, split
+
+T = TypeVar("T")
+PUBLISHING_SECONDS = 0.005
+LOCKED_SECONDS = 0.01
+
+
+class Died(BaseException):
+    """The simulated process has ended in the middle of what it did."""
+
+
+class Pause:
+    """Awaited by work that takes so long; a scheduler goes on with it afterwards, or at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __await__(self) -> Generator[float, None, None]:
+        yield self._seconds
+
+
+class Lock:
+    """Held by one piece of work at a time."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+
+    async def __aenter__(self) -> None:
+        while self.is_held:
+            await Pause(LOCKED_SECONDS)
+        self.is_held = True
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_held = False
+
+
+class Others(Protocol):
+    """What other peers give, where they can be reached."""
+
+    def contribution(self, entry: Contribution, parent: Hash) -> Trained | None:
+        """What this peer, or another one, has of the work that a plan counts."""
+        ...
+
+    def serves(self, holder: PeerId, piece: Slice, hashes: bytes) -> bool:
+        """Whether another peer gives these tiles."""
+        ...
+
+    def disk_of(self, holder: PeerId) -> Disk | None:
+        """What another peer gives of its history."""
+        ...
+
+
+class Training(Protocol):
+    """The trainer of a peer."""
+
+    def close(self) -> None:
+        """The round closes."""
+        ...
+
+    def stands_on(self, commits: Sequence[Commit], switched: bool) -> None:
+        """The state of the last of `commits` is here; the consensus will hear of it next."""
+        ...
+
+    def goes_on(self) -> None:
+        """The consensus has heard of it."""
+        ...
+
+
+class Surroundings(Protocol):
+    """What a scheduler lets happen to one process."""
+
+    judge: Judge
+
+    @property
+    def others(self) -> Others: ...
+
+    @property
+    def trainer(self) -> Training: ...
+
+    def now(self) -> float: ...
+
+    def work_seconds(self) -> float:
+        """How long the next piece of work takes."""
+        ...
+
+    def handled(self) -> None:
+        """The consensus has taken an event in."""
+        ...
+
+    def before(self, action: do.Action) -> None:
+        """`action` is about to be begun. Raises Died."""
+        ...
+
+    def wrote(self, before: VoteRecord, record: VoteRecord) -> None:
+        """A vote is on disk."""
+        ...
+
+    def send(self, action: do.Send) -> None: ...
+
+    def begin_work(self, action: do.Work) -> None: ...
+
+    def notice(self, notice: do.Notice) -> None:
+        """What work says for people."""
+        ...
+
+    def guard(self) -> Guard:
+        """What this peer truly heard of a quorum."""
+        ...
+
+    def new_incarnation(self) -> int: ...
+
+
+class SymbolSlice:
+    """The `SliceWork` of a simulated peer."""
+
+    def __init__(self, plan: Plan, piece: Slice, disk: Disk, around: Surroundings) -> None:
+        self._plan = plan
+        self._piece = piece
+        self._disk = disk
+        self._around = around
+        self._roster = {entry.peer: entry for entry in plan.roster}
+        self._found: dict[PeerId, Trained] = {}
+        self._fit: list[Trained] = []
+
+    async def take_own(self, me: PeerId) -> bool:
+        found = self._around.others.contribution(self._roster[me], self._plan.parent)
+        if found is not None:
+            self._found[me] = found
+        return found is not None
+
+    async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
+        found = self._around.others.contribution(entry, self._plan.parent)
+        if found is None:
+            raise PeerClosed(entry.peer)
+        self._found[entry.peer] = found
+
+    @property
+    def has_guests(self) -> bool:
+        return False
+
+    async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
+        """There are none."""
+
+    def screen_guests(self) -> dict[PeerId, str]:
+        return {}
+
+    async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
+        for peer, trained in self._found.items():
+            if self._piece.block in trained.poison:
+                left_out[peer] = NON_FINITE
+        fit = tuple(peer for peer in self._piece.contributors if peer not in left_out)
+        self._fit = [self._found[peer] for peer in fit]
+        return fit
+
+    async def stage(self) -> tuple[Hash, ...]:
+        self._disk.check_room()
+        tiles = reduce_tiles(self._plan, self._piece, self._fit)
+        self._around.judge.reduced.update((tile, tuple(self._fit)) for tile in tiles)
+        self._disk.stage(self._piece, tiles)
+        return tiles
+
+
+class SymbolWork:
+    """The `RoundWork` of a simulated peer."""
+
+    def __init__(self, dispatcher: Dispatcher, disk: Disk, around: Surroundings) -> None:
+        self._dispatcher = dispatcher
+        self._rules = dispatcher.core.state.rules
+        self._disk = disk
+        self._around = around
+
+    @asynccontextmanager
+    async def slice_work(self, plan: Plan, piece: Slice) -> AsyncIterator[SliceWork]:
+        await Pause(self._around.work_seconds())
+        yield SymbolSlice(plan, piece, self._disk, self._around)
+
+    async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        return [await work for work in works]
+
+    def open(self) -> None:
+        self._disk.open(self._dispatcher.is_bound)
+
+    def lost(self, roots: Iterable[Hash]) -> tuple[Hash, ...]:
+        return tuple(sorted(root for root in roots if root not in self._disk.finished))
+
+    def is_finished(self, root: Hash) -> bool:
+        return root in self._disk.finished
+
+    async def fetch(self, action: do.Fetch, writing: Writing, sure: Callable[[], Sequence[PeerId]]) -> None:
+        await Pause(self._around.work_seconds())
+        if not any(self._around.others.serves(holder, action.piece, action.hashes) for holder in action.holders):
+            raise PeerSilent(str(action.piece.key))
+        async with writing() as is_wanted:
+            if is_wanted:
+                self._disk.check_room()
+                self._disk.stage(action.piece, split(action.hashes))
+
+    async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
+        await self._gather(action.slices, action.hashes, holders)
+        merge = Merge(action.alpha, neighbours_of(self._rules.num_columns)) if action.alpha else None
+        root = self._disk.finish(self._rules, action.slices, merge)
+        self._around.judge.saw_build(action.hashes)
+        await Pause(self._around.work_seconds())
+        return root, merge
+
+    def check(self, proposal: Proposal) -> None:
+        if sha256(*proposal.wire_hashes) != proposal.manifest.wire_root:
+            raise RemoteProtocolError(proposal.leader)
+
+    async def verify(self, proposal: Proposal, holders: Sequence[PeerId]) -> None:
+        manifest = proposal.manifest
+        await self._gather(manifest.slices, proposal.wire_hashes, holders)
+        if self._disk.finish(self._rules, manifest.slices, manifest.merge) != manifest.state_root:
+            raise RemoteProtocolError(proposal.leader)
+
+    async def _gather(self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId]) -> None:
+        await Pause(self._around.work_seconds())
+        self._disk.check_room()
+        for piece, hashes in zip(slices, joined, strict=True):
+            if not self._disk.has(piece, hashes):
+                if not any(self._around.others.serves(holder, piece, hashes) for holder in holders):
+                    raise NetworkError(str(piece.key))
+                self._disk.stage(piece, split(hashes))
