@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spes_p2p.observe.metrics import bytes_text, count_text, seconds_text
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -122,8 +124,6 @@ def _show(found: Answer, is_guess: bool) -> None:
 
 
 def _heading(found: Answer) -> str:
-    from spes_p2p.observe.metrics import count_text
-
     question, sizes = found.question, found.sizes
     return (
         f"{question.config.run.run_id}: {count_text(sizes.total)} parameters, {count_text(sizes.active)} active a "
@@ -179,7 +179,6 @@ def _fit_table(found: Answer) -> Table:
 
 def _sync_table(found: Answer) -> Table:
     from spes_p2p.config.schema import steps_per_round_at
-    from spes_p2p.observe.metrics import bytes_text, seconds_text
     from spes_p2p.planning.traffic import Spread
 
     question, config = found.question, found.question.config
@@ -201,7 +200,6 @@ def _sync_table(found: Answer) -> Table:
 
 
 def _stored(found: Answer) -> str:
-    from spes_p2p.observe.metrics import bytes_text
     from spes_p2p.planning.traffic import stored_bytes
 
     config = found.question.config
@@ -210,7 +208,6 @@ def _stored(found: Answer) -> str:
 
 
 def _hints(question: Question, is_guess: bool) -> Iterable[str]:
-    from spes_p2p.observe.metrics import count_text
     from spes_p2p.planning.gpus import USUAL_MFU
 
     if question.memory_bytes is None:

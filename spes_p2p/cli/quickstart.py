@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spes_p2p.observe.metrics import bytes_text
+from spes_p2p.observe.text import line
+
 if TYPE_CHECKING:
     from spes_p2p.observe.events import Event
     from spes_p2p.testing.quickstart import Result
@@ -78,7 +81,6 @@ class _Display:
 
     def watch(self, peer: str, at: float, event: Event) -> None:
         from spes_p2p.observe.events import Step
-        from spes_p2p.observe.text import line
 
         self._views.setdefault(peer, self._make_view()).apply(at, event)
         if self._live is None and not isinstance(event, Step):
@@ -92,8 +94,6 @@ class _Display:
 def _show(result: Result) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from spes_p2p.observe.metrics import bytes_text
 
     table = Table("peer", "rounds", "first loss", "last loss", "sent", "received", "state (recomputed)")
     for peer in result.peers:

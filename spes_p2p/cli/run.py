@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
+from spes_p2p.ids import short
+from spes_p2p.observe.metrics import count_text
+from spes_p2p.observe.text import span_text
 
 if TYPE_CHECKING:
     from spes_p2p.peer.organising import HistoryLine
@@ -142,8 +145,6 @@ def inspect(
 
 def history_text(lines: Sequence[HistoryLine]) -> str:
     """A table of at most 100 columns, but for lists of names."""
-    from spes_p2p.observe.metrics import count_text
-
     text = [f"{'round':>6} {'commit':<10} {'step':>8} {'tokens':>8} {'in all':>8} {'peers':>5}  {'state':<10} when"]
     for line in lines:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(line.received_at)) if line.received_at else "-"
@@ -157,9 +158,6 @@ def history_text(lines: Sequence[HistoryLine]) -> str:
 
 def _changes(line: HistoryLine) -> list[str]:
     """What a round changed beside the values."""
-    from spes_p2p.ids import short
-    from spes_p2p.observe.text import span_text
-
     found = []
     if line.joined:
         found.append(f"joined: {', '.join(map(short, line.joined))}")

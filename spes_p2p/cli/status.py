@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spes_p2p.cli.arguments import Fingerprint, Invitation, OptionalPeers, RunId, met
+from spes_p2p.ids import short
+from spes_p2p.observe.metrics import count_text, seconds_text
+from spes_p2p.observe.text import span_text
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
@@ -80,8 +83,6 @@ def _show_again(report: RunReport, as_json: bool) -> None:
 
 def text_of(report: RunReport, now: float) -> str:
     """The report for people, at most 100 columns wide where no list is longer. `now`: Unix seconds."""
-    from spes_p2p.observe.metrics import count_text
-
     lines = [f"run {report.run_id}, fingerprint {report.fingerprint[:16]}"]
     if report.certificate:
         tokens = f"{count_text(report.tokens)} tokens"
@@ -101,8 +102,6 @@ def text_of(report: RunReport, now: float) -> str:
 
 def _data_line(report: RunReport) -> str | None:
     """How many copies of the data there are, and whose loss would stop training."""
-    from spes_p2p.ids import short
-
     if (data := report.data) is None:
         return None
     text = f"{data.copies or 'no'} {'copies' if data.copies > 1 else 'copy'} of the least copied piece"
@@ -118,7 +117,6 @@ def _data_line(report: RunReport) -> str | None:
 
 
 def _certificate(report: RunReport) -> str:
-    from spes_p2p.observe.metrics import seconds_text
     from spes_p2p.sync.genesis import GENESIS
 
     if not report.certificate:
@@ -136,10 +134,6 @@ def _certificate(report: RunReport) -> str:
 
 
 def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:
-    from spes_p2p.ids import short
-    from spes_p2p.observe.metrics import count_text, seconds_text
-    from spes_p2p.observe.text import span_text
-
     lines = [
         f"{'peer':<8} {'state':<10} {'round':>6} {'tokens/s':>9} {'trained':>9} {'seen':>9}  {'version':<9} columns"
     ]
@@ -165,9 +159,6 @@ def _peers(peers: Sequence[PeerLine], now: float) -> list[str]:
 
 def _columns(report: RunReport) -> list[str]:
     """Neighbouring columns with the same owners and age in one line."""
-    from spes_p2p.ids import short
-    from spes_p2p.observe.text import span_text
-
     covered = len(report.columns) - len(report.uncovered)
     behind = f", {len(report.stale)} stale: {span_text(report.stale)}" if report.stale else ""
     lines = [f"expert columns: {covered} of {len(report.columns)} have an owner{behind}"]

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -134,16 +133,6 @@ class Dataset:
         if path.name == MANIFEST:
             return _from_manifest(path)
         return _from_list(path, raw_dtype, vocab_size)
-
-    def verify(self, report: Callable[[TokenFile], None] | None = None) -> None:
-        """Hashes every shard again, calling `report` after each. Raises DataError naming the first altered one."""
-        for file in self.files:
-            if file.sha256 not in (None, hash_tokens(file)):
-                raise DataError(
-                    f"shard {file.path} was altered: its hash is not the manifest's", fix=_repair(file.path)
-                )
-            if report is not None:
-                report(file)
 
 
 def hash_tokens(file: TokenFile) -> str:

@@ -16,8 +16,8 @@ import random
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -73,79 +73,72 @@ class WebClient:
 
     async def read(self, folder: WebFolder, name: str, start: int, size: int) -> bytes:
         """`size` bytes of a file from `start` on. Raises NetworkError, also where the file ends before."""
-        found, tries = bytearray(), 0
-        limit = 2 * STALL_SECONDS + size / LEAST_BYTES_PER_SECOND
-        try:
-            async with self._slots, asyncio.timeout(limit) as deadline:
-                while len(found) < size:
-                    before = len(found)
-                    try:
-                        await self._read_on(folder, folder.of(name), start, size, found, deadline)
-                    except _Passing as error:
-                        tries = 0 if len(found) > before else tries + 1
-                        if tries >= TRIES:
-                            raise NetworkError(f"{name}: {error}") from error
-                        await asyncio.sleep(max(error.wait_seconds, _backoff(tries)))
-        except TimeoutError as error:
-            raise NetworkError(f"{name}: {len(found)} of {size} bytes in {limit:.0f} s") from error
-        return bytes(found)
+        return await self._try(folder, name, size, (start, start + size))
 
     async def read_whole(self, folder: WebFolder, name: str, most: int) -> bytes:
         """All of a file, of at most so many bytes. Raises NetworkError."""
-        limit, tries = 2 * STALL_SECONDS + most / LEAST_BYTES_PER_SECOND, 0
+        return await self._try(folder, name, most, None)
+
+    async def _try(self, folder: WebFolder, name: str, size: int, span: _Span) -> bytes:
+        found, most, tries = bytearray(), 0, 0
+        limit = 2 * STALL_SECONDS + size / LEAST_BYTES_PER_SECOND
         try:
             async with self._slots, asyncio.timeout(limit) as deadline:
                 while True:
                     try:
-                        return await self._read_all(folder, folder.of(name), most, deadline)
+                        if span is None:
+                            await self._read_all(folder.of(name), folder, size, found, deadline)
+                        else:
+                            await self._read_on(folder.of(name), folder, span, found, deadline)
+                        return bytes(found)
                     except _Passing as error:
-                        tries += 1
+                        tries = 0 if len(found) > most else tries + 1
+                        most = max(most, len(found))
                         if tries >= TRIES:
                             raise NetworkError(f"{name}: {error}") from error
                         await asyncio.sleep(max(error.wait_seconds, _backoff(tries)))
         except TimeoutError as error:
-            raise NetworkError(f"{name} did not come in {limit:.0f} s") from error
+            raise NetworkError(f"{name}: {len(found)} of at most {size} bytes in {limit:.0f} s") from error
 
-    async def _read_all(self, folder: WebFolder, url: str, most: int, deadline: asyncio.Timeout) -> bytes:
-        found = bytearray()
-        with self._passing_errors(url):
-            response = await self._answer(folder, url)
-            try:
-                async for chunk in response.aiter_raw():
-                    await self._count(len(chunk), deadline)
-                    found += chunk
-                    if len(found) > most:
-                        raise NetworkError(f"{_host(url)} sends more than {most} bytes")
-            finally:
-                await response.aclose()
-        return bytes(found)
+    async def _read_all(
+        self, url: str, folder: WebFolder, most: int, found: bytearray, deadline: asyncio.Timeout
+    ) -> None:
+        """One request for a whole file, from its beginning. Raises _Passing where another try may help."""
+        found.clear()
+        async with self._answer(folder, url) as response:
+            async for chunk in response.aiter_raw():
+                await self._count(len(chunk), deadline)
+                found += chunk
+                if len(found) > most:
+                    raise NetworkError(f"{_host(url)} sends more than {most} bytes")
 
     async def _read_on(
-        self, folder: WebFolder, url: str, start: int, size: int, found: bytearray, deadline: asyncio.Timeout
+        self, url: str, folder: WebFolder, span: tuple[int, int], found: bytearray, deadline: asyncio.Timeout
     ) -> None:
         """One request for what is not there yet. Raises _Passing where another try may help."""
-        begin, end = start + len(found), start + size
-        with self._passing_errors(url):
-            response = await self._answer(folder, url, (begin, end))
-            try:
-                skip = _bytes_to_skip(response, begin, _host(url))
-                is_exact = response.headers.get("content-length") == str(end - begin)
-                async for chunk in response.aiter_raw():
-                    await self._count(len(chunk), deadline)
-                    found += chunk[skip : skip + size - len(found)]
-                    skip = max(0, skip - len(chunk))
-                    if len(found) == size and not is_exact:  # else it ends by itself, and its connection stays
-                        break
-            finally:
-                await response.aclose()
+        begin, end = span[0] + len(found), span[1]
+        size = end - span[0]
+        async with self._answer(folder, url, (begin, end)) as response:
+            skip = _bytes_to_skip(response, begin, _host(url))
+            is_exact = response.headers.get("content-length") == str(end - begin)
+            async for chunk in response.aiter_raw():
+                await self._count(len(chunk), deadline)
+                found += chunk[skip : skip + size - len(found)]
+                skip = max(0, skip - len(chunk))
+                if len(found) == size and not is_exact:  # else it ends by itself, and its connection stays
+                    break
         if len(found) < size:
             raise _Passing(f"{_host(url)} broke off after {len(found)} of {size} bytes")
 
-    @contextmanager
-    def _passing_errors(self, url: str) -> Iterator[None]:
-        """What the connection met may pass."""
+    @asynccontextmanager
+    async def _answer(self, folder: WebFolder, url: str, span: _Span = None) -> AsyncIterator[httpx2.Response]:
+        """The good answer at the end of all redirects, its body unread. What the connection met may pass."""
         try:
-            yield
+            response = await self._good_answer(folder, url, span)
+            try:
+                yield response
+            finally:
+                await response.aclose()
         except (httpx2.TransportError, httpx2.StreamError, ssl.SSLError) as error:
             self._redirects.pop(url, None)
             self._failures[_host(url)] += 1
@@ -160,8 +153,7 @@ class WebClient:
             if until is not None:
                 deadline.reschedule(until + loop.time() - began)
 
-    async def _answer(self, folder: WebFolder, url: str, span: _Span = None) -> httpx2.Response:
-        """The good answer at the end of all redirects, its body unread."""
+    async def _good_answer(self, folder: WebFolder, url: str, span: _Span) -> httpx2.Response:
         at = self._known_redirect(url)
         for _ in range(MAX_REDIRECTS + 1):
             try:

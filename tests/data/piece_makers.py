@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from spes_p2p.data.feed import Feed
-from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.manifest import Dataset, hash_tokens
 from spes_p2p.data.piece_cache import PieceCache
 from spes_p2p.data.trees import FolderPieces
 
@@ -24,6 +24,10 @@ def make_dataset(folder: Path, counts: tuple[int, ...] = TOKENS) -> Dataset:
         (folder / f"{index}.raw").write_bytes(part.tobytes())
     (folder / "paths.txt").write_text("".join(f"{index}.raw\n" for index in range(len(parts))))
     return Dataset.open(folder / "paths.txt", "uint16")
+
+
+def is_unaltered(dataset: Dataset) -> bool:
+    return all(file.sha256 == hash_tokens(file) for file in dataset.files)
 
 
 def make_pieces(folder: Path, counts: tuple[int, ...] = TOKENS, piece_bytes: int = PIECE_BYTES) -> FolderPieces:

@@ -24,6 +24,7 @@ from spes_p2p.data import readers
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenize import TokenizeOptions, TokenizeResult, tokenize
 from spes_p2p.errors import ConfigError, DataError, StorageFull
+from tests.data.piece_makers import is_unaltered
 
 ALONE = TokenizeOptions(processes=1, sequence_length=1)
 TEXTS = ["first text", "zwei Öfen\n\nand more", "third"]
@@ -32,7 +33,7 @@ TEXTS = ["first text", "zwei Öfen\n\nand more", "third"]
 def documents(folder: Path) -> list[str]:
     """The texts of a byte-level dataset."""
     dataset = Dataset.open(folder)
-    dataset.verify()
+    assert is_unaltered(dataset)
     tokens = np.concatenate([np.load(file.path) for file in dataset.files])
     assert tokens[-1] == 256
     ends = np.flatnonzero(tokens == 256)
@@ -192,7 +193,7 @@ def test_finished_files_are_skipped_and_changed_ones_done_again(corpus: Path, tm
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.npy")}
     assert {name for name in after if name.startswith("z")} == {"z-00000.npy"}
     assert all(after[name] == before[name] for name in after if name.startswith("same~2"))
-    Dataset.open(out).verify()
+    assert is_unaltered(Dataset.open(out))
 
 
 def test_another_corpus_or_other_settings_need_another_folder(corpus: Path, tmp_path: Path) -> None:
@@ -317,7 +318,7 @@ def test_a_full_disk_leaves_finished_shards_and_no_half_of_one(corpus: Path, tmp
         tokenize([str(corpus)], out, big)
     assert not list(out.glob("*.npy*"))
     tokenize([str(corpus)], out, big)
-    Dataset.open(out).verify()
+    assert is_unaltered(Dataset.open(out))
 
 
 def test_the_command_shows_bad_lines_and_a_summary(corpus: Path, tmp_path: Path) -> None:
