@@ -284,7 +284,9 @@ class TrainingLoop:
             carried = self.values.rebased(manifest, load.rebase, is_read_late)
         masters = self.values.begin(turn)
         self._seconds, self._lead_seconds = self._lead_seconds, 0.0
-        if not load.restored:
+        if load.restored:
+            self.trainer.use_bases(self.connection.disk.bases.now)
+        else:
             new = set(turn.owned) - set(self.trainer.owned)
             if self._is_ahead and is_due:  # what is trained on is not what the run has
                 self.trainer.adopt(turn.owned, self.values.base, manifest.step)

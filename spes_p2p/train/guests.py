@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +22,18 @@ from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.basis import Basis, Coordinates
 from spes_p2p.state.layout import Values
 from spes_p2p.train.ddp import Ranks, broadcast_array
+from spes_p2p.train.moment_store import Stored
 from spes_p2p.train.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class SavedGuest:
+    """What was trained in a column until a checkpoint: coordinates by name, and their moments."""
+
+    mark: Hash
+    values: dict[str, Tensor]
+    steps: int
+    moments: dict[str, Stored]
 
 
 class GuestWork:
@@ -31,6 +44,7 @@ class GuestWork:
         self._marks: dict[int, Hash] = {}
         self._ahead_of: dict[tuple[int, Matrix], Tensor] = {}
         """By layer and matrix: the coordinates from which training ran ahead of the round."""
+        self._saved: dict[int, SavedGuest] = {}
 
     @torch.no_grad()
     def use(self, marks: Mapping[int, Hash], bases: Mapping[int, Basis] | None) -> None:
@@ -48,9 +62,38 @@ class GuestWork:
                 size = sum(guests.basis(which)[0].numel() for _, guests, which, _ in self._places(column))
                 values = None if bases is None else bases[column].values
                 self._place(column, broadcast_array(self._ranks, values, size))
-                self._optimizer.begin_guest(self._model, column)
-                self._marks[column] = marks[column]
+                self._begin(column, marks[column])
         self._ahead_of.clear()
+        self._saved.clear()
+
+    def _begin(self, column: int, mark: Hash) -> None:
+        """With what was saved of the same basis, or afresh."""
+        saved = self._saved.get(column)
+        if saved is None or saved.mark != mark:
+            saved = SavedGuest(mark, {}, 0, {})
+        self._optimizer.begin_guest(self._model, column, saved.steps, saved.moments)
+        for name, values in saved.values.items():
+            self._optimizer.guests[column].tensors[name].detach().copy_(values)
+        self._marks[column] = mark
+
+    def restore(self, saved: Mapping[int, SavedGuest]) -> None:
+        """What a checkpoint has, to be taken up by the next `use` where the basis is still the same."""
+        self._saved = dict(saved)
+
+    def saved(self) -> dict[int, SavedGuest]:
+        """What a checkpoint must have to go on: the very tensors, by column."""
+        found = {}
+        for column, group in self._optimizer.guests.items():
+            values = {name: tensor.detach() for name, tensor in group.tensors.items()}
+            found[column] = SavedGuest(self._marks[column], values, group.steps, group.moments)
+        return found
+
+    def shape(self, name: str) -> torch.Size:
+        """Of the coordinates called `name` of any column."""
+        _, layer, which = name.split(".")
+        guests = self._model.banks[int(layer)].guests
+        assert guests is not None
+        return guests.coordinates(cast(Matrix, which))[0].shape
 
     def leave(self, owned: Collection[int]) -> None:
         """These columns are owned from now on; the banks know."""

@@ -12,7 +12,7 @@ decay and no ramp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -101,9 +101,15 @@ class Optimizer:
             if column not in self._groups:
                 self._guests[column] = replace(group, tensors=self._guest_tensors(model, column))
 
-    def begin_guest(self, model: Transformer, column: int) -> None:
-        """Trains what a guest changes in a column, with fresh moments."""
-        self._guests[column] = Group(column, self._guest_tensors(model, column), False, is_guest=True)
+    @property
+    def guests(self) -> Mapping[int, Group]:
+        """By column of others: what a guest trains there."""
+        return self._guests
+
+    def begin_guest(self, model: Transformer, column: int, steps: int, moments: dict[str, Stored]) -> None:
+        """Trains what a guest changes in a column; without `steps` the moments are fresh."""
+        tensors = self._guest_tensors(model, column)
+        self._guests[column] = Group(column, tensors, False, steps, moments if steps else {}, is_guest=True)
 
     def end_guest(self, column: int) -> None:
         """Trains it no more."""

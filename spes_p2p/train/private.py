@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from spes_p2p.errors import CheckpointError
+from spes_p2p.ids import Hash
 from spes_p2p.train.ddp import broadcast_array
-from spes_p2p.train.moment_store import Stored, form_of, stored_shapes
+from spes_p2p.train.guests import SavedGuest
+from spes_p2p.train.moment_store import MOMENTS, Stored, form_of, stored_shapes
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
 
@@ -32,6 +34,7 @@ def private_state(trainer: RankTrainer) -> dict[str, Any]:
         "round_steps": trainer.round_steps,
         "owned": trainer.owned,
         "groups": [_group_state(trainer, group) for group in trainer.optimizer.groups],
+        "guests": [_guest_state(column, one) for column, one in _saved_guests(trainer).items()],
         "rng": random_state(trainer.ranks.device),
     }
 
@@ -47,9 +50,10 @@ def outline(trainer: RankTrainer, state: Mapping[str, Any]) -> dict[str, Any]:
         groups = [_group_outline(group) for group in state["groups"]]
         plain = {"step": state["step"], "round_steps": state["round_steps"], "owned": list(state["owned"])}
         _check_tensors(trainer, state)
+        guests = [_guest_outline(trainer, guest) for guest in state.get("guests", ())]
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the training state is damaged: {error!r}", fix=_FIX) from error
-    return {**plain, "groups": groups}
+    return {**plain, "groups": groups, "guests": guests}
 
 
 def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
@@ -65,10 +69,50 @@ def load_private_state(trainer: RankTrainer, plain: Mapping[str, Any], state: Ma
                 shapes = stored_shapes(parameter.shape, saved["forms"][name])
                 moments[name] = {key: _received(trainer, entry, key, *kept) for key, kept in shapes.items()}
         trainer.optimizer.restore(group.column, saved["ramped"], saved["steps"], moments)
+    if trainer.guests is not None:
+        saved_guests = [None] * len(plain["guests"]) if state is None else state.get("guests", ())
+        pairs = zip(plain["guests"], saved_guests, strict=True)
+        trainer.guests.restore({guest["column"]: _received_guest(trainer, guest, own) for guest, own in pairs})
     trainer.model.refresh()
     trainer.step, trainer.round_steps = plain["step"], plain["round_steps"]
     if state is not None:  # nothing in a step is random: the state is kept for what others draw in this process
         restore_random_state(trainer.ranks.device, state["rng"])
+
+
+def _saved_guests(trainer: RankTrainer) -> dict[int, SavedGuest]:
+    return {} if trainer.guests is None else trainer.guests.saved()
+
+
+def _guest_state(column: int, guest: SavedGuest) -> dict[str, Any]:
+    tensors = {
+        name: {"value": value, **(guest.moments.get(name, {}) if guest.steps else {})}
+        for name, value in guest.values.items()
+    }
+    return {"column": column, "mark": guest.mark.hex(), "steps": guest.steps, "tensors": tensors}
+
+
+def _guest_outline(trainer: RankTrainer, guest: Mapping[str, Any]) -> dict[str, Any]:
+    if trainer.guests is not None:
+        for name, entry in guest["tensors"].items():
+            for key in _kept_of_guest(guest["steps"]):
+                _check_tensor(f"{name}/{key}", entry[key], trainer.guests.shape(name), torch.float32)
+    return {**{key: guest[key] for key in ("column", "mark", "steps")}, "names": list(guest["tensors"])}
+
+
+def _kept_of_guest(steps: int) -> tuple[str, ...]:
+    return ("value", *MOMENTS) if steps else ("value",)
+
+
+def _received_guest(trainer: RankTrainer, plain: Mapping[str, Any], guest: Mapping[str, Any] | None) -> SavedGuest:
+    assert trainer.guests is not None
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in plain["names"]:
+        entry = None if guest is None else guest["tensors"][name]
+        shape = trainer.guests.shape(name)
+        kept = _kept_of_guest(plain["steps"])
+        found[name] = {key: _received(trainer, entry, key, shape, torch.float32) for key in kept}
+    values = {name: entry.pop("value") for name, entry in found.items()}
+    return SavedGuest(Hash(bytes.fromhex(plain["mark"])), values, plain["steps"], found)
 
 
 def _group_outline(group: Mapping[str, Any]) -> dict[str, Any]:

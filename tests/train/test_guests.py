@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from spes_p2p.checkpoint.private import read_private, write_private
 from spes_p2p.config.schema import Config
 from spes_p2p.ids import Hash
 from spes_p2p.model.params import ExpertPlace
@@ -154,6 +157,23 @@ def test_columns_that_change_hands() -> None:
     assert all(np.array_equal(after[column].values, before[column].values) for column in (0, 3, 5))
     trainer.train_step(batch_of(1))
     assert trainer.coordinates()[1].values.any()
+
+
+def test_an_interrupted_guest_goes_on_bit_for_bit_in_the_same_basis(tmp_path: Path) -> None:
+    config = guest_config()
+    whole, second = guest(config), Trainer(config, small_layout(config), CPU)
+    whole.train_step(batch_of(0))
+    write_private(tmp_path, whole.private_state())
+    second.adopt(OWNED, initial(config), 0)
+    second.load_private_state(read_private(tmp_path))
+    second.use_bases(bases(config) | bases(config, (2,), number=1))
+    found, before = second.coordinates(), whole.coordinates()
+    assert all(np.array_equal(found[column].values, before[column].values) for column in (0, 3, 5))
+    assert not found[2].values.any()
+    whole.use_bases(bases(config) | bases(config, (2,), number=1))
+    assert second.train_step(batch_of(1)).loss == whole.train_step(batch_of(1)).loss
+    after, again = whole.coordinates(), second.coordinates()
+    assert all(np.array_equal(after[column].values, again[column].values) for column in FOREIGN)
 
 
 @pytest.mark.parametrize("micro", [8, 2])
