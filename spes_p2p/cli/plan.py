@@ -144,6 +144,7 @@ def _memory_table(found: Answer) -> Table:
         "masters": "owned experts in fp32",
         "gradients": "of what is trained",
         "optimizer": "moments of what is trained",
+        "guests": "what is trained in others' experts, with moments",
         "activations": "of the forward pass, and temporaries",
         "logits": "one chunk of the vocabulary's",
         "buffers": "work space of matrix products",
@@ -151,6 +152,8 @@ def _memory_table(found: Answer) -> Table:
     }
     parts = {**memory.parts, "allocator and CUDA": memory.slack + memory.context}
     for name, text in what.items():
+        if name == "guests" and not parts[name]:
+            continue
         table.add_row(name, gib_text(parts[name]), text)
     table.add_row("[bold]highest need[/]", f"[bold]{gib_text(memory.total)}[/]", f"in {memory.moment}")
     if memory.host:
