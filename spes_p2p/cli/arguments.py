@@ -1,23 +1,18 @@
-"""What the commands have in common: options that take several values after one flag, and the flags of a node.
-
-`--initial-peers A B` means the same as `--initial-peers A --initial-peers B`. Values end at the next option, at `--`,
-or at an override such as `output.tensorboard=true`, which is no address.
-"""
+"""What the commands have in common: the flags of a node, and how a run is named. Lists repeat their flag."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import JoinTarget
 
-MADDRS = "MADDR [MADDR ...]"
+MADDR = "MADDR"
 
 
 def optional(text: str, metavar: str, *names: str) -> Any:
@@ -32,16 +27,17 @@ OptionalPeers = Annotated[
     list[str] | None,
     typer.Option(
         "--initial-peers",
-        metavar=MADDRS,
-        help="Instead of an invitation: addresses of live nodes of the run; any peer will do.",
+        metavar=MADDR,
+        help="Instead of an invitation: address of a live node of the run, any peer (again: more).",
         show_default=False,
     ),
 ]
 HostMaddrs = Annotated[
-    list[str] | None, optional("Where to listen (default: everywhere, a free port).", MADDRS, "--host-maddrs")
+    list[str] | None,
+    optional("Where to listen (again: more; default: everywhere).", MADDR, "--host-maddrs"),
 ]
 AnnounceMaddrs = Annotated[
-    list[str] | None, optional("Where others should dial us instead.", MADDRS, "--announce-maddrs")
+    list[str] | None, optional("Where others should dial us instead (again: more).", MADDR, "--announce-maddrs")
 ]
 IdentityPath = Annotated[
     Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE")
@@ -89,30 +85,4 @@ def met(
     found = meeting((invitation,) if invitation else (), tuple(initial_peers or ()), run_id, fingerprint)
     if not found.addresses:
         raise ConfigError("no invitation is given", fix="give the word that the organiser printed: spes1...")
-    return found
-
-
-class Command(TyperCommand):
-    """A command whose list options take all values that follow them."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        lists = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
-        return super().parse_args(ctx, spread(args, lists))
-
-
-def spread(arguments: Sequence[str], lists: Collection[str]) -> list[str]:
-    """The same arguments with an option of `lists` repeated before each of its values."""
-    found: list[str] = []
-    current, first = "", False
-    for at, word in enumerate(arguments):
-        if word == "--":
-            return found + list(arguments[at:])
-        option, equals, _ = word.partition("=")
-        if word.startswith("-"):
-            current, first = (option, not equals) if option in lists else ("", False)
-        elif current and not first and "=" not in word:
-            found.append(current)
-        elif current:
-            current, first = (current, False) if first else ("", False)
-        found.append(word)
     return found

@@ -23,8 +23,8 @@ def dashboard(
     replay: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="PATH [PATH ...]",
-            help="A past run instead: metrics.jsonl of its peers, or their folders.",
+            metavar="PATH",
+            help="A past run instead: metrics.jsonl of a peer, or its folder (again: more peers).",
             show_default=False,
         ),
     ] = None,

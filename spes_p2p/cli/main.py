@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from spes_p2p import __version__
-from spes_p2p.cli.arguments import Command
 from spes_p2p.errors import PermanentError, SpesError, Stopped
 
 COMMANDS: Mapping[str, str] = {
@@ -78,7 +77,7 @@ def _add(app: typer.Typer, commands: Mapping[str, str]) -> None:
     for name, target in commands.items():
         module, _, function = target.partition(":")
         command = getattr(importlib.import_module(module), function)
-        app.command(name, cls=Command)(_with_known_errors(command))
+        app.command(name)(_with_known_errors(command))
 
 
 def _show_warnings() -> None:

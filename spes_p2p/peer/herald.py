@@ -42,8 +42,9 @@ def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[s
 
 def join_command(addresses: tuple[str, ...], info: RunInfo) -> str:
     """What a volunteer types who has no invitation; loopback addresses only where there are no others."""
+    nodes = [word for address in to_be_shown(addresses) for word in ("--initial-peers", address)]
     flags = ["--run-id", info.run_id, "--fingerprint", info.fingerprint.hex()[:SHOWN_DIGITS]]
-    return shlex.join(["spes-p2p", "join", "--initial-peers", *to_be_shown(addresses), *flags])
+    return shlex.join(["spes-p2p", "join", *nodes, *flags])
 
 
 def coverage(ownership: Ownership) -> str:

@@ -85,7 +85,12 @@ def _check_one_run(invite: Invite, first: Invite, run_id: str | None, fingerprin
 
 
 def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(invitations, overrides) of what was typed without a flag; overrides have an equals sign."""
+    """(invitations, overrides) of what was typed without a flag; overrides have an equals sign.
+
+    Raises ConfigError for an address, which is no invitation.
+    """
+    if (address := next((word for word in words if word.startswith("/")), None)) is not None:
+        raise ConfigError(f"{address} is an address without a flag", fix="give each its own: --initial-peers ADDRESS")
     invites = tuple(word for word in words if "=" not in word)
     return invites, tuple(word for word in words if word not in invites)
 

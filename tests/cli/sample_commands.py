@@ -32,12 +32,3 @@ def bug() -> None:
 def interrupted() -> None:
     """Is stopped by Ctrl-C."""
     raise KeyboardInterrupt
-
-
-def listing(
-    peers: Annotated[list[str], typer.Option()],
-    overrides: Annotated[list[str] | None, typer.Argument()] = None,
-    name: Annotated[str, typer.Option()] = "",
-) -> None:
-    """Shows its lists."""
-    typer.echo(f"peers {' '.join(peers)}, overrides {' '.join(overrides or ())}, name {name}")

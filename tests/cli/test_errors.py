@@ -55,7 +55,8 @@ def test_an_initial_peer_that_is_no_use(tmp_path: Path, address: str, words: tup
 
 def test_each_of_several_initial_peers_has_its_reason(tmp_path: Path, listener: int) -> None:
     silent = f"/ip4/127.0.0.1/tcp/{listener}/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
-    answer = spes_p2p("join", "--initial-peers", NOBODY, silent, "-o", str(tmp_path))
+    refused(spes_p2p("join", "--initial-peers", NOBODY, silent), f"{silent} is an address without a flag")
+    answer = spes_p2p("join", "--initial-peers", NOBODY, "--initial-peers", silent, "-o", str(tmp_path))
     refused(answer, NOBODY, "is refused", silent, "is silent: the host accepts, but nobody speaks libp2p there")
 
 
