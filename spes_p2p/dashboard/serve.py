@@ -8,20 +8,19 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import uvicorn
 
 from spes_p2p.dashboard.follow import Open, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.replay import replay
-from spes_p2p.dashboard.source import Known, Look, SwarmSource
+from spes_p2p.dashboard.source import SwarmSource
 from spes_p2p.dashboard.web import make_app
 from spes_p2p.errors import ConfigError, Stopped
-from spes_p2p.peer.entrance import open_network
-from spes_p2p.peer.options import JoinTarget, NetworkOptions
+from spes_p2p.peer.options import JoinTarget
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
-from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread
+from spes_p2p.peer.visiting import visiting
+from spes_p2p.swarm.hivemind_backend import NetworkThread
 
 Say = Callable[[str], None]
 
@@ -89,33 +88,13 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
 
 
-def _opener(meeting: JoinTarget) -> Open:
-    async def open_source() -> NetworkSource:
-        folder = TemporaryDirectory(prefix="spes-p2p-dashboard-")
-        options = NetworkOptions(meeting.addresses, client_mode=True)
-        try:
-            network = await open_network(options, Path(folder.name) / "identity.key")
-        except BaseException:
-            folder.cleanup()
-            raise
-        return NetworkSource(network, folder, meeting)
+def _opener(run: JoinTarget) -> Open:
+    async def open_source() -> SwarmSource:
+        async with contextlib.AsyncExitStack() as opened:
+            network = await opened.enter_async_context(visiting(run))
+            return SwarmSource(network, run.run_id, run.fingerprint, opened.pop_all().aclose)
 
     return open_source
-
-
-class NetworkSource:
-    """A `SwarmSource` with a network of its own and a throw-away identity."""
-
-    def __init__(self, network: HivemindNetwork, folder: TemporaryDirectory[str], meeting: JoinTarget) -> None:
-        self._network, self._folder = network, folder
-        self._source = SwarmSource(network, meeting.run_id, meeting.fingerprint)
-
-    async def look(self, now: float, known: Known) -> Look:
-        return await self._source.look(now, known)
-
-    async def close(self) -> None:
-        await self._network.close()
-        self._folder.cleanup()
 
 
 class _Server(uvicorn.Server):

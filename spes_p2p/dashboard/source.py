@@ -7,7 +7,7 @@ the content follows the rules of the run is left to those who signed it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,10 +55,17 @@ class Source(Protocol):
 
 
 class SwarmSource:
-    """Takes no part in the run: reads records and fetches commits."""
+    """Takes no part in the run: reads records and fetches commits. `close` ends what the network needs."""
 
-    def __init__(self, network: Network, run_id: str | None = None, fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        run_id: str | None = None,
+        fingerprint: str | None = None,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._network = network
+        self._close = close
         self._run_id, self._fingerprint = run_id, fingerprint
         self._check = EnvelopeChecker(network.verifier).check
         self._info: RunInfo | None = None
@@ -90,7 +97,8 @@ class SwarmSource:
         return Look(report, tuple(found))
 
     async def close(self) -> None:
-        """Whoever gave the ports closes them."""
+        if self._close is not None:
+            await self._close()
 
     async def _find(self) -> RunInfo:
         info, _ = await find_and_load(self._network, self._run_id, self._fingerprint, ANSWER_SECONDS)

@@ -6,7 +6,8 @@ docs/metrics.md explains each metric. What is not known (a DHT node without a ru
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,41 +15,31 @@ from prometheus_client.registry import Collector
 
 from spes_p2p.observe.prometheus import PREFIX
 
-WORDS = {
-    "round": "Newest round whose certificate is here.",
-    "step": "Global step after that round.",
-    "tokens": "Tokens that all rounds have counted.",
-    "round_timestamp_seconds": "When that certificate came, seconds since 1970.",
-    "degraded": "1 where that certificate is without a majority.",
-    "members": "Members that it names.",
-    "columns_without_owner": "Expert columns that nobody trains.",
-    "peers_seen": "Peers whose records are in the DHT, members or not.",
-    "peers_waiting": "Peers that wait for the run to begin.",
-    "archive_round": "Round whose state is in the archive.",
-    "data_pieces": "Pieces of the run's dataset that are held here.",
-    "bytes_sent": "Bytes sent to peers since the start.",
-    "bytes_received": "Bytes received from peers since the start.",
-}
 COUNTERS = ("bytes_sent", "bytes_received")
+
+
+def _number(words: str, default: int | None = None) -> Any:
+    """A field that Prometheus is told with these words; left out where it is None: not known."""
+    return field(default=default, metadata={"words": words})
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """One look at a bootstrap node; WORDS says what the numbers are."""
+    """One look at a bootstrap node."""
 
-    bytes_sent: int
-    bytes_received: int
-    round: int | None = None
-    step: int | None = None
-    tokens: int | None = None
-    round_timestamp_seconds: float | None = None
-    degraded: bool | None = None
-    members: int | None = None
-    columns_without_owner: int | None = None
-    peers_seen: int | None = None
-    peers_waiting: int | None = None
-    archive_round: int | None = None
-    data_pieces: int | None = None
+    bytes_sent: int = _number("Bytes sent to peers since the start.", 0)
+    bytes_received: int = _number("Bytes received from peers since the start.", 0)
+    round: int | None = _number("Newest round whose certificate is here.")
+    step: int | None = _number("Global step after that round.")
+    tokens: int | None = _number("Tokens that all rounds have counted.")
+    round_timestamp_seconds: float | None = _number("When that certificate came, seconds since 1970.")
+    degraded: bool | None = _number("1 where that certificate is without a majority.")
+    members: int | None = _number("Members that it names.")
+    columns_without_owner: int | None = _number("Expert columns that nobody trains.")
+    peers_seen: int | None = _number("Peers whose records are in the DHT, members or not.")
+    peers_waiting: int | None = _number("Peers that wait for the run to begin.")
+    archive_round: int | None = _number("Round whose state is in the archive.")
+    data_pieces: int | None = _number("Pieces of the run's dataset that are held here.")
 
 
 class NodeMetrics(Collector):
@@ -66,11 +57,11 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = self._state
-        for field in fields(state) if state is not None else ():
-            value = getattr(state, field.name)
+        for known in fields(state) if state is not None else ():
+            value = getattr(state, known.name)
             if value is None:
                 continue
-            kind = CounterMetricFamily if field.name in COUNTERS else GaugeMetricFamily
-            family = kind(f"{PREFIX}_bootstrap_{field.name}", WORDS[field.name], labels=list(self._labels))
+            kind = CounterMetricFamily if known.name in COUNTERS else GaugeMetricFamily
+            family = kind(f"{PREFIX}_bootstrap_{known.name}", known.metadata["words"], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), float(value))
             yield family
