@@ -51,7 +51,8 @@ class Staging:
         self.layout = layout
         self.parent = parent
         self._publish = publish
-        self._finished = finished
+        self.finished = finished
+        """The version as it will be published, once `finish` was called."""
         self._resumed = finished is not None
         self._open = True
         self._full: StorageFull | None = None
@@ -117,7 +118,7 @@ class Staging:
     def find(self, tile_hash: Hash) -> memoryview | None:
         """The staged bytes with this wire or state hash, or None."""
         found = self.areas.wire.find(tile_hash) or self.areas.state.find(tile_hash)
-        return self._finished.find(tile_hash) if found is None and self._finished else found
+        return self.finished.find(tile_hash) if found is None and self.finished else found
 
     def block(self, index: int) -> Values:
         """A block as it is before the merge: staged wire tiles, the parent's values elsewhere. Read-only.
@@ -161,8 +162,8 @@ class Staging:
             write_whole(self.areas.wire.folder / HASHES_FILE, b"".join(self.wire_hash(tile_id) for tile_id in tile_ids))
             write_whole(self.folder / HASHES_FILE, b"".join(self.areas.state_hash(tile_id) for tile_id in tile_ids))
             sync(self.folder.parent)
-        self._finished = Version(self.folder, self.round, self.layout)
-        return self._finished.tile_hashes
+        self.finished = Version(self.folder, self.round, self.layout)
+        return self.finished.tile_hashes
 
     def reopen(self, keep_state: bool = True) -> None:
         """Lets tiles be written after finish; `keep_state=False` forgets the state tiles, where wire tiles change."""
@@ -171,22 +172,17 @@ class Staging:
             self._recall_state_tiles()
         (self.folder / HASHES_FILE).unlink(missing_ok=True)
         sync(self.folder)
-        self._finished = None
+        self.finished = None
         if not keep_state:
             self.areas.state.forget(tuple(self.areas.state.hashes))
         for block in self.layout.blocks:
             if not self.areas.state.has_block(block.index):
                 self.areas.state.path(block.index).unlink(missing_ok=True)
 
-    @property
-    def finished(self) -> Version | None:
-        """The staged version as it will be published, once `finish` was called."""
-        return self._finished
-
     def publish(self) -> Version:
         """Makes the finished staging the store's version of its round, at once; this object ends."""
         self._check_open()
-        if self._finished is None:
+        if self.finished is None:
             raise LocalProtocolError(f"the staging of round {self.round} is not finished", fix="call finish() first")
         shutil.rmtree(self.areas.decoded.folder, ignore_errors=True)
         version = self._publish(self)
@@ -212,13 +208,13 @@ class Staging:
     def _recall_state_tiles(self) -> None:
         """After a restart: the state tiles are those that are neither the wire's nor the parent's."""
         gone = LocalProtocolError(f"round {self.round} was staged on a state that is gone", fix="stage it anew")
-        if self._finished is None or self.parent is None:
+        if self.finished is None or self.parent is None:
             raise gone
         before = (
             self.areas.values_of_tile(at).hashes.get(at) or parents
             for at, parents in enumerate(self.parent.tile_hashes)
         )
-        both = enumerate(zip(self._finished.tile_hashes, before))
+        both = enumerate(zip(self.finished.tile_hashes, before))
         changed = {at: ours for at, (ours, other) in both if ours != other}
         blocks = {self.layout.tiles[tile_id].block for tile_id in changed}
         if any(
@@ -250,5 +246,5 @@ class Staging:
 
     def _check_writable(self) -> None:
         self._check_open()
-        if self._finished is not None:
+        if self.finished is not None:
             raise LocalProtocolError(f"the staging of round {self.round} is finished", fix="call reopen() first")

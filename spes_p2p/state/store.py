@@ -51,19 +51,17 @@ class StateStore:
         self.problems: list[StateError] = []
         self.spare_folders: Callable[[], Iterable[Path]] = tuple
         """Folders beside the store that hold versions too, such as checkpoints: see `recall`."""
-        self._versions: dict[int, Version] = {}
-        self._wires: dict[int, WireTiles] = {}
+        self.wires = KeptWires(self.directory, layout)
         self._stagings: dict[tuple[int, str], Staging] = {}
         self._lock: IO[bytes] | None = None
         if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.directory / "lock")
             recover_folders(self.directory)
-            for folder in self.directory.glob("wire-*"):  # whoever wanted it asks again
-                remove_folder(folder)
-        self._read_versions()
+            self.wires.clear()
+        self._versions = dict(_versions_in(self.directory, layout, self.problems))
         if not read_only:
-            self._read_stagings()
+            self._stagings.update(_stagings_in(self.directory, layout, self._versions, self._publish))
 
     def rounds(self) -> tuple[int, ...]:
         """The rounds whose versions are here, oldest first."""
@@ -149,7 +147,7 @@ class StateStore:
         Those of a version are hashed first; those of a staging were when they were written, not long ago.
         """
         places: tuple[WireTiles | Staging | Version, ...]
-        places = (*self._wires.values(), *self._versions.values(), *self._stagings.values())
+        places = (*self.wires.folders.values(), *self._versions.values(), *self._stagings.values())
         for place in reversed(places):
             try:
                 data = place.find(tile_hash)
@@ -161,7 +159,7 @@ class StateStore:
 
     def recall(self, wanted: Mapping[int, Hash]) -> Iterator[tuple[int, memoryview, Hash]]:
         """(id, bytes, hash) of those of `wanted` that are anywhere on this disk, checkpoints included."""
-        spares = [version for folder in self.spare_folders() if (version := self._opened(folder)) is not None]
+        spares = [version for folder in self.spare_folders() if (version := _opened(folder, self.layout)) is not None]
         for tile_id, tile_hash in wanted.items():
             data = self.find(tile_hash)
             others = (spare.find(tile_hash) for spare in spares)
@@ -179,32 +177,19 @@ class StateStore:
     def drop(self, round: int, keep_wire: bool = False) -> None:
         """Removes a version and its wire tiles; maps that are in use, and checkpoints that link to it, stay good.
 
-        `keep_wire`: what the round handed out stays until `drop_wires`, or a restart.
+        `keep_wire`: what the round handed out stays in `wires`, until a restart.
         """
         version = self.version(round)
         del self._versions[round]
         if keep_wire:
-            self._keep_wire(version)
+            self.wires.keep(version)
         remove_folder(version.folder)
-
-    def _keep_wire(self, version: Version) -> None:
-        folder = self.directory / f"wire-{version.round:08d}"
-        if folder.exists():
-            remove_folder(folder)
-        if (version.folder / WIRE_FOLDER).exists():
-            (version.folder / WIRE_FOLDER).rename(folder)
-            self._wires[version.round] = WireTiles(folder, self.layout)
-
-    def drop_wires(self, keep: Collection[int]) -> None:
-        """Removes what rounds handed out whose versions are gone, but for those to keep."""
-        for round in [round for round in self._wires if round not in keep]:
-            remove_folder(self._wires.pop(round).folder)
 
     def wire_hashes(self, round: int) -> tuple[Hash, ...] | None:
         """The hashes of what a round handed out, None where that is not known here."""
         if round in self._versions:
             return self._versions[round].wire_hashes
-        return self._wires[round].hashes if round in self._wires else None
+        return self.wires.folders[round].hashes if round in self.wires.folders else None
 
     def round_of(self, tile_hash: Hash) -> int | None:
         """The newest round whose version has a tile with this state hash; nothing is read."""
@@ -212,21 +197,13 @@ class StateStore:
 
     def handed_out_in(self, tile_hash: Hash) -> int | None:
         """The newest round that handed out a tile with this wire hash, as far as it is here; nothing is read."""
-        wires = self._wires | {round: version.wire for round, version in list(self._versions.items())}
+        wires = self.wires.folders | {round: version.wire for round, version in list(self._versions.items())}
         return next((round for round in sorted(wires, reverse=True) if wires[round].holds(tile_hash)), None)
 
     def holds(self, round: int, tile_hash: Hash) -> bool:
         """Whether the version of a round is here and has a tile with this state hash."""
         version = self._versions.get(round)
         return version is not None and version.holds(tile_hash)
-
-    def verify(self, round: int) -> None:
-        """Hashes a version again. Raises StateError naming the damaged file and tile, and the fix."""
-        self.version(round).verify()
-
-    def link_into(self, directory: Path, round: int) -> tuple[str, ...]:
-        """Hard-links the files of a version into a folder (copies across devices); their names."""
-        return self.version(round).link_into(directory)
 
     def close(self) -> None:
         """Lets another process write here. Finished stagings wait for the next start, others end."""
@@ -249,33 +226,64 @@ class StateStore:
                 other.discard()
         return version
 
-    def _opened(self, folder: Path) -> Version | None:
-        try:
-            return Version(folder, 0, self.layout)
-        except (StateError, OSError):  # another shape, cut short, or just removed
-            return None
 
-    def _read_versions(self) -> None:
-        for folder in sorted(self.directory.glob("round-*")):
-            if match := _ROUND.fullmatch(folder.name):
-                round = int(match[1])
-                try:
-                    self._versions[round] = Version(folder, round, self.layout)
-                except StateError as error:
-                    self.problems.append(error)
+class KeptWires:
+    """What rounds handed out whose versions are gone, for those who are coming up to date by it."""
 
-    def _read_stagings(self) -> None:
-        for folder in sorted(self.directory.glob("staging-*")):
-            if match := _STAGING.fullmatch(folder.name):
-                round, label = int(match[1]), match[2] or ""
-                try:
-                    finished = Version(folder, round, self.layout)
-                except StateError:  # the process ended before finish(): these tiles were promised to nobody
-                    remove_folder(folder)
-                else:
-                    parent = self._versions.get(round - 1)
-                    staging = Staging(folder, round, self.layout, parent, self._publish, finished)
-                    self._stagings[round, label] = staging
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        self._directory = directory
+        self._layout = layout
+        self.folders: dict[int, WireTiles] = {}
+
+    def keep(self, version: Version) -> None:
+        """Takes what a version has of it, before that is removed."""
+        folder = self._directory / f"wire-{version.round:08d}"
+        if folder.exists():
+            remove_folder(folder)
+        if (version.folder / WIRE_FOLDER).exists():
+            (version.folder / WIRE_FOLDER).rename(folder)
+            self.folders[version.round] = WireTiles(folder, self._layout)
+
+    def drop_all_but(self, rounds: Collection[int]) -> None:
+        """Removes what nobody needs any more."""
+        for round in [round for round in self.folders if round not in rounds]:
+            remove_folder(self.folders.pop(round).folder)
+
+    def clear(self) -> None:
+        """After a restart: whoever wanted it asks again."""
+        for folder in self._directory.glob("wire-*"):
+            remove_folder(folder)
+
+
+def _opened(folder: Path, layout: Layout) -> Version | None:
+    try:
+        return Version(folder, 0, layout)
+    except (StateError, OSError):  # another shape, cut short, or just removed
+        return None
+
+
+def _versions_in(directory: Path, layout: Layout, problems: list[StateError]) -> Iterator[tuple[int, Version]]:
+    for folder in sorted(directory.glob("round-*")):
+        if match := _ROUND.fullmatch(folder.name):
+            try:
+                yield int(match[1]), Version(folder, int(match[1]), layout)
+            except StateError as error:
+                problems.append(error)
+
+
+def _stagings_in(
+    directory: Path, layout: Layout, versions: Mapping[int, Version], publish: Callable[[Staging], Version]
+) -> Iterator[tuple[tuple[int, str], Staging]]:
+    """Those that were finished; what the process ended before was promised to nobody, and goes."""
+    for folder in sorted(directory.glob("staging-*")):
+        if match := _STAGING.fullmatch(folder.name):
+            round, label = int(match[1]), match[2] or ""
+            try:
+                finished = Version(folder, round, layout)
+            except StateError:
+                remove_folder(folder)
+            else:
+                yield (round, label), Staging(folder, round, layout, versions.get(round - 1), publish, finished)
 
 
 def _locked(path: Path) -> IO[bytes]:

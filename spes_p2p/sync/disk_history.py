@@ -66,7 +66,7 @@ class CommittedStates:
     def _drop(self, keep: frozenset[int], wires: frozenset[int]) -> None:
         for round in set(self._store.rounds()) - keep:
             self._store.drop(round, keep_wire=round in wires)
-        self._store.drop_wires(wires)
+        self._store.wires.drop_all_but(wires)
 
 
 class DiskHistory:

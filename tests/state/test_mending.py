@@ -41,7 +41,7 @@ def test_a_mended_tile_is_mended_for_all_who_share_the_file(tmp_path: Path, stor
     tile_id = store.layout.tile_ids_of(3)[0]
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
-    store.link_into(checkpoint, 1)
+    store.version(1).link_into(checkpoint)
     sharing = (store.version(0), store.version(1), Version(checkpoint, 1, store.layout))
     good, before = bytes(sharing[0].tile(tile_id)), sharing[1].block(3)
     expected = np.array(before)
@@ -154,7 +154,7 @@ def test_a_damaged_list_of_what_was_handed_out_costs_nothing_else(store: StateSt
     staged = again.staged(2)
     assert staged is not None
     staged.publish()
-    again.verify(2)
+    again.version(2).verify()
 
 
 def test_a_tile_that_the_disk_cannot_read_is_damaged(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,4 +164,4 @@ def test_a_tile_that_the_disk_cannot_read_is_damaged(store: StateStore, monkeypa
     monkeypatch.setattr(os, "pread", bad_sector)
     assert not store.version(1).is_sound(0)
     with pytest.raises(TileDamaged, match="tile 0 "):
-        store.verify(1)
+        store.version(1).verify()

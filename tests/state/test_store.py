@@ -48,7 +48,7 @@ def test_a_version_has_the_values_that_were_staged(tmp_path: Path) -> None:
     assert version.tile_hashes == version.wire_hashes == hashes
     assert store.rounds() == (0, 1)
     assert store.latest() is version
-    store.verify(1)
+    store.version(1).verify()
 
 
 def test_mapped_blocks_cannot_be_written(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_tiles_that_were_not_staged_keep_the_parents_values(tmp_path: Path) -> N
     changed = [at for at, (new, old) in enumerate(zip(hashes, store.version(0).tile_hashes)) if new != old]
     assert changed == [tile.id]
     assert [at for at, tile_hash in enumerate(version.wire_hashes) if tile_hash != NO_HASH] == [tile.id]
-    store.verify(1)
+    store.version(1).verify()
 
 
 def test_a_merge_reads_the_values_before_it_and_leaves_the_wire_tiles(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_merge_reads_the_values_before_it_and_leaves_the_wire_tiles(tmp_path: 
     tile = store.layout.tiles_of(1)[0]
     assert content(version.find(version.wire_hashes[tile.id])) == before[1][tile.start : tile.stop].tobytes()
     assert version.wire_hashes[0] == NO_HASH
-    store.verify(1)
+    store.version(1).verify()
 
 
 def test_tiles_are_found_by_hash_in_stagings_and_versions_until_they_are_dropped(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_tiles_are_found_by_hash_in_stagings_and_versions_until_they_are_dropped
     assert store.find(wire_hash) is None
     assert content(held) == wire.tobytes()
     assert store.rounds() == (0, 2)
-    store.verify(2)
+    store.version(2).verify()
 
 
 def test_a_tile_done_again_replaces_the_first(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_forgotten_tiles_keep_the_parents_values(tmp_path: Path) -> None:
     assert version.tile(ids(1)[0]) == parent.tile(ids(1)[0])
     assert version.tile(ids(1)[1]) != parent.tile(ids(1)[1])
     assert inode(version.block_path(2)) == inode(parent.block_path(2))
-    store.verify(1)
+    store.version(1).verify()
 
 
 def test_a_finished_staging_can_be_repaired_and_finished_again(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_a_finished_staging_can_be_repaired_and_finished_again(tmp_path: Path) -
     staging.reopen(keep_state=False)
     assert staging.finish() == first
     staging.publish()
-    store.verify(1)
-    store.verify(0)
+    store.version(1).verify()
+    store.version(0).verify()
 
 
 def test_a_state_without_parent_needs_all_its_tiles(tmp_path: Path) -> None:
@@ -229,14 +229,14 @@ def test_a_version_is_linked_into_and_adopted_from_a_folder(tmp_path: Path) -> N
     commit_round(store, 1, [1])
     folder = tmp_path / "copy"
     folder.mkdir()
-    names = store.link_into(folder, 1)
+    names = store.version(1).link_into(folder)
     assert sorted(names) == sorted(path.name for path in folder.iterdir())
     assert inode(folder / "block-00001.f32") == inode(store.version(1).block_path(1))
     other = StateStore(tmp_path / "other", store.layout)
     adopted = other.adopt(folder, 1)
     assert adopted.root == store.version(1).root
     assert adopted is other.latest()
-    other.verify(1)
+    other.version(1).verify()
 
 
 def test_one_process_writes_and_others_read(tmp_path: Path) -> None:

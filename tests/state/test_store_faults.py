@@ -54,13 +54,13 @@ def test_every_flipped_bit_is_found_in_its_tile(tmp_path: Path) -> None:
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 1]))
         with pytest.raises(StateError, match=f"{path.name}: tile {tile.id} ") as caught:
-            store.verify(0)
+            store.version(0).verify()
         assert "to fetch the tile again" in caught.value.fix
         assert list(store.version(0).damaged_tiles()) == [tile.id]
         with open(path, "r+b") as file:
             file.seek(4 * tile.stop - 1)
             file.write(byte)
-    store.verify(0)
+    store.version(0).verify()
 
 
 @pytest.mark.parametrize("limit_bytes", [40, 500])  # less than a block; more than any block, less than the hashes
@@ -79,7 +79,7 @@ def test_a_full_disk_costs_the_staging_alone(tmp_path: Path, limit_bytes: int) -
     assert "free disk space" in e.value.fix
     assert all_files(tmp_path) == before
     commit_round(store, 1, range(4))
-    store.verify(1)
+    store.version(1).verify()
 
 
 def test_every_thread_that_writes_learns_that_the_disk_is_full(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_staging_is_cleaned_on_open_unless_it_was_finished(tmp_path: Path) -> 
     tile_id = again.layout.tile_ids_of(1)[0]
     assert again.find(hashes[tile_id]) is not None
     kept.publish()
-    again.verify(1)
+    again.version(1).verify()
     assert again.version(1).wire_hashes[tile_id] == hashes[tile_id]
 
 
@@ -128,8 +128,8 @@ def test_what_was_finished_before_a_restart_can_be_reopened(tmp_path: Path, keep
         expected[merged.id] = unmerged
     assert list(kept.finish()) == expected
     kept.publish()
-    again.verify(1)
-    again.verify(0)
+    again.version(1).verify()
+    again.version(0).verify()
 
 
 def _die_at(step: int) -> None:
@@ -183,7 +183,7 @@ def test_killed_at_any_step_the_store_opens_with_a_whole_version(tmp_path: Path)
         assert latest is not None
         assert not store.problems
         for round in store.rounds():
-            store.verify(round)
+            store.version(round).verify()
             assert store.version(round).root == roots.setdefault(round, store.version(round).root)
         names = {path.name for path in directory.iterdir()} - {"lock"}
         kept = {"staging-00000001"} if store.staged(1) else set()

@@ -108,7 +108,7 @@ def test_the_archive_keeps_the_newest_state_and_nothing_else(folder: Path) -> No
         await swarm.kill_organiser()
         store = StateStore(folder / "organiser" / "state", swarm.layout)
         assert store.rounds() == (0, newest.round - 1, newest.round)
-        store.verify(newest.round)
+        store.version(newest.round).verify()
         assert store.version(newest.round).root == newest.state_root
         store.close()
         await swarm.start_organiser()

@@ -197,4 +197,4 @@ def test_a_merge_in_the_store_gives_the_same_bits_as_in_memory(tmp_path: Path) -
     version = staging.publish()
     for index, values in enumerate(expected.blocks):
         np.testing.assert_array_equal(version.block(index), values)
-    store.verify(1)
+    store.version(1).verify()

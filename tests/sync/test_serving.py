@@ -60,7 +60,7 @@ def check_server(swarm: MemorySwarm) -> None:
     store, chain = swarm._organiser_store, swarm.organiser.chain
     assert store.rounds()[0] == 0
     for round in store.rounds():
-        store.verify(round)
+        store.version(round).verify()
         assert store.version(round).root == chain.commit(round).manifest.state_root
 
 

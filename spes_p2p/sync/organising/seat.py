@@ -207,7 +207,7 @@ def drop_damaged(store: StateStore, chain: Chain, say: Callable[[str], None]) ->
             store.drop(round)
             continue
         try:
-            store.verify(round)
+            store.version(round).verify()
         except StateError as error:
             say(f"archive: {error}; it is fetched again")
             if round > 0:
