@@ -152,6 +152,10 @@ class MemorySwarm:
         mirror.begun(await fetch_genesis(self.info, transfers, node.checker.check, others, self.run.heartbeat_seconds))
         return mirror
 
+    async def sources_of(self, name: PeerId) -> Iterable[PeerId]:
+        """Whom a peer may ask: all nodes, and the peers that are up."""
+        return [ORGANISER, *self.mirrors, *(one for one in await self._sources() if one != name)]
+
     async def _sources(self) -> Iterable[PeerId]:
         return [name for name, peer in self.peers.items() if peer.is_up]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,14 +19,15 @@ import numpy as np
 
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.messages import Intent, Manifest, Work
+from spes_p2p.consensus.messages import Intent, Manifest
 from spes_p2p.data.leases import Ranges
 from spes_p2p.ids import PeerId
 from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.composition import build_driver, open_disk
-from spes_p2p.sync.joining import JoinedRun, Joining
+from spes_p2p.sync.joining import Joining
+from spes_p2p.sync.node import Run
 from spes_p2p.sync.surroundings import Applied, Role
 from spes_p2p.train.commits import news_of
 from spes_p2p.train.machine import TrainerMachine
@@ -113,11 +115,29 @@ class HandedIn:
 class Pretended:
     """What was trained in a turn: the values that it began with, and so many steps since, ahead of it too."""
 
+    name: PeerId
+    work: PretendWork
     turn: Turn
     started: dict[int, Values]
     steps: int = 0
     steps_ahead: int = 0
     closing: bool = False
+
+    def trained(self, block: int) -> Values:
+        """As of the turn's last step."""
+        if self.work.learner is not None:
+            return self.work.learner.values(block)
+        return self.started[block] + np.float32(self.work.change * self.steps) * self._change(block)
+
+    def ahead(self, block: int) -> Values:
+        """What was trained of a block since the snapshot; nothing where a learner keeps that to itself."""
+        if self.work.learner is not None:
+            return np.zeros_like(self.started[block])
+        return np.float32(self.work.change * self.steps_ahead) * self._change(block, "ahead/")
+
+    def _change(self, block: int, kind: str = "") -> Values:
+        seed = zlib.crc32(f"{self.work.seed}/{self.name}/{self.turn.manifest.round}/{kind}{block}".encode())
+        return np.random.default_rng(seed).standard_normal(self.started[block].shape, dtype=np.float32)
 
 
 @dataclass
@@ -147,45 +167,23 @@ class PretendPeer:
         self.net: MemoryPeer = swarm.network.peer(self.name)
         self.said: list[str] = []
         self.node = swarm.node(self.net, self.said.append)
+        sources = partial(swarm.sources_of, self.name)
         joining = Joining(swarm.run, self.node, self.folder, self.folder / "checkpoints")
-        place = await joining.enter(self.intent, self._sources)
+        place = await joining.enter(self.intent, sources)
         self._pretended: Pretended | None = None
         self._training: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
-        await self._drive(place)
-
-    async def _drive(self, place: JoinedRun) -> None:
-        swarm = self.swarm
         self.disk = open_disk(place, self.folder, swarm.layout)
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
-        self.machine = TrainerMachine(self._training_rules(), swarm.layout)
+        self.machine = TrainerMachine(_rules_of(self.name, swarm.run), swarm.layout)
         self.values = TrainedValues(swarm.layout, self.store, self.inputs, self.residuals, self._now, self._coordinates)
-        role = Role(self.intent, tuple(await self._sources()), follow=swarm.follow.get(self.name, ""))
+        role = Role(self.intent, tuple(await sources()), follow=swarm.follow.get(self.name, ""))
         self.driver = build_driver(swarm.run, self.node, place.tip, self.disk, role, self)
         await self.driver.start()
         self.joined = True
         swarm.watch(self, place.tip.manifest)
         self._do(self.machine.handle(Begin(place.tip.manifest, self.driver.core.state.is_member())))
-
-    def _training_rules(self) -> TrainingRules:
-        config, rules = self.swarm.config, self.swarm.rules
-        return TrainingRules(
-            self.name,
-            config.optimizer.batch_sequences,
-            config.data.sequence_length,
-            leased=rules.leased,
-            overlaps=config.sync.overlap,
-            overlap_steps=config.sync.overlap_steps,
-            takes_turns=rules.expert_rounds > 1,
-        )
-
-    async def _sources(self) -> Iterable[PeerId]:
-        return [
-            ORGANISER,
-            *self.swarm.mirrors,
-            *(name for name, peer in self.swarm.peers.items() if name != self.name and peer.is_up),
-        ]
 
     @property
     def round(self) -> int:
@@ -217,7 +215,7 @@ class PretendPeer:
             self._training.cancel()
         turn = self.machine.turn
         if turn is not None and self.machine.lead.steps:
-            self.ahead[turn.manifest.round] = {block: self._lead(block) for block in turn.blocks}
+            self.ahead[turn.manifest.round] = {block: self._present.ahead(block) for block in turn.blocks}
         news = news_of(self.machine, (event,), self.chain, self.driver.core.state.is_member())
         self._do(self.machine.handle(news))
 
@@ -229,7 +227,8 @@ class PretendPeer:
                 case TakeSnapshot(turn):
                     self._snapshot(turn)
                 case SayReady():
-                    self.driver.ready(self._report(ready=True))
+                    trained = self.swarm.clock.now() - self._started
+                    self.driver.ready(self.machine.report(True, trained, self.work.step_seconds))
                 case StartAhead():
                     if self.work.learner is not None:
                         self.work.learner.run_ahead()
@@ -260,7 +259,9 @@ class PretendPeer:
                 self.folder / "checkpoints", base, turn.manifest.step, {"round": turn.manifest.round}, {}, 2
             )
         self._started = self._told = self.swarm.clock.now()
-        self._pretended = Pretended(turn, {block: np.array(source.block(block)) for block in turn.blocks})
+        self._pretended = Pretended(
+            self.name, self.work, turn, {block: np.array(source.block(block)) for block in turn.blocks}
+        )
         if self.intent.leaving:  # named again: there is something to hand out
             self._leave_with_a_step()
         else:
@@ -272,7 +273,10 @@ class PretendPeer:
         while self.machine.steps_left and not now.closing and (data := self.machine.next_positions()) is not None:
             await asyncio.sleep(self.work.step_seconds)
             self._step(data)
-            self._tell()
+            told = self.swarm.clock.now()
+            if self.machine.stage is Stage.TRAINING and told - self._told >= self.swarm.run.heartbeat_seconds:
+                self._told = told
+                self.driver.training(self.machine.report(False, told - self._started, self.work.step_seconds))
         self._training = None
         self._hand_in()
 
@@ -287,15 +291,6 @@ class PretendPeer:
         sequences = self.swarm.config.optimizer.batch_sequences
         self.machine.handle(StepMade(sequences * self.swarm.config.data.sequence_length, sequences))
 
-    def _tell(self) -> None:
-        now = self.swarm.clock.now()
-        if self.machine.stage is Stage.TRAINING and now - self._told >= self.swarm.config.swarm.heartbeat_seconds:
-            self._told = now
-            self.driver.training(self._report(ready=False))
-
-    def _report(self, ready: bool) -> Work:
-        return self.machine.report(ready, self.swarm.clock.now() - self._started, self.work.step_seconds)
-
     def _hand_in(self) -> None:
         """Snapshots what was trained and says READY; once a round."""
         if self.machine.stage is not Stage.TRAINING:
@@ -308,7 +303,7 @@ class PretendPeer:
 
     def _snapshot(self, turn: Turn) -> None:
         round = turn.manifest.round
-        values = {block: self.work.alter(round, block, self._trained(block)) for block in turn.blocks}
+        values = {block: self.work.alter(round, block, self._present.trained(block)) for block in turn.blocks}
         self.handed_in[round] = HandedIn(turn.manifest, self._present.started, values)
         self.inputs.take(turn.tip_hash, turn.blocks, values.__getitem__)
 
@@ -323,29 +318,12 @@ class PretendPeer:
         """The values of a block: as they are trained, or while a round is synced."""
         handed = self.handed_in.get(self._present.turn.manifest.round)
         if self.work.learner is not None or handed is None or handed.manifest != self._present.turn.manifest:
-            return self._trained(block)
-        return handed.values[block] + self._lead(block)
+            return self._present.trained(block)
+        return handed.values[block] + self._present.ahead(block)
 
     def _coordinates(self) -> Mapping[int, Coordinates]:
         """What was trained in columns of others: nothing, where training is pretended."""
         return {}
-
-    def _lead(self, block: int) -> Values:
-        """What was trained of a block since the snapshot; nothing where a learner keeps that to itself."""
-        if self.work.learner is not None:
-            return np.zeros_like(self._present.started[block])
-        return np.float32(self.work.change * self._present.steps_ahead) * self._change(block, "ahead/")
-
-    def _trained(self, block: int) -> Values:
-        if self.work.learner is not None:
-            return self.work.learner.values(block)
-        now = self._present
-        return now.started[block] + np.float32(self.work.change * now.steps) * self._change(block)
-
-    def _change(self, block: int, kind: str = "") -> Values:
-        now = self._present
-        seed = zlib.crc32(f"{self.work.seed}/{self.name}/{now.turn.manifest.round}/{kind}{block}".encode())
-        return np.random.default_rng(seed).standard_normal(now.started[block].shape, dtype=np.float32)
 
     # ---- the end ----
 
@@ -390,3 +368,16 @@ class PretendPeer:
         if self.joined:
             await self.driver.stop()
             self.store.close()
+
+
+def _rules_of(name: PeerId, run: Run) -> TrainingRules:
+    config, rules = run.config, run.rules
+    return TrainingRules(
+        name,
+        config.optimizer.batch_sequences,
+        config.data.sequence_length,
+        leased=rules.leased,
+        overlaps=config.sync.overlap,
+        overlap_steps=config.sync.overlap_steps,
+        takes_turns=rules.expert_rounds > 1,
+    )
