@@ -45,7 +45,7 @@ class Answers:
 
     def knows(self, caller: PeerId) -> bool:
         """Our own tip may be older than the chain, where we catch up; the organiser archives."""
-        return caller == self._info.organiser or self._history.names(caller)
+        return caller == self._info.organiser or self._history.disk.chain.names(caller)
 
     def hear(self, envelope: Envelope) -> None:
         """A message came."""
@@ -66,7 +66,9 @@ class Answers:
         asked = unpack_request(request)
         if isinstance(asked, ValuesRequest):
             slice_tiles = self._core.state.rules.slice_tiles
-            check_asker(self._history.layout, slice_tiles, self._core.tip, caller, asked.first_tile, asked.count)
+            check_asker(
+                self._history.disk.store.layout, slice_tiles, self._core.tip, caller, asked.first_tile, asked.count
+            )
             if not self._core.is_counted(asked.parent, unpack(Contribution, asked.work)):
                 raise RemoteProtocolError("the work that is asked for is not what is here")
         reached(failpoints.SERVE + kind_of(asked), peer=self._core.me, round=self._core.tip.round + 1, caller=caller)

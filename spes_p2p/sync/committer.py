@@ -37,7 +37,6 @@ class History(Protocol[S]):
     @property
     def length(self) -> int:
         """How many rounds the chain has, the one of genesis among them."""
-        ...
 
     def has(self, name: Hash, round: int) -> bool: ...
 
@@ -45,54 +44,42 @@ class History(Protocol[S]):
 
     def being_fetched(self) -> AbstractContextManager[None]:
         """What goes on within may be broken off."""
-        ...
 
     async def break_off(self) -> bool:
         """Ends what is being fetched; whether there was anything."""
-        ...
 
     async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
         """Puts the line of `holder` on our chain (see `CatchUp.headers`). Raises Parted."""
-        ...
 
     async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
         """What each has on top of the last common manifest; nothing is written."""
-        ...
 
     async def append(self, tip: int, theirs: Sequence[Commit]) -> None:
         """Puts what follows round `tip` on our chain."""
-        ...
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
         """A state to go to: that of `newest`, or one on our own line that was begun with. May raise LinkTooSlow."""
-        ...
 
     async def commit(self, commit: Commit) -> None:
         """The certificate first, then the state that was made here."""
-        ...
 
     async def follow(self, first: Manifest, newest: Commit, state: S) -> None:
         """A later state of our own line, of which `first` is our tip's child."""
-        ...
 
     async def switch(self, fork: ForkPoint, state: S) -> None:
         """Another history in the place of ours."""
-        ...
 
     def uplink(self) -> int:
         """As measured, in bytes a second."""
-        ...
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
         """`commit` is the committed state on disk; gives what is to follow when the state machine stands on it.
 
         `first` is the child of the tip that we had, `fork` what we left for it.
         """
-        ...
 
     def is_finished(self, root: Hash) -> bool:
         """Whether the staged state with this root is whole on disk."""
-        ...
 
 
 def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S]) -> Coroutine[Any, Any, None]:

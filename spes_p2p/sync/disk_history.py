@@ -14,7 +14,6 @@ from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import Version
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
@@ -83,7 +82,7 @@ class DiskHistory:
         hooks: Hooks,
     ) -> None:
         self._core = log.core
-        self._disk = disk
+        self.disk = disk
         self._chain = disk.chain
         self._candidate = candidate
         self._catching_up = catching_up
@@ -107,14 +106,6 @@ class DiskHistory:
 
     def is_finished(self, root: Hash) -> bool:
         return self._candidate.finished(root) is not None
-
-    def names(self, peer: PeerId) -> bool:
-        """See `Chain.names`."""
-        return self._chain.names(peer)
-
-    @property
-    def layout(self) -> Layout:
-        return self._disk.store.layout
 
     # ---- what others have ----
 
@@ -188,53 +179,36 @@ class DiskHistory:
 
     async def commit(self, commit: Commit) -> None:
         """A state without a certificate is none, and the other way round a restart ends what we began."""
-        await self._tasks.in_thread(lambda: self._commit(commit))
 
-    def _commit(self, commit: Commit) -> None:
-        made = self._candidate.finished(commit.manifest.state_root)
-        assert made is not None
-        self._disk.residuals.settle(
-            commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire_hashes[tile_id]
-        )
-        self._chain.append(commit)
-        reached(failpoints.APPENDED, peer=self._core.me, round=commit.manifest.round)
-        after = self._candidate.publish(commit.manifest.state_root)
-        before = self._disk.store.version(commit.manifest.round - 1)
-        self._disk.bases.settle(commit.manifest, commit.certificate.manifest, before, after)
-        reached(failpoints.PUBLISHED, peer=self._core.me, round=commit.manifest.round)
+        def write() -> None:
+            made = self._candidate.finished(commit.manifest.state_root)
+            assert made is not None
+            self.disk.residuals.settle(
+                commit.manifest, commit.certificate.manifest, lambda tile_id: made.wire_hashes[tile_id]
+            )
+            self._chain.append(commit)
+            reached(failpoints.APPENDED, peer=self._core.me, round=commit.manifest.round)
+            after = self._candidate.publish(commit.manifest.state_root)
+            before = self.disk.store.version(commit.manifest.round - 1)
+            self.disk.bases.settle(commit.manifest, commit.certificate.manifest, before, after)
+            reached(failpoints.PUBLISHED, peer=self._core.me, round=commit.manifest.round)
+
+        await self._tasks.in_thread(write)
 
     async def follow(self, first: Manifest, newest: Commit, state: Fetched) -> None:
         hashes = wire_tiles(*self._core.handed_out(first))  # here: a thread would look at what changes meanwhile
-        await self._tasks.in_thread(lambda: self._keep_residuals(first, newest.manifest, hashes))
+        await self._tasks.in_thread(lambda: _keep_residuals(self.disk, first, newest.manifest, hashes))
         await self._publish(state, newest.manifest)
-
-    def _keep_residuals(self, first: Manifest, newest: Manifest, hashes: Mapping[int, Hash]) -> None:
-        """What lossy codecs left, brought to the round that we caught up with; `hashes`: what `first` handed out."""
-        rounds = range(first.round + 1, newest.round + 1)
-        later = (self._chain.commit(round).manifest for round in rounds)
-        self._disk.residuals.settle(first, manifest_hash(newest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
 
     async def _publish(self, state: Fetched, manifest: Manifest) -> None:
         await self._tasks.in_thread(state.publish)
-        await self._tasks.in_thread(lambda: self._disk.bases.open(self._chain, manifest))
+        await self._tasks.in_thread(lambda: self.disk.bases.open(self._chain, manifest))
 
     async def switch(self, fork: ForkPoint, state: Fetched) -> None:
         await self._tasks.in_thread(partial(self._chain.switch, fork.theirs))
-        await self._tasks.in_thread(partial(self._bring_residuals_over, fork))
+        await self._tasks.in_thread(partial(_bring_residuals_over, self.disk, fork))
         await self._publish(state, fork.theirs[-1].manifest)
         self._states.forget_others()  # what is kept for them is of the history that lost
-
-    def _bring_residuals_over(self, fork: ForkPoint) -> None:
-        """What lossy codecs left until the last common manifest, if it is our tip's parent: older ones are not here."""
-        residuals, (first, *later) = self._disk.residuals, [commit.manifest for commit in fork.theirs]
-        newest = fork.theirs[-1].manifest
-        if len(fork.ours) > 1:
-            residuals.clear(newest)
-            return
-        try:
-            residuals.settle(first, manifest_hash(newest), lambda tile_id: NO_HASH, later)
-        except StorageFull:  # the chain has gone over already: on with less
-            residuals.clear(newest)
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
         event = self._log.applied(commit, first, fork)
@@ -249,3 +223,23 @@ class DiskHistory:
             await self._states.drop(in_use | self._states.in_use())
 
         return follows
+
+
+def _keep_residuals(disk: Disk, first: Manifest, newest: Manifest, hashes: Mapping[int, Hash]) -> None:
+    """What lossy codecs left, brought to the round that we caught up with; `hashes`: what `first` handed out."""
+    rounds = range(first.round + 1, newest.round + 1)
+    later = (disk.chain.commit(round).manifest for round in rounds)
+    disk.residuals.settle(first, manifest_hash(newest), lambda tile_id: hashes.get(tile_id, NO_HASH), later)
+
+
+def _bring_residuals_over(disk: Disk, fork: ForkPoint) -> None:
+    """What lossy codecs left until the last common manifest, if it is our tip's parent: older ones are not here."""
+    residuals, (first, *later) = disk.residuals, [commit.manifest for commit in fork.theirs]
+    newest = fork.theirs[-1].manifest
+    if len(fork.ours) > 1:
+        residuals.clear(newest)
+        return
+    try:
+        residuals.settle(first, manifest_hash(newest), lambda tile_id: NO_HASH, later)
+    except StorageFull:  # the chain has gone over already: on with less
+        residuals.clear(newest)

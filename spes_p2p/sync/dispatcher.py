@@ -36,19 +36,15 @@ class Votes(Protocol):
 
     def write(self, record: VoteRecord) -> None:
         """Raises StorageFull, and OSError where the disk is broken."""
-        ...
 
     def forget(self, above: int) -> None:
         """Raises StorageFull."""
-        ...
 
     def leave(self, record: VoteRecord) -> None:
         """Raises StorageFull."""
-        ...
 
     def arrive(self, head: Hash) -> None:
         """Raises StorageFull."""
-        ...
 
 
 class Owner(Protocol):
@@ -60,7 +56,6 @@ class Owner(Protocol):
 
     def failed(self, error: BaseException) -> None:
         """The disk is broken: nothing is begun any more."""
-        ...
 
 
 class Effects(Protocol):
@@ -68,29 +63,23 @@ class Effects(Protocol):
 
     def is_ours(self, tip: Hash, round: int) -> bool:
         """Whether our history has this manifest at this round."""
-        ...
 
     def send(self, action: do.Send) -> None: ...
 
     def begin(self, action: do.Work) -> None:
         """Starts long work, which ends in an event."""
-        ...
 
     def make_room(self) -> None:
         """The disk is full: work that needs room ends, and what is kept for others goes."""
-        ...
 
     def is_writing(self) -> bool:
         """Whether the next state is being written just now."""
-        ...
 
     def recover(self) -> None:
         """What of the next state is not finished on disk is forgotten, what this peer has signed for is found."""
-        ...
 
     def is_finished(self, root: Hash) -> bool:
         """Whether the staged state with this root is whole on disk."""
-        ...
 
 
 class Dispatcher:

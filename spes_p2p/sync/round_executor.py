@@ -35,32 +35,25 @@ class SliceWork(Protocol):
 
     async def take_own(self, me: PeerId) -> bool:
         """Takes this peer's own values; False without any."""
-        ...
 
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
         """Takes another's values, as the plan counts them. Raises NetworkError, RemoteProtocolError or WrongSize."""
-        ...
 
     @property
     def has_guests(self) -> bool:
         """Whether others than the owners train in this column, in a basis that is known here."""
-        ...
 
     async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
         """Takes what a guest trained, if it is in that basis. Raises NetworkError, RemoteProtocolError."""
-        ...
 
     def screen_guests(self) -> dict[PeerId, str]:
         """Leaves out guests that are unfit, each with the reason."""
-        ...
 
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         """Whose values are in the mean; adds those that are unfit to `left_out`. Raises TileDamaged."""
-        ...
 
     async def stage(self) -> tuple[Hash, ...]:
         """Writes the mean as tiles; their hashes."""
-        ...
 
 
 class RoundWork(Protocol):
@@ -68,39 +61,30 @@ class RoundWork(Protocol):
 
     def slice_work(self, plan: Plan, piece: Slice) -> AbstractAsyncContextManager[SliceWork]:
         """Waits until there is memory for a slice."""
-        ...
 
     async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """The results of all, beside each other where that is of use."""
-        ...
 
     def open(self) -> None:
         """Makes ready for writing: a state that was made, but not signed for, is undone."""
-        ...
 
     def lost(self, roots: Iterable[Hash]) -> tuple[Hash, ...]:
         """Those of `roots` whose state is not whole on disk any more."""
-        ...
 
     def is_finished(self, root: Hash) -> bool:
         """Whether the staged state with this root is whole on disk."""
-        ...
 
     async def fetch(self, action: do.Fetch, writing: Writing, sure: Callable[[], Sequence[PeerId]]) -> None:
         """Brings tiles here, those of `sure` first. Raises NetworkError, RemoteProtocolError, TileDamaged."""
-        ...
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         """The root of the new state, and its merge. Raises NetworkError, TileDamaged."""
-        ...
 
     def check(self, proposal: Proposal) -> None:
         """Raises RemoteProtocolError where the parts of a proposal do not fit each other or the grid."""
-        ...
 
     async def verify(self, proposal: Proposal, holders: Sequence[PeerId]) -> None:
         """Brings a proposed state to this disk. Raises NetworkError, RemoteProtocolError, TileDamaged."""
-        ...
 
 
 class RoundExecutor:

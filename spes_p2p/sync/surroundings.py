@@ -56,19 +56,16 @@ class Hooks(Protocol):
 
     def close_training(self) -> None:
         """Finish the running inner step and call `Driver.ready`."""
-        ...
 
     def applied(self, event: Applied) -> None: ...
 
     def rounds_in_use(self) -> frozenset[int]:
         """Rounds whose states somebody still reads: they stay on disk."""
-        ...
 
     def notice(self, notice: do.Notice) -> None: ...
 
     def failed(self, error: BaseException) -> None:
         """Something broke that is not part of the protocol: the peer should stop and say so."""
-        ...
 
 
 @dataclass

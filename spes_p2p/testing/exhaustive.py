@@ -87,8 +87,8 @@ class Search:
         except Violation as violation:
             raise Found(violation, self._path) from violation
         self.report.seconds = time.process_time() - began
-        self.report.peer_states, self.report.peer_steps = self._world.size
-        self.report.fired = self._world.fired
+        self.report.peer_states, self.report.peer_steps = self._world.table.size
+        self.report.fired = self._world.table.fired
         return self.report
 
     def _search(self, most_states: int) -> None:

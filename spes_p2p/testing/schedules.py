@@ -71,7 +71,7 @@ def plan_run(seed: int, core_class: type[Consensus] = Consensus, only: str | Non
 
 def end_faults(world: World, chance: random.Random) -> None:
     """Everything heals, some of those who are down come back, and somebody who can vote is there."""
-    world.heal()
+    world.network.heal()
     world.weather.broken_transfer = 0.0
     world.weather.loss = min(world.weather.loss, 0.05)
     for peer in world.peers.values():
@@ -192,13 +192,13 @@ def power_cut(world: World, chance: random.Random) -> None:
 def cut(world: World, chance: random.Random, longest: float = 8.0) -> None:
     """The network falls apart into two or three parts for a while."""
     parts = chance.choice((2, 2, 3))
-    world.partition({name: chance.randrange(parts) for name in world.peers})
-    world.after(chance.uniform(1.0, longest), world.heal)
+    world.network.partition({name: chance.randrange(parts) for name in world.peers})
+    world.after(chance.uniform(1.0, longest), world.network.heal)
 
 
 def long_cut(world: World, chance: random.Random) -> None:
     """Long enough that a part without majority goes on alone; sometimes its electors change sides meanwhile."""
-    world.partition({name: chance.randrange(2) for name in world.peers})
+    world.network.partition({name: chance.randrange(2) for name in world.peers})
     if chance.random() < 0.5:
         world.after(chance.uniform(60.0, 80.0), cut, world, chance)
 
@@ -206,9 +206,9 @@ def long_cut(world: World, chance: random.Random) -> None:
 def split_and_meet(world: World, chance: random.Random) -> None:
     """The parts go on alone for several rounds, then meet; while one history wins there is more trouble."""
     parts = chance.choice((2, 2, 2, 3))
-    world.partition({name: chance.randrange(parts) for name in world.peers})
+    world.network.partition({name: chance.randrange(parts) for name in world.peers})
     met = chance.uniform(75.0, 105.0)
-    world.after(met, world.heal)
+    world.after(met, world.network.heal)
     for _ in range(chance.choice((0, 1, 1, 2))):
         trouble = chance.choice((crash, quick_restart, isolate, cut, sleep, join, power_cut))
         world.after(met + chance.uniform(-3.0, 12.0), trouble, world, chance)
@@ -220,14 +220,14 @@ def lone_commit(world: World, chance: random.Random) -> None:
     if peer is None:
         return
     away = chance.uniform(62.0, 100.0)
-    world.partition({peer.name: 1})
-    world.after(away, world.heal)
+    world.network.partition({peer.name: 1})
+    world.after(away, world.network.heal)
     heard = away + chance.choice((0.3, 1.5, 4.0, 15.0))
     fate = chance.random()
     if fate < 0.4:
         world.after(heard, peer.crash)
     elif fate < 0.6:
-        world.after(heard, world.partition, {peer.name: 1})
+        world.after(heard, world.network.partition, {peer.name: 1})
 
 
 def lone_vote(world: World, chance: random.Random) -> None:
@@ -237,8 +237,8 @@ def lone_vote(world: World, chance: random.Random) -> None:
         return
 
     def trap() -> None:
-        world.partition({voter.name: 1})
-        world.after(chance.uniform(65.0, 90.0), world.heal)
+        world.network.partition({voter.name: 1})
+        world.after(chance.uniform(65.0, 90.0), world.network.heal)
 
     voter.at_next_vote = trap
 
@@ -247,10 +247,10 @@ def sleep_alone(world: World, chance: random.Random) -> None:
     """A peer that reaches nobody sleeps for longer than it would have to wait, and is reached again soon after."""
     peer = _victim(world, chance)
     if peer is not None:
-        world.partition({peer.name: 1})
+        world.network.partition({peer.name: 1})
         away, asleep = chance.uniform(8.0, 30.0), chance.uniform(40.0, 80.0)
         world.after(away, peer.sleep, asleep)
-        world.after(away + asleep + chance.uniform(2.0, 12.0), world.heal)
+        world.after(away + asleep + chance.uniform(2.0, 12.0), world.network.heal)
 
 
 def clock_back(world: World, chance: random.Random) -> None:
@@ -282,8 +282,8 @@ def isolate(world: World, chance: random.Random) -> None:
     """One peer reaches nobody for a while."""
     peer = _leader(world, chance) if chance.random() < 0.6 else _victim(world, chance)
     if peer is not None:
-        world.partition({peer.name: 1})
-        world.after(chance.choice((2.0, 6.0, 15.0)), world.heal)
+        world.network.partition({peer.name: 1})
+        world.after(chance.choice((2.0, 6.0, 15.0)), world.network.heal)
 
 
 def broken_links(world: World, chance: random.Random) -> None:
@@ -291,7 +291,7 @@ def broken_links(world: World, chance: random.Random) -> None:
     names = list(world.peers)
     share = chance.choice((0.3, 0.5, 0.7))
     links = [(a, b) for a in names for b in names if a != b and chance.random() < share]
-    world.cut_links(links, chance.choice((2.0, 7.0, 12.0, 20.0)))
+    world.network.cut_links(links, chance.choice((2.0, 7.0, 12.0, 20.0)))
 
 
 def broken_vote(world: World, chance: random.Random) -> None:
@@ -307,8 +307,8 @@ def broken_vote(world: World, chance: random.Random) -> None:
 
     def trap() -> None:
         links = [(a, b) for a in names for b in names if a != b and (b not in reached or (mute and a in reached))]
-        world.cut_links(links, chance.uniform(0.3, 2.0))
-        world.cut_links([(a, b) for a, b in links if a in reached], seconds)
+        world.network.cut_links(links, chance.uniform(0.3, 2.0))
+        world.network.cut_links([(a, b) for a, b in links if a in reached], seconds)
 
     voter.at_next_vote = trap
 
@@ -328,8 +328,8 @@ def hidden_commit(world: World, chance: random.Random) -> None:
             peer.at_next_proposal = None
         blind = chance.sample(others, k=min(len(others), chance.randint(1, max(1, len(others) // 2))))
         names = [*others, leader.name]
-        world.cut_links([(a, b) for a in names for b in blind], blind_seconds)
-        world.cut_links([(leader.name, b) for b in others], seconds)
+        world.network.cut_links([(a, b) for a in names for b in blind], blind_seconds)
+        world.network.cut_links([(leader.name, b) for b in others], seconds)
         if chance.random() < 0.5:
             victim = world.peers[chance.choice(names)]
             victim.restart_plan = lambda: world.after(1.0, _come_back, victim)
@@ -343,7 +343,7 @@ def slow_leader(world: World, chance: random.Random) -> None:
     """A leader that lives and works, but is heard late: others take over from it, and then its old words come."""
     peer = _leader(world, chance) if chance.random() < 0.8 else _victim(world, chance)
     if peer is not None:
-        world.delay_words_of(peer.name, chance.choice((2.0, 6.0, 12.0)), chance.choice((8.0, 20.0, 60.0)))
+        world.network.delay_words_of(peer.name, chance.choice((2.0, 6.0, 12.0)), chance.choice((8.0, 20.0, 60.0)))
 
 
 def sleep(world: World, chance: random.Random) -> None:

@@ -10,17 +10,18 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spes_p2p.consensus.forks import best
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.testing.judge import Judge, Violation, voters
+from spes_p2p.testing.sim_network import Network
 from spes_p2p.testing.sim_peer import SimPeer
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
 
@@ -92,9 +93,7 @@ class World:
         """The `last_change` after which a committed state was seen to be lost."""
         self._adopted: set[Hash] = set()
         self.say: Callable[[str], None] | None = None
-        self._groups: dict[PeerId, int] = {}
-        self._cut_until: dict[tuple[PeerId, PeerId], float] = {}
-        self._late: dict[PeerId, tuple[float, float]] = {}
+        self.network = Network(self)
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._tie = itertools.count()
         self._incarnations = itertools.count(1)
@@ -144,35 +143,12 @@ class World:
         self.changed(f"{name} joins")
         self._add(name, self.next_incarnation(), self.random.choice((0, 0, 1)), serving)
 
-    def partition(self, groups: dict[PeerId, int]) -> None:
-        """From now on only peers with the same number reach each other; those not named have number 0."""
-        self.changed(f"who reaches whom: {groups or 'all'}")
-        self._groups = groups
-
-    def heal(self) -> None:
-        self._cut_until.clear()
-        self._late.clear()
-        self.partition({})
-
-    def cut_links(self, links: Iterable[tuple[PeerId, PeerId]], seconds: float) -> None:
-        """Messages from the first to the second of each pair are lost for a while; tiles still get through."""
-        links = list(links)
-        self.changed(f"no message gets through: {links}")
-        self._cut_until.update((link, self.now + seconds) for link in links)
-        self.after(seconds, self.changed, "links are mended")
-
     def choose(self, child: Hash) -> None:
         """The organiser has signed that the run goes on with this child, and everybody who runs hears of it."""
         self.judge.chosen.add(child)
         self.changed("the organiser has chosen")
         for peer in self.up():
             peer.choose(child)
-
-    def delay_words_of(self, name: PeerId, late_seconds: float, seconds: float) -> None:
-        """For a while all that this peer says comes late, by half of `late_seconds` to all of it."""
-        self.changed(f"what {name} says comes up to {late_seconds} s late")
-        self._late[name] = (self.now + seconds, late_seconds)
-        self.after(seconds, self.changed, f"what {name} says comes in time again")
 
     def changed(self, what: str = "") -> None:
         """A fault or its end: the time allowed for the next commit starts again."""
@@ -184,9 +160,6 @@ class World:
         if self.say is not None:
             self.say(f"{self.now:8.2f} {what}")
 
-    def reaches(self, one: PeerId, other: PeerId) -> bool:
-        return self._groups.get(one, 0) == self._groups.get(other, 0)
-
     def up(self) -> list[SimPeer]:
         """Peers whose process runs."""
         return [peer for peer in self.peers.values() if peer.core is not None]
@@ -194,36 +167,9 @@ class World:
     def available(self, asker: PeerId, other: PeerId) -> SimPeer | None:
         """`other`, where `asker` can fetch from it now."""
         peer = self.peers.get(other)
-        if peer is None or peer.core is None or peer.asleep_until > self.now or not self.reaches(asker, other):
+        if peer is None or peer.core is None or peer.asleep_until > self.now or not self.network.reaches(asker, other):
             return None
         return peer
-
-    # ---------------------------------------------------------------- messages
-
-    def delay(self) -> float:
-        weather = self.weather
-        return weather.shortest_delay + self.random.random() ** 3 * (weather.longest_delay - weather.shortest_delay)
-
-    def send(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
-        """Delivers, loses, doubles or delays; order is not kept."""
-        self.result.messages += 1
-        weather = self.weather
-        if self._cut_until and self._cut_until.get((sender, to), 0.0) > self.now:
-            return
-        if self.random.random() >= weather.loss:
-            self.after(self.delay() + self._lateness(sender), self._deliver, sender, to, envelope)
-        if weather.doubling and self.random.random() < weather.doubling:
-            self.after(20 * self.delay(), self._deliver, sender, to, envelope)
-
-    def _lateness(self, sender: PeerId) -> float:
-        until, late_seconds = self._late.get(sender, (0.0, 0.0))
-        return late_seconds * (0.5 + 0.5 * self.random.random()) if until > self.now else 0.0
-
-    def _deliver(self, sender: PeerId, to: PeerId, envelope: Envelope) -> None:
-        peer = self.peers.get(to)
-        if peer is None or peer.core is None or not self.reaches(sender, to):
-            return
-        peer.receive(sender, envelope)
 
     # ---------------------------------------------------------------- progress
 
@@ -252,27 +198,11 @@ class World:
         if name in self._adopted or manifest_hash(self.newest()) != name:
             return
         self._adopted.add(name)
-        self._check_servers(manifest)
-        self._check_newcomers(manifest)
+        _check_servers(self, manifest)
+        _check_newcomers(self, manifest)
         self.result.rounds = manifest.round
         self.result.longest_stall = max(self.result.longest_stall, self.now - self.last_change)
         self.last_change = self.now
-
-    def _check_servers(self, manifest: Manifest) -> None:
-        """Members are named for what they came for."""
-        wrong = [m.peer for m in manifest.members if m.trains == self.peers[m.peer].intent.serving]
-        if wrong:
-            raise Violation("serving", f"round {manifest.round} takes {wrong} for what they are not")
-
-    def _check_newcomers(self, manifest: Manifest) -> None:
-        """Who is named for the first time has caught up."""
-        known = {(m.peer, m.incarnation) for m in self.judge.known[manifest.parent].manifest.members}
-        for member in manifest.members:
-            peer = self.peers[member.peer]
-            is_it = peer.core is not None and peer.disk.incarnation == member.incarnation
-            stood = peer.disk.tip.round
-            if (member.peer, member.incarnation) not in known and is_it and stood < manifest.round - 1:
-                raise Violation("newcomer", f"round {manifest.round} names {member.peer}, who is at {stood}")
 
     def bound_seconds(self) -> float:
         """The longest that the next commit may take from now, if nothing else happens; see docs/protocol.md."""
@@ -288,7 +218,7 @@ class World:
             return float("inf")
         cores = [p.core for p in running if p.core is not None]
         pace = max((core.state.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
-        groups = Counter(self._groups.get(p.name, 0) for p in able)
+        groups = Counter(self.network.groups.get(p.name, 0) for p in able)
         connected = 2 * max(groups.values(), default=0) > len(chosen)
         view = max(
             (max(c.state.round.view, c.state.own.record.promised) for c in cores if c.tip_hash == head), default=0
@@ -321,3 +251,21 @@ class World:
             raise Violation("stall", f"no commit for {waited:.1f} s, at most {bound:.1f} s are allowed")
         if bound < float("inf"):
             self.result.tightest_bound = max(self.result.tightest_bound, waited / bound)
+
+
+def _check_servers(world: World, manifest: Manifest) -> None:
+    """Members are named for what they came for."""
+    wrong = [m.peer for m in manifest.members if m.trains == world.peers[m.peer].intent.serving]
+    if wrong:
+        raise Violation("serving", f"round {manifest.round} takes {wrong} for what they are not")
+
+
+def _check_newcomers(world: World, manifest: Manifest) -> None:
+    """Who is named for the first time has caught up."""
+    known = {(m.peer, m.incarnation) for m in world.judge.known[manifest.parent].manifest.members}
+    for member in manifest.members:
+        peer = world.peers[member.peer]
+        is_it = peer.core is not None and peer.disk.incarnation == member.incarnation
+        stood = peer.disk.tip.round
+        if (member.peer, member.incarnation) not in known and is_it and stood < manifest.round - 1:
+            raise Violation("newcomer", f"round {manifest.round} names {member.peer}, who is at {stood}")

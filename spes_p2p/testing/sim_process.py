@@ -70,7 +70,7 @@ class SimProcess:
         if self._world.random.random() < self._world.weather.reply:
             reply = self.driver.dispatcher.reply_to(sender)
             self.judge.saw_message(self._name, reply, self._disk)
-            self._world.send(self._name, sender, reply)
+            self._world.network.send(self._name, sender, reply)
 
     def _tick(self) -> None:
         self._peer.later(1.01 * HEARTBEAT_SECONDS, self._tick)
@@ -134,7 +134,7 @@ class SimProcess:
         self.judge.saw_proposals(self._name, envelope, self._disk)
         if envelope.commit is not None:
             self.judge.saw_commit(envelope.commit)
-        self._world.send(self._name, action.to, envelope)
+        self._world.network.send(self._name, action.to, envelope)
 
     def notice(self, notice: do.Notice) -> None:
         self._peer.parted |= notice.kind == "parted"
@@ -182,7 +182,7 @@ class SimOthers:
 
     def _note_refusal(self, name: PeerId) -> None:
         host, process = self._world.peers[name], self._peer.process
-        is_gone = host.process is None or not self._world.reaches(self._peer.name, name)
+        is_gone = host.process is None or not self._world.network.reaches(self._peer.name, name)
         if host.refuses and is_gone and process is not None:
             process.driver.tell(on.HostRefusedDial(name))
 
@@ -190,22 +190,18 @@ class SimOthers:
 def tell_story(tell: Callable[[str], None], name: PeerId, action: do.Action) -> None:
     """What a peer is about to do, for who reads along."""
     match action:
-        case do.Send():
+        case do.Send(to, envelope):
             parts = ("plan", "reports", "proposals", "votes", "degraded_votes", "commit")
-            said = [name for name in parts if getattr(action.envelope, name)]
-            if said:
-                tell(f"{name} to {action.to}: {', '.join(said)}")
+            if said := [part for part in parts if getattr(envelope, part)]:
+                tell(f"{name} to {to}: {', '.join(said)}")
         case do.Persist(record):
-            said_degraded = f", degraded with {record.degraded.value.heard}" if record.degraded else ""
-            tell(
-                f"{name} persists: promised {record.promised}, accepted {record.accepted_ballot} "
-                f"{short(record.accepted_hash)}, proposed {[b for b, _ in record.proposed]}{said_degraded}"
-            )
-        case do.Reduce():
-            tell(f"{name}: Reduce {action.index}")
-        case do.Fetch():
-            tell(f"{name}: Fetch {action.piece.key} {short(sha256(action.hashes))} of {action.holders}")
-        case do.Adopt():
-            tell(f"{name}: Adopt {short(action.commit.certificate.manifest)}")
+            proposed = [ballot for ballot, _ in record.proposed]
+            degraded = f", degraded with {record.degraded.value.heard}" if record.degraded else ""
+            accepted = f"accepted {record.accepted_ballot} {short(record.accepted_hash)}"
+            tell(f"{name} persists: promised {record.promised}, {accepted}, proposed {proposed}{degraded}")
+        case do.Fetch(piece, hashes, holders):
+            tell(f"{name}: Fetch {piece.key} {short(sha256(hashes))} of {holders}")
+        case do.Adopt(commit):
+            tell(f"{name}: Adopt {short(commit.certificate.manifest)}")
         case _:
             tell(f"{name}: {str(action)[:100]}")

@@ -109,7 +109,7 @@ class SmallStep:
         self.others = Brought(setting, None, ())
         self.trainer = OneRound(local)
         self._is_durable = False
-        self._written = self._on_disk()
+        self._written = _on_disk(local.disk)
         core = local.core
         self._decided = core.state.round.decided if core is not None else None
         self._driver = SymbolDriver(core, local.disk, self) if core is not None else None
@@ -121,12 +121,12 @@ class SmallStep:
                 self._start()
             case ("tick",):
                 self._grow_older()
-                self._tell(on.ClockTicked())
+                self._the_driver.tell(on.ClockTicked())
             case ("receive", message):
                 if self._core.tip.round == 0:  # then there is nothing left to judge by it
                     self._witness.hear(self._core, message, 0.0)
-                    self._look()
-                self._tell(on.MessageReceived(message))
+                    self._witness.look(self._core, self._local.disk.is_on_chain, 0.0)
+                self._the_driver.tell(on.MessageReceived(message))
             case ("work", at, *brought):
                 todo = self._local.todo
                 self._local.todo = todo[:at] + todo[at + 1 :]
@@ -148,12 +148,12 @@ class SmallStep:
         local.witness = Witness(0.0)
         self._driver = SymbolDriver(local.core, disk, self)
         self._driver.dispatcher.start()
-        self._tell(on.ClockTicked())
+        self._the_driver.tell(on.ClockTicked())
 
     def _grow_older(self) -> None:
         self._snapshots.age(self._core)
         self._snapshots.age_witness(self._witness)
-        self._look()
+        self._witness.look(self._core, self._local.disk.is_on_chain, 0.0)
         if self._local.disk.record is not None:
             self._local.disk.record = self._snapshots.aged(self._local.disk.record)
 
@@ -176,10 +176,7 @@ class SmallStep:
         number = 100 * self._setting.names.index(local.name) + local.lives
         positions = trained_positions(core.tip, local.name, sequences)
         local.trained = Trained(number, local.name, core.tip_hash, work, positions)
-        self._tell(on.TrainingProgressed(work))
-
-    def _tell(self, event: on.Event) -> None:
-        self._the_driver.tell(event)
+        self._the_driver.tell(on.TrainingProgressed(work))
 
     @property
     def _core(self) -> Consensus:
@@ -196,24 +193,14 @@ class SmallStep:
         assert self._local.witness is not None
         return self._local.witness
 
-    def _look(self) -> None:
-        self._witness.look(self._core, self._local.disk.is_on_chain, 0.0)
-
     # ---- crashes ----
-
-    def _on_disk(self) -> tuple[object, ...]:
-        disk = self._local.disk
-        return len(disk.chain), tuple(disk.staged.items()), tuple(disk.finished)
 
     def _note_disk(self) -> None:
         """It may die as soon as something was written."""
-        if self._on_disk() != self._written:
-            self._written = self._on_disk()
-            self._may_die()
+        if _on_disk(self._local.disk) != self._written:
+            self._written = _on_disk(self._local.disk)
+            self.crashes.append((self._remains(), len(self.sends)))
             self._is_durable = False
-
-    def _may_die(self) -> None:
-        self.crashes.append((self._remains(), len(self.sends)))
 
     # ---- Surroundings ----
 
@@ -235,7 +222,7 @@ class SmallStep:
         self.acted = True
         if isinstance(action, do.Persist | do.Send):
             if self._is_durable:
-                self._may_die()
+                self.crashes.append((self._remains(), len(self.sends)))
             self._is_durable = True
 
     def wrote(self, before: VoteRecord, record: VoteRecord) -> None:
@@ -298,3 +285,7 @@ class Brought:
             return None
         chain, state = self._brought
         return Disk(self._setting.genesis, state, 0, list(chain))
+
+
+def _on_disk(disk: Disk) -> tuple[object, ...]:
+    return len(disk.chain), tuple(disk.staged.items()), tuple(disk.finished)

@@ -8,22 +8,19 @@ checked, and how", for what is left out of this world.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Commit, Envelope
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.testing.judge import Judge
 from spes_p2p.testing.sim_state import Disk, initial_state, root_of, run_rules
-from spes_p2p.testing.small_peer import Local, Setting, SmallStep
-from spes_p2p.testing.snapshots import Snapshots
+from spes_p2p.testing.small_peer import Local, Setting
+from spes_p2p.testing.small_steps import Step, StepTable
 
 LOSE, CRASH, LATE, DOUBLE = "lose", "crash", "late", "double"
 FAULTS = (LOSE, CRASH, LATE, DOUBLE)
@@ -40,22 +37,6 @@ class State(NamedTuple):
     commits: tuple[int, ...]
     faults: int
     beats: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one event does to one peer.
-
-    `sends` are (receiver, message); `crashes` where the peer may die on the way: (what is left of it, how many of the
-    sends had left). `plain`: a message that told nothing new; `quiet`: a status that moved nothing at its receiver.
-    """
-
-    after: int
-    sends: tuple[tuple[int, int], ...]
-    crashes: tuple[tuple[int, int], ...]
-    commits: tuple[int, ...]
-    plain: bool = False
-    quiet: bool = False
 
 
 class Happening(NamedTuple):
@@ -79,60 +60,30 @@ class SmallWorld:
         self.rules = run_rules(columns=0, shared_tiles=1)
         self.ordered = ordered
         self.quick = True
-        self.fired: Counter[str] = Counter()
-        self.snapshots = Snapshots()
         serving = self.names[count - servers :]
         members = [Member(name, 1, True, 0, name not in serving) for name in self.names]
         initial = initial_state(self.rules)
         genesis = genesis_manifest(
             self.rules, root_of(initial), members, {name: OwnershipRequest(0) for name in self.names}
         )
-        self._setting = Setting(
+        setting = Setting(
             tuple(self.names), self.rules, genesis, initial, core_class, frozenset(serving),
             Judge(self.rules, genesis, initial),
         )  # fmt: skip
+        self.table = StepTable(setting)
+        self.snapshots, self.things = self.table.snapshots, self.table.things
         self._disks = [Disk(genesis, initial, 1) for _ in self.names]
         self._pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         self._link = {pair: at for at, pair in enumerate(self._pairs)}
-        self._locals: list[Local] = []
-        self._local_ids: dict[bytes, int] = {}
-        self.things: list[Any] = []
-        self._thing_ids: dict[bytes, int] = {}
-        self._steps: dict[tuple[Any, ...], Step] = {}
-        self._received: dict[tuple[int, int], Step] = {}
-        self._deaths: dict[int, int] = {}
-        self._commits: dict[tuple[Any, ...], int] = {}
-        self._judged: set[tuple[int, ...]] = set()
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(different states of one peer, different steps of one peer) that were worked out so far."""
-        return len(self._locals), len(self._steps) + len(self._received)
-
-    # ---------------------------------------------------------------- names
-
-    def _keep(self, local: Local) -> int:
-        name = self.snapshots.name(local)
-        known = self._local_ids.setdefault(name, len(self._locals))
-        if known == len(self._locals):
-            self._locals.append(self.snapshots.clone(local))
-        return known
-
-    def _id_of(self, thing: Any) -> int:
-        name = self.snapshots.frozen.digest(thing)
-        known = self._thing_ids.setdefault(name, len(self.things))
-        if known == len(self.things):
-            self.things.append(self.snapshots.frozen.one(thing))
-        return known
 
     # ---------------------------------------------------------------- the beginning
 
     def start(self, faults: int) -> State:
         """Everybody is up, was heard by everybody, and has asked what became of the run; training is about to end."""
-        down = [self._keep(Local(name, None, disk)) for name, disk in zip(self.names, self._disks)]
+        down = [self.table.keep(Local(name, None, disk)) for name, disk in zip(self.names, self._disks)]
         state = State(tuple(down), ((),) * len(self._pairs), (), (), faults, 0)
         for peer in range(len(self.names)):
-            state = self._apply(state, peer, self._step(state, peer, ("start",)))
+            state = self._apply(state, peer, self.table.step(state.locals[peer], peer, ("start",)))
         state = self._delivered(state)
         while any(
             local.core is not None and local.core.state.liveness.asking_since is not None
@@ -145,14 +96,14 @@ class SmallWorld:
         """All that is under way has come, in one order."""
         while any(state.links):
             link = next(at for at, messages in enumerate(state.links) if messages)
-            step = self._receive_step(state, self._pairs[link][1], state.links[link][0])
+            step = self.table.receive(state.locals[self._pairs[link][1]], self._pairs[link][1], state.links[link][0])
             state = self._after(state, Happening(("deliver", link, 0), self._pairs[link][1], step))
         return state
 
     def is_over(self, state: State) -> bool:
         """Everybody who is up stands on a commit, or the commits differ (which was judged to be allowed)."""
         if not state.commits:
-            return all(self._locals[at].core is None for at in state.locals)
+            return all(self.table.locals[at].core is None for at in state.locals)
         up = [local for local in self.locals_of(state) if local.core is not None]
         return all(local.disk.chain for local in up) or self.is_split(state)
 
@@ -179,7 +130,7 @@ class SmallWorld:
 
     def locals_of(self, state: State) -> list[Local]:
         """What each peer knows; not to be changed."""
-        return [self._locals[at] for at in state.locals]
+        return [self.table.locals[at] for at in state.locals]
 
     # ---------------------------------------------------------------- what can happen
 
@@ -207,7 +158,7 @@ class SmallWorld:
             found.append((("beat",), self._beat(state)))
             for peer, local in enumerate(self.locals_of(state)):
                 if local.core is None and state.faults:
-                    step = self._step(state, peer, ("start",))
+                    step = self.table.step(state.locals[peer], peer, ("start",))
                     back = state._replace(beats=0, faults=state.faults - 1)
                     found.append((("return", peer), self._apply(back, peer, step)))
         return found
@@ -216,18 +167,18 @@ class SmallWorld:
         for link, messages in enumerate(state.links):
             peer = self._pairs[link][1]
             for at in range(min(1, len(messages)) if self.ordered else len(messages)):
-                yield Happening(("deliver", link, at), peer, self._receive_step(state, peer, messages[at]))
+                yield Happening(("deliver", link, at), peer, self.table.receive(state.locals[peer], peer, messages[at]))
 
     def _works(self, state: State) -> Iterator[Happening]:
         for peer, local in enumerate(self.locals_of(state)):
             for at in range(len(local.todo)):
-                step = self._step(state, peer, ("work", at, *self._brought(state, peer, at)))
+                step = self.table.step(state.locals[peer], peer, ("work", at, *self._brought(state, peer, at)))
                 yield Happening(("work", peer, at), peer, step)
 
     def _late(self, state: State) -> Iterator[Happening]:
         for at, (link, message) in enumerate(state.late):
             peer = self._pairs[link][1]
-            yield Happening(("arrive", at), peer, self._receive_step(state, peer, message))
+            yield Happening(("arrive", at), peer, self.table.receive(state.locals[peer], peer, message))
 
     def _with_faults(
         self, state: State, happenings: list[Happening], kinds: tuple[str, ...], crash: bool = True
@@ -241,24 +192,16 @@ class SmallWorld:
                 found += [((kind, *event[1:]), _disturbed(faulty, kind, event)) for kind in kinds if kind != CRASH]
             if crash and CRASH in kinds:
                 for left, sent in step.crashes:
-                    after = self._sent(self._consumed(faulty, event), peer, step.sends[:sent])
+                    after = self._sent(_consumed(faulty, event), peer, step.sends[:sent])
                     found.append((("crash in", sent, event), self._died(after, peer, left)))
         if crash and CRASH in kinds:
             for peer, local in enumerate(self.locals_of(state)):
                 if local.core is not None:
-                    found.append((("crash", peer), self._died(faulty, peer, self._dead(state.locals[peer]))))
+                    found.append((("crash", peer), self._died(faulty, peer, self.table.dead(state.locals[peer]))))
         return found
 
     def _after(self, state: State, happening: Happening) -> State:
-        return self._apply(self._consumed(state, happening.event), happening.peer, happening.step)
-
-    def _consumed(self, state: State, event: Event) -> State:
-        """The message is no longer under way."""
-        if event[0] == "deliver":
-            return _without(state, event[1], event[2])
-        if event[0] == "arrive":
-            return state._replace(late=state.late[: event[1]] + state.late[event[1] + 1 :])
-        return state
+        return self._apply(_consumed(state, happening.event), happening.peer, happening.step)
 
     def _died(self, state: State, peer: int, left: int) -> State:
         """What was under way to a process that is gone is lost; what it said still arrives."""
@@ -268,42 +211,33 @@ class SmallWorld:
 
     def _beat(self, state: State) -> State:
         """Nothing is under way: a heartbeat's time passes for all, and everybody speaks."""
-        late = tuple(sorted((link, self._id_of(self.snapshots.aged(self.things[m]))) for link, m in state.late))
+        late = tuple(sorted((link, self.table.id_of(self.snapshots.aged(self.things[m]))) for link, m in state.late))
         state = state._replace(late=late, beats=state.beats + 1)
         for peer in range(len(self.names)):
-            state = self._apply(state, peer, self._step(state, peer, ("tick",)))
+            state = self._apply(state, peer, self.table.step(state.locals[peer], peer, ("tick",)))
         return state
 
     def _apply(self, state: State, peer: int, step: Step) -> State:
         state = state._replace(locals=_set(state.locals, peer, step.after))
         commits = tuple(sorted({*state.commits, *step.commits})) if step.commits else state.commits
         if commits != state.commits:
-            self._judge_commits(commits)
+            self.table.judge_commits(commits)
             state = state._replace(commits=commits)
         return self._sent(state, peer, step.sends)
 
     def _sent(self, state: State, peer: int, sends: tuple[tuple[int, int], ...]) -> State:
         links = list(state.links)
         for to, message in sends:
-            if self._locals[state.locals[to]].core is not None:
+            if self.table.locals[state.locals[to]].core is not None:
                 link = self._link[(peer, to)]
                 links[link] = (*links[link], message)
         return state._replace(links=tuple(links))
-
-    def _judge_commits(self, commits: tuple[int, ...]) -> None:
-        """All that were ever made in one history must go together."""
-        if commits in self._judged:
-            return
-        judge = self._setting.fresh_judge()
-        for commit in commits:
-            judge.saw_commit(self.things[commit])
-        self._judged.add(commits)
 
     # ---------------------------------------------------------------- what others bring to a peer's work
 
     def _brought(self, state: State, peer: int, at: int) -> tuple[Any, ...]:
         """What the world around has to say to a piece of work: whose values came, who had tiles, who is gone."""
-        local = self._locals[state.locals[peer]]
+        local = self.table.locals[state.locals[peer]]
         work, others = local.todo[at], dict(zip(self.names, self.locals_of(state)))
         match work:
             case do.Reduce(plan, index):
@@ -324,73 +258,14 @@ class SmallWorld:
                 return (tuple(there.disk.chain), there.disk.state) if there.core is not None else ()
         return ()
 
-    # ---------------------------------------------------------------- one peer's step
 
-    def _receive_step(self, state: State, peer: int, message: int) -> Step:
-        key = (state.locals[peer], message)
-        known = self._received.get(key)
-        if known is None:
-            known = self._received[key] = self._work_out(state.locals[peer], peer, ("receive", message))
-        return known
-
-    def _step(self, state: State, peer: int, what: tuple[Any, ...]) -> Step:
-        key = (
-            state.locals[peer],
-            *(part if isinstance(part, int | str) else self.snapshots.name(part) for part in what),
-        )
-        known = self._steps.get(key)
-        if known is None:
-            known = self._steps[key] = self._work_out(state.locals[peer], peer, what)
-        return known
-
-    def _work_out(self, at: int, peer: int, what: tuple[Any, ...]) -> Step:
-        before = self._locals[at]
-        local: Local = self.snapshots.clone(before)
-        if local.core is None and what[0] != "start":
-            return Step(at, (), (), ())
-        given = ("receive", self.things[what[1]]) if what[0] == "receive" else what
-        taken = SmallStep(self._setting, self.snapshots, local, lambda: self._remains(local))
-        taken.take(given)
-        sends = [(self.names.index(to), self._id_of(envelope)) for to, envelope in taken.sends]
-        core = local.core
-        assert core is not None
-        self.fired.update(core.fired)
-        decided = [commit for commit in (core.state.round.decided, core.state.own.commit) if commit is not None]
-        after = self._keep(local)
-        silent = what[0] == "receive" and not taken.acted and not core.fired
-        quiet = silent and not _says_more(self.things[what[1]])
-        plain = silent and self._is_plain(before, local)
-        return Step(after, tuple(sends), tuple(taken.crashes), tuple(map(self._id_of_commit, decided)), plain, quiet)
-
-    def _id_of_commit(self, commit: Commit) -> int:
-        """Certificates of one kind by the same set of electors, or by any majority, are alike to the judge."""
-        one = self._id_of(commit)
-        self._judge_commits((one,))
-        certificate = commit.certificate
-        return self._commits.setdefault((certificate.manifest, certificate.kind, certificate.heard), one)
-
-    def _is_plain(self, before: Local, after: Local) -> bool:
-        """Whether nothing has changed but when somebody was heard last."""
-        return self.snapshots.name(before, timeless=True) == self.snapshots.name(after, timeless=True)
-
-    def _dead(self, at: int) -> int:
-        if at not in self._deaths:
-            self._deaths[at] = self._remains(self._locals[at])
-        return self._deaths[at]
-
-    def _remains(self, local: Local) -> int:
-        """What a crash leaves: the disk, and which sequences were used."""
-        core = local.core
-        used = core.state.own.sequence if core is not None else local.sequence
-        disk = self.snapshots.clone(local.disk)
-        return self._keep(Local(local.name, None, disk, lives=local.lives, sequence=used))
-
-
-def _says_more(envelope: Envelope) -> bool:
-    return (
-        bool(envelope.plan or envelope.reports or envelope.proposals or envelope.votes or envelope.degraded_votes)
-        or envelope.commit is not None
-    )
+def _consumed(state: State, event: Event) -> State:
+    """The message is no longer under way."""
+    if event[0] == "deliver":
+        return _without(state, event[1], event[2])
+    if event[0] == "arrive":
+        return state._replace(late=state.late[: event[1]] + state.late[event[1] + 1 :])
+    return state
 
 
 def _disturbed(state: State, kind: str, event: Event) -> State:

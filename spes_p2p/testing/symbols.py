@@ -59,15 +59,12 @@ class Others(Protocol):
 
     def contribution(self, entry: Contribution, parent: Hash) -> Trained | None:
         """What this peer, or another one, has of the work that a plan counts."""
-        ...
 
     def serves(self, holder: PeerId, piece: Slice, hashes: bytes) -> bool:
         """Whether another peer gives these tiles."""
-        ...
 
     def disk_of(self, holder: PeerId) -> Disk | None:
         """What another peer gives of its history."""
-        ...
 
 
 class Training(Protocol):
@@ -75,15 +72,12 @@ class Training(Protocol):
 
     def close(self) -> None:
         """The round closes."""
-        ...
 
     def stands_on(self, commits: Sequence[Commit], switched: bool) -> None:
         """The state of the last of `commits` is here; the consensus will hear of it next."""
-        ...
 
     def goes_on(self) -> None:
         """The consensus has heard of it."""
-        ...
 
 
 class Surroundings(Protocol):
@@ -101,19 +95,15 @@ class Surroundings(Protocol):
 
     def work_seconds(self) -> float:
         """How long the next piece of work takes."""
-        ...
 
     def handled(self) -> None:
         """The consensus has taken an event in."""
-        ...
 
     def before(self, action: do.Action) -> None:
         """`action` is about to be begun. Raises Died."""
-        ...
 
     def wrote(self, before: VoteRecord, record: VoteRecord) -> None:
         """A vote is on disk."""
-        ...
 
     def send(self, action: do.Send) -> None: ...
 
@@ -121,11 +111,9 @@ class Surroundings(Protocol):
 
     def notice(self, notice: do.Notice) -> None:
         """What work says for people."""
-        ...
 
     def guard(self) -> Guard:
         """What this peer truly heard of a quorum."""
-        ...
 
     def new_incarnation(self) -> int: ...
 

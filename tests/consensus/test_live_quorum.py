@@ -40,7 +40,7 @@ def cut_off_until_it_commits(world: World) -> tuple[SimPeer, list[SimPeer], Comm
     alone, *others = world.up()
     for peer in world.up():  # the majority is in the middle of a long round meanwhile
         peer.step_seconds = 200.0
-    world.partition({alone.name: 1})
+    world.network.partition({alone.name: 1})
     before = alone.disk.tip.round
     play(world, lambda: alone.disk.tip.round > before, 4000.0)
     commit = alone.disk.chain[-1]
@@ -58,7 +58,7 @@ def test_one_that_was_cut_off_is_heard_for_a_moment_and_dies(seed: int) -> None:
     world = swarm(seed)
     alone, others, commit = cut_off_until_it_commits(world)
     stood = max(rounds_of(others))
-    world.heal()
+    world.network.heal()
     pause(world, 1.4)
     alone.restart_plan = None
     alone.is_gone_for_good = True
@@ -77,7 +77,7 @@ def test_one_that_was_cut_off_and_stays_goes_over_to_the_others(seed: int) -> No
     world = swarm(seed)
     alone, others, commit = cut_off_until_it_commits(world)
     parent: Manifest = others[0].disk.tip
-    world.heal()
+    world.network.heal()
     longest = max(peer.round_seconds for peer in world.up())
     play(world, lambda: all(peer.disk.tip.round > parent.round + 1 for peer in world.up()), 6 * longest + 100.0)
     play(world, world.is_one_history, 2 * longest + 100.0)
@@ -94,11 +94,11 @@ def test_two_friends_that_were_apart_for_a_night_go_on_with_the_one_that_did_mor
     world = swarm(1, peers=2, scale=5.0)
     play(world, lambda: all(peer.disk.tip.round >= 1 for peer in world.up()), 200.0)
     one, other = world.up()
-    world.partition({one.name: 1})
+    world.network.partition({one.name: 1})
     pause(world, 300.0)
     assert one.disk.chain[-1] != other.disk.chain[-1]
     tokens = max(one.disk.tip.tokens, other.disk.tip.tokens)
-    world.heal()
+    world.network.heal()
     play(world, lambda: world.is_one_history() and one.disk.tip.tokens > tokens, 300.0)
 
 
@@ -125,10 +125,10 @@ def test_two_that_come_back_after_a_week_undo_nobody(chosen: str) -> None:
     stood = one.disk.tip.round
     pause(world, 7 * DAY_SECONDS)
     assert one.disk.tip.round > stood + world.rules.final_rounds
-    world.partition({one.name: 1})
+    world.network.partition({one.name: 1})
     come_home(two)
     play(world, lambda: min(rounds_of(two)) > stood, 2 * DAY_SECONDS)
-    world.heal()
+    world.network.heal()
     week, back = one.disk.tip, two[0].disk.tip
     pause(world, DAY_SECONDS)
     assert world.result.switches == 0

@@ -30,7 +30,8 @@ from spes_p2p.consensus.vote_messages import NIL, Electorate, Equivocation, Faul
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.testing.sim_state import FakeSealer
-from spes_p2p.testing.vote_search import (
+from tests.consensus.planted_votes import CountsOnlyThisBallot
+from tests.consensus.vote_search import (
     FINGERPRINT,
     NAMES,
     PARENT,
@@ -38,7 +39,6 @@ from spes_p2p.testing.vote_search import (
     prevote_of,
     proposal_of,
 )
-from tests.consensus.planted_votes import CountsOnlyThisBallot
 
 A, B, C, D = NAMES[:4]
 V, W = sha256(b"v"), sha256(b"w")

@@ -14,8 +14,8 @@ from spes_p2p.consensus.vote_messages import NIL, Polka, Precommit, Prevote, Pro
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import PeerId, sha256
-from spes_p2p.testing.vote_search import FINGERPRINT, PARENT, precommit_of, prevote_of, proposal_of
 from spes_p2p.wire import pack, unpack
+from tests.consensus.vote_search import FINGERPRINT, PARENT, precommit_of, prevote_of, proposal_of
 
 A = PeerId("a")
 VALUES = (sha256(b"v"), sha256(b"w"))

@@ -40,7 +40,7 @@ def core_of(local: Local) -> Consensus:
 
 def finish(world: SmallWorld, local: Local, at: int) -> None:
     """The work ends, and nobody gives anything for it."""
-    SmallStep(world._setting, world.snapshots, local, lambda: 0).take(("work", at))
+    SmallStep(world.table.setting, world.snapshots, local, lambda: 0).take(("work", at))
 
 
 def disk_was_full(local: Local) -> None:

@@ -13,9 +13,9 @@ from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_messages import Electorate, Faults
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.testing.judge import Violation
-from spes_p2p.testing.vote_gossip import GossipSearch, Walk
-from spes_p2p.testing.vote_search import Found, VoteSearch
 from tests.consensus import planted_votes as planted
+from tests.consensus.vote_gossip import GossipSearch, Walk
+from tests.consensus.vote_search import Found, VoteSearch
 
 CRASH, BYZANTINE = Faults.CRASH, Faults.BYZANTINE
 Record = Callable[[str, object], None]

@@ -1,7 +1,7 @@
 """Electors that tell each other their votes, in every order and at random; and whether they decide once all goes well.
 
-python -m spes_p2p.testing.vote_gossip --electors 3 --ballots 2
-python -m spes_p2p.testing.vote_gossip --walks 2000
+python -m tests.consensus.vote_gossip --electors 3 --ballots 2
+python -m tests.consensus.vote_gossip --walks 2000
 
 Beside `vote_search`, which looks at everything that can be said: here the shipped `Tendermint` remembers what it heard.
 Somebody hears what another tells at that moment, a deadline that was asked for passes, or somebody comes back from its
@@ -42,7 +42,7 @@ from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.sim_state import FakeSealer
-from spes_p2p.testing.vote_search import FINGERPRINT, NAMES, PARENT, precommit_of, prevote_of, proposal_of, value_of
+from tests.consensus.vote_search import FINGERPRINT, NAMES, PARENT, precommit_of, prevote_of, proposal_of, value_of
 
 
 class Elector:

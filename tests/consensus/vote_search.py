@@ -1,6 +1,6 @@
 """Goes through everything that electors, one of them perhaps a liar, can do in the first ballots of one vote.
 
-python -m spes_p2p.testing.vote_search --electors 4 --faults byzantine --ballots 4
+python -m tests.consensus.vote_search --electors 4 --faults byzantine --ballots 4
 
 The search runs the shipped `Tendermint`, each step of it after a restart from the record, with any of the messages
 that were ever sent: what is never heard was lost, and who says nil may as well be down. What an elector says in a
