@@ -104,7 +104,7 @@ class Driver:
             return
         store, fetchers, in_thread = self._disk.store, self._fetchers, self._tasks.in_thread
         scrubber = Scrubber(
-            store, Mender(store, fetchers.idle, in_thread), in_thread, lambda: self.core.tip.round, fetchers.holders,
+            Mender(store, fetchers.idle, in_thread), lambda: self.core.tip.round, fetchers.holders,
             self._hooks.notice, self._hooks.failed, self.core.state.pace.heartbeat_seconds,
         )  # fmt: skip
         self._tasks.spawn(scrubber.run())

@@ -33,26 +33,26 @@ class Mender:
     """Puts damaged tiles back where somebody has them."""
 
     def __init__(self, store: StateStore, transfers: Transfers, in_thread: InThread) -> None:
-        self._store = store
+        self.store = store
         self._transfers = transfers
-        self._in_thread = in_thread
+        self.in_thread = in_thread
 
     async def mend(self, version: Version, tile_ids: Iterable[int], holders: Sequence[PeerId]) -> tuple[int, ...]:
         """Mends what can be mended; the tiles that are still damaged. Raises StorageFull."""
         wanted = {tile_id: version.tile_hashes[tile_id] for tile_id in tile_ids}
         version.damaged.update(wanted)
-        await self._in_thread(lambda: self._recall(version, wanted))
+        await self.in_thread(lambda: self._recall(version, wanted))
         await all_of(self._fetch(version, at, wanted[at], holders) for at in wanted if at in version.damaged)
         return tuple(tile_id for tile_id in wanted if tile_id in version.damaged)
 
     def _recall(self, version: Version, wanted: Mapping[int, Hash]) -> None:
-        for tile_id, data, _ in self._store.recall(wanted):
+        for tile_id, data, _ in self.store.recall(wanted):
             version.mend(tile_id, data)
 
     async def _fetch(self, version: Version, tile_id: int, tile_hash: Hash, holders: Sequence[PeerId]) -> None:
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             for at, data, _ in tiles:
-                await self._in_thread(partial(version.mend, at, data))
+                await self.in_thread(partial(version.mend, at, data))
 
         try:
             await self._transfers.tiles({tile_id: tile_hash}, holders, take)
@@ -65,9 +65,7 @@ class Scrubber:
 
     def __init__(
         self,
-        store: StateStore,
         mender: Mender,
-        in_thread: InThread,
         tip_round: Callable[[], int],
         holders: Callable[[], Sequence[PeerId]],
         notice: Callable[[Notice], None],
@@ -75,9 +73,8 @@ class Scrubber:
         heartbeat_seconds: float,
     ) -> None:
         """`holders` are peers that may have the state; `failed` is told what this peer must not go on with."""
-        self._store = store
         self._mender = mender
-        self._in_thread = in_thread
+        self._store, self._in_thread = mender.store, mender.in_thread
         self._tip_round = tip_round
         self._holders = holders
         self._notice = notice

@@ -106,7 +106,7 @@ def test_damage_that_a_commit_did_not_replace_ends_the_peer(tmp_path: Path) -> N
         tasks = Tasks(failures.append)
         transfers = Transfers(MemoryNetwork(0).peer(PeerId("me")).transport, store.layout, lambda: 1.0)
         mender = Mender(store, transfers, tasks.in_thread)
-        scrubber = Scrubber(store, mender, tasks.in_thread, lambda: 0, tuple, notices.append, failures.append, 1.0)
+        scrubber = Scrubber(mender, lambda: 0, tuple, notices.append, failures.append, 1.0)
         lost, replaced = store.layout.tile_ids_of(3)[0], store.layout.tile_ids_of(1)[0]
         flip(store.version(0), lost)
         flip(store.version(0), replaced)
