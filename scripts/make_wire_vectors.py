@@ -23,16 +23,20 @@ from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
 from spes_p2p.consensus.messages import (
     WIRE_VERSION,
-    Acceptance,
     Choice,
     Commit,
+    Content,
+    DegradedProposal,
     DegradedVote,
     Envelope,
     Manifest,
     Plan,
+    Precommit,
+    Prevote,
     Proposal,
     Report,
     Status,
+    Votes,
     signing_bytes,
 )
 from spes_p2p.data.leases import Leases
@@ -47,7 +51,8 @@ from spes_p2p.wire import pack
 
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
 SENT = (
-    Status, Plan, Report, Proposal, Acceptance, DegradedVote, Choice, Manifest, Commit, Envelope, PackedRequest,
+    Status, Plan, Report, Proposal, Prevote, Precommit, Votes, Content, DegradedProposal, DegradedVote, Choice,
+    Manifest, Commit, Envelope, PackedRequest,
     *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending,
 )  # fmt: skip
 PEERS = tuple(PeerId(f"Qm{letter * 44}") for letter in "abc")

@@ -365,6 +365,11 @@ class SwarmConfig(Section):
     )
     target_replicas: Positive = agreed("Owners that each column should have.", 1)
     heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, gt=0, le=60)
+    faults: Literal["crash", "byzantine"] = agreed(
+        "What voting peers may do wrong: crash (they stop and come back; more than half decide), or byzantine (fewer "
+        "than a third may lie; more than two thirds decide).",
+        "crash",
+    )
     final_rounds: Positive = agreed(
         "Where the run has gone on twice, peers that made more rounds than this leave them for no history with less "
         "work, unless the organiser says so (spes-p2p run choose).",

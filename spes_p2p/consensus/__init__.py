@@ -5,10 +5,10 @@ one. Each peer trains on its own for a while; the *leader* of the round closes i
 counts (the *roster*), and which peer averages which *slice* of the values. Reducers report the hashes of what they
 made, everybody fetches it, and the leader builds the new state and *proposes* a *manifest*: content only, it names
 the parent manifest, the roster, the hash of the new state, and who is a member next. The *electors* (members that the
-parent names as such) compute the same state and *accept* the proposal once it is on their disks. A majority of signed
-acceptances is a *certificate*: a manifest with one is *committed*, and manifests form a chain. Where no majority has
-been heard for long, those who are left make a *degraded* commit, so that a swarm that was torn apart trains on;
-`forks` says which history wins when they meet again.
+parent names as such) compute the same state and vote for the manifest once it is on their disks, by Tendermint. Signed
+precommits of a quorum are a *certificate*: a manifest with one is *committed*, and manifests form a chain. Where no
+quorum has been heard for long, those who are left make a *degraded* commit, so that a swarm that was torn apart trains
+on; `forks` says which history wins when they meet again.
 
 No tensor, socket, disk or clock is here, and nothing moves a byte. `Consensus.handle(event, now)` takes what happened
 and returns what is to be done; whoever drives it carries that out in order and tells how it went, as further events.
@@ -21,10 +21,11 @@ What to read, in this order:
 - `state`: all that a peer knows, as plain dataclasses. `parts`: the parts over it, and how they are put together.
 - The parts. Whom it hears: `contacts`, `members`. What it takes in and says: `statuses`, `inbound`, `gossip`. A
   round: `round_plan` (close and plan), `reducing` (average, build), `staging` (what must come to the disk),
-  `proposals`. The vote: `voting`, `leadership`. Without a majority: `degraded`. Between rounds: `lifecycle`,
+  `proposals`. The vote in a round: `voting`, `leadership`. Without a quorum: `degraded`. Between rounds: `lifecycle`,
   `following`.
+- Tendermint, which knows nothing of rounds or tiles: `tendermint`, over what one elector knows (`vote`, `heard_votes`),
+  says (`own_votes`) and may never take back (`vote_record`); its events and actions in `vote_events`, who votes in
+  `electorate`.
 - Pure functions: `rules` (what a child manifest must be), `certificate`, `membership`, `slices`, `fragments`,
-  `forks`, `votes` (what one elector may sign), `bounds`. Measured time: `timing`, `liveness`.
-
-The vote is Paxos and stands in `voting`, `leadership` and `votes` alone: another one takes their place.
+  `forks`, `bounds`. Measured time: `timing`, `liveness`.
 """

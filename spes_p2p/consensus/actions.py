@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Plan, Proposal, Signed, Slice
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.messages import Commit, Content, Contribution, Envelope, Plan, Signed, Slice
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 
 
@@ -74,12 +74,12 @@ class Build:
 
 @dataclass(frozen=True)
 class Verify:
-    """Compute the new state that `proposal` names, on disk, then `StateVerified` with its manifest's hash.
+    """Compute the new state that `content` names, on disk, then `StateVerified` with its manifest's hash.
 
     Where the own arithmetic gives another root the tiles that differ are fetched by hash.
     """
 
-    proposal: Signed[Proposal]
+    content: Content
 
 
 @dataclass(frozen=True)

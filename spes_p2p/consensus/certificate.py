@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spes_p2p.consensus.membership import electors, is_majority
+from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import (
     DEGRADED,
-    MAJORITY,
-    Acceptance,
+    QUORUM,
     Certificate,
     DegradedVote,
     Manifest,
+    Precommit,
     manifest_hash,
     signing_bytes,
 )
@@ -28,7 +29,7 @@ def certificate_statement(fingerprint: Hash, certificate: Certificate) -> bytes:
     if certificate.kind == DEGRADED:
         made = certificate
         return signing_bytes(DegradedVote(fingerprint, made.parent, made.heard, made.ballot, made.manifest))
-    return signing_bytes(Acceptance(fingerprint, certificate.parent, certificate.ballot, certificate.manifest))
+    return signing_bytes(Precommit(fingerprint, certificate.parent, certificate.ballot, certificate.manifest))
 
 
 def check_certificate(
@@ -37,33 +38,37 @@ def check_certificate(
     certificate: Certificate,
     check: CheckSignature,
     organiser: PeerId = NOBODY,
+    faults: Faults = Faults.CRASH,
 ) -> None:
     """Raises RemoteProtocolError unless `certificate` commits `child` on `parent`.
 
-    A majority certificate needs good seals of a strict majority of the parent's electors; a degraded one those of all
-    its makers, or of the organiser alone, who counts nobody's work.
+    A certificate of a quorum needs good seals of a quorum of the parent's electors; a degraded one those of all its
+    makers, where none may lie, or of the organiser alone, who counts nobody's work. `faults` is the run's rule for
+    what is a quorum: who only looks on and does not know it takes a majority.
     """
     where = f"certificate of round {child.round}"
-    if certificate.kind not in (MAJORITY, DEGRADED):  # not quoted: it may be any text
+    if certificate.kind not in (QUORUM, DEGRADED):  # not quoted: it may be any text
         raise RemoteProtocolError(f"{where} is of no known kind")
     if certificate.parent != manifest_hash(parent) or certificate.manifest != manifest_hash(child):
         raise RemoteProtocolError(f"{where} is of another manifest")
     if child.parent != certificate.parent:
         raise RemoteProtocolError(f"{where}: the manifest has another parent")
-    voters = {member.peer for member in electors(parent.members)}
+    voters = tuple(member.peer for member in electors(parent.members))
+    quorum = Electorate(voters, faults).quorum
     if certificate.by_organiser:
         if child.roster or child.slices:
             raise RemoteProtocolError(f"{where}: the organiser may not count work")
-        voters = {organiser}
+        voters = (organiser,)
     statement = certificate_statement(child.fingerprint, certificate)
     good = {
         seal.peer
         for seal in certificate.seals
         if seal.peer in voters and check(seal.peer, seal.public_key, statement, seal.signature)
     }
-    if certificate.kind == MAJORITY and is_majority(len(good), len(voters)):
+    if certificate.kind == QUORUM and len(good) >= quorum:
         return
-    if certificate.kind == DEGRADED and good and good == set(certificate.heard or (organiser,)):
+    may_be_degraded = certificate.by_organiser or faults is not Faults.BYZANTINE  # one elector alone may lie there
+    if certificate.kind == DEGRADED and may_be_degraded and good and good == set(certificate.heard or (organiser,)):
         return
     raise RemoteProtocolError(
         f"{where} ({certificate.label}) has only {len(good)} good seals of {len(voters)} electors"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from spes_p2p.consensus.membership import (
-    LINK_PUBLIC,
-    is_majority,
-)
+from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import (
     Manifest,
     Status,
@@ -104,10 +101,6 @@ class Contacts:
         """Whether another than its reducer says that it has staged a slice of the plan."""
         statuses = (contact.status for peer, contact in self._others.contacts.items() if peer != reducer)
         return any(s.head == self._state.round.tip_hash and index < len(s.staged) and s.staged[index] for s in statuses)
-
-    def is_majority(self, count: int) -> bool:
-        """Whether `count` of the electors of our head are a strict majority of them."""
-        return is_majority(count, len(self._state.electors))
 
     def has_room_for(self, peer: PeerId, now: float) -> bool:
         """Members always have; of strangers a silent one makes room for a new one."""

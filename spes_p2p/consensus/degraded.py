@@ -5,16 +5,17 @@ histories)."""
 
 from __future__ import annotations
 
-from spes_p2p.consensus import votes
+from spes_p2p.consensus import vote_record
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
     DEGRADED,
     Commit,
+    DegradedProposal,
     DegradedVote,
-    Proposal,
     Signed,
     manifest_hash,
 )
@@ -52,8 +53,28 @@ class Degraded:
         self._proposals = proposals
         self._voting = voting
 
+    def propose(self, now: float) -> bool:
+        """The leader of those who are left asks them to sign: once, and again where they keep to something else."""
+        heard, known = self._state.degraded_set, self._proposals.degraded()
+        is_bound, content = self._proposals.bound()
+        if not is_bound:
+            content = None if known else self._proposals.verified_before() or self._voting.built(now)
+        name = manifest_hash(content.manifest) if content else NO_HASH
+        if content is None or (known is not None and known.value.value == name):
+            return False
+        kept = self._proposals.kept_by_set()
+        attempt = max(self._own.sequence, known.value.attempt + 1 if known else 0)  # it grows over restarts too
+        self._proposals.take(content)
+        proposal = DegradedProposal(
+            self._state.tip_hash, attempt, self._me, heard, kept[0] if kept[2] == name else -1, name
+        )
+        self._state.round.degraded_proposals[heard] = self._state.identity.sealer.seal(proposal)
+        self._own.has_news = True
+        self._state.note_progress(now)
+        return True
+
     def vote(self, now: float) -> bool:
-        """A majority is unheard for long: give the leader of those who are heard our signature for its proposal."""
+        """A quorum is unheard for long: give the leader of those who are heard our signature for its proposal."""
         current, heard = self._state.round, self._state.degraded_set
         if self._leadership.leader_of(heard, 0) == self._me:
             return False
@@ -63,7 +84,7 @@ class Degraded:
         vote = self._vote_for(proposal.value)
         if current.own_degraded is not None and current.own_degraded.value == vote:
             return False
-        self._voting.bind(votes.vote_degraded(self._own.record, proposal))
+        self._voting.bind(vote_record.vote_degraded(self._state.record, proposal))
         current.own_degraded = self._state.identity.sealer.seal(vote)
         self._own.has_news = True
         return True
@@ -76,7 +97,8 @@ class Degraded:
         """
         current, heard = self._state.round, self._state.degraded_set
         proposal = self._proposal()
-        if proposal is None or self._own.record.degraded_votes:
+        content = None if proposal is None else self._proposals.named(proposal.value.value)
+        if proposal is None or content is None or self._state.record.degraded_votes:
             return False
         vote = self._vote_for(proposal.value)
         given = current.degraded_votes.get((heard, vote.manifest), {})
@@ -84,10 +106,8 @@ class Degraded:
         if any(peer != self._me and peer not in given for peer in heard):
             return False
         seals = [self._state.identity.sealer.seal(vote), *(given[peer] for peer in heard if peer != self._me)]
-        self._voting.bind(votes.vote_degraded(self._own.record, proposal, tuple(seals)))
-        self._voting.take_decision(
-            self._voting.commit_of(DEGRADED, vote.ballot, heard, proposal.value.manifest, seals), now
-        )
+        self._voting.bind(vote_record.vote_degraded(self._state.record, proposal, tuple(seals)))
+        self._voting.take_decision(self._voting.commit_of(DEGRADED, vote.ballot, heard, content, seals), now)
         return True
 
     def take(self, now: float) -> bool:
@@ -104,22 +124,24 @@ class Degraded:
         self._voting.take_decision(best(fitting, self._rules.final_rounds)[0], now)
         return True
 
-    def _vote_for(self, proposal: Proposal) -> DegradedVote:
-        name = manifest_hash(proposal.manifest)
-        return DegradedVote(self._rules.fingerprint, proposal.parent, proposal.heard, proposal.accepted, name)
+    def _vote_for(self, proposal: DegradedProposal) -> DegradedVote:
+        made = proposal
+        return DegradedVote(self._rules.fingerprint, made.parent, made.heard, made.ballot, made.value)
 
-    def _proposal(self) -> Signed[Proposal] | None:
-        """The proposal of our degraded set, if its state is here and no acceptance that we know of is against it."""
-        proposal = self._proposals.target()
-        if proposal is None or proposal.value.heard != self._state.degraded_set:
+    def _proposal(self) -> Signed[DegradedProposal] | None:
+        """The proposal of our degraded set, if its state is here and the set keeps to nothing else."""
+        proposal = self._proposals.degraded()
+        if proposal is None:
             return None
-        name = manifest_hash(proposal.value.manifest)
-        return proposal if name in self._state.round.verified and not self._proposals.contradicts(name) else None
+        name, kept = proposal.value.value, self._proposals.kept_by_set()[2]
+        return proposal if name in self._state.round.verified and kept in (NO_HASH, name) else None
 
     def electors(self, now: float) -> Heard:
         """Who makes a degraded child: the live electors on our tip, where no live quorum was heard for W; else none."""
         decided = self._state.round.decided
         is_bound = decided is not None and not self._proposals.is_lost(decided, now)
+        if self._rules.faults is Faults.BYZANTINE:  # there only the organiser goes on without a quorum
+            return ()
         if is_bound or not self._leadership.can_vote() or not self._liveness.may_make(self._pace, now):
             return ()
         live = {self._me, *self._members.live_electors(now)}
@@ -144,9 +166,9 @@ class Degraded:
 
         Both begin on top of one common manifest.
         """
-        accepted = self._own.record.accepted_ballot, self._own.record.accepted_hash
+        ballot, _, kept = self._state.round.vote.best_known
         may_take = self._liveness.may_take(self._pace, now)
-        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds, *accepted, self._others.chosen))
+        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds, ballot, kept, self._others.chosen))
 
     def still_takes(self, child: Commit) -> bool:
         """Whether a child of our tip that was to be taken may be, now that its state is here."""
@@ -162,7 +184,7 @@ class Degraded:
         changed = live.note(others, self._pace, now)
         if live.failing_since is not None and not self._is_wanting(now):
             live.failing_since = None
-        live.hears_quorum = self._contacts.is_majority(len(self._members.live_electors(now)))
+        live.hears_quorum = len(self._members.live_electors(now)) >= self._state.electorate.quorum
         if live.hears_quorum:
             live.heard_quorum(now)
             degraded = current.decided is not None and not has_quorum(current.decided)
@@ -175,6 +197,6 @@ class Degraded:
     def _is_wanting(self, now: float) -> bool:
         """Whether others have what is to be staged here, or are further than we are."""
         target = self._proposals.target()
-        name = manifest_hash(target.value.manifest) if target is not None else NO_HASH
+        name = manifest_hash(target.manifest) if target is not None else NO_HASH
         is_here = target is None or name in self._state.round.verified
         return self._others.ahead_since is not None or (not is_here and self._proposals.can_be_had(name, now))

@@ -104,8 +104,8 @@ class Following:
     def _can_stage(self, commit: Commit) -> bool:
         if commit.certificate.manifest in self._state.round.verified:
             return True
-        proposal = self._proposals.named(commit.certificate.manifest)
-        return proposal is not None and not any(
+        content = self._proposals.named(commit.certificate.manifest)
+        return content is not None and not any(
             piece.key in self._state.round.failed for piece in commit.manifest.slices
         )
 

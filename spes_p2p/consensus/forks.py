@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from spes_p2p.consensus.messages import MAJORITY, Commit, Manifest, manifest_hash
+from spes_p2p.consensus.messages import QUORUM, Commit, Manifest, manifest_hash
 from spes_p2p.ids import NO_HASH, Hash, short
 
 Line = tuple[Commit, ...]
@@ -35,14 +35,15 @@ class Way(Enum):
 class Standing:
     """What a peer brings to the choice beside the two lines.
 
-    `may_take`: no live quorum of our tip's electors was heard for long enough. `accepted` is the child of our tip that
-    we accepted, at ballot `accepted_ballot`. `chosen` are children that the organiser has signed a choice of.
+    `may_take`: no live quorum of our tip's electors was heard for long enough. `kept` is the child of our tip that has
+    the newest polka that we know, of ballot `polka_ballot`. `chosen` are children that the organiser has
+    signed a choice of.
     """
 
     may_take: bool
     final_rounds: int
-    accepted_ballot: int = -1
-    accepted: Hash = NO_HASH
+    polka_ballot: int = -1
+    kept: Hash = NO_HASH
     chosen: Collection[Hash] = ()
 
 
@@ -83,7 +84,7 @@ def best(lines: Sequence[Line], final_rounds: int) -> Line:
 
 def has_quorum(commit: Commit) -> bool:
     """Whether the certificate speaks for a quorum of the parent's electors."""
-    return commit.certificate.kind == MAJORITY
+    return commit.certificate.kind == QUORUM
 
 
 def tokens_lost(common: Manifest, left: Line) -> int:
@@ -109,8 +110,8 @@ def _forward(theirs: Line, standing: Standing) -> Way:
         return Way.MOVE
     if not standing.may_take:
         return Way.WAIT
-    stands_by_another = standing.accepted_ballot >= 0 and standing.accepted != child.certificate.manifest
-    if stands_by_another and standing.accepted_ballot > child.certificate.ballot:
+    stands_by_another = standing.polka_ballot >= 0 and standing.kept != child.certificate.manifest
+    if stands_by_another and standing.polka_ballot > child.certificate.ballot:
         return Way.MOVE if len(theirs) > standing.final_rounds else Way.WAIT
     return Way.MOVE
 

@@ -12,20 +12,23 @@ from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
+    Content,
+    DegradedProposal,
     Envelope,
     Plan,
-    Proposal,
     Report,
     Signed,
     Status,
-    manifest_hash,
+    Votes,
     plan_hash,
 )
+from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
     Contact,
     State,
 )
+from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.ids import PeerId
 
 
@@ -33,7 +36,13 @@ class Gossip:
     """Turns the state into messages."""
 
     def __init__(
-        self, state: State, contacts: Contacts, leadership: Leadership, members: Members, staging: Staging
+        self,
+        state: State,
+        contacts: Contacts,
+        leadership: Leadership,
+        members: Members,
+        proposals: Proposals,
+        staging: Staging,
     ) -> None:
         self._state = state
         self._liveness = state.liveness
@@ -44,17 +53,19 @@ class Gossip:
         self._contacts = contacts
         self._leadership = leadership
         self._members = members
+        self._proposals = proposals
         self._staging = staging
 
     def flush(self, now: float) -> None:
         """Speaks to all at each heartbeat and when our state has changed, else to those whose state has."""
-        current, record = self._state.round, self._own.record
+        current = self._state.round
         beat = now >= self._state.next_heartbeat
         if beat:
             self._state.next_heartbeat = now + self._pace.heartbeat_seconds
             for sent in current.sent.values():
                 sent.clear()
-        votes = (current.prepare, record.promised, record.accepted_ballot, current.closing)
+        ballots = self._leadership.own_ballots()
+        votes = (ballots.prevoted, ballots.precommitted, ballots.closing, self._proposals.lacks())
         can_vote = self._liveness.can_be_counted_on(self._pace, now)
         loud = (current.tip_hash, current.work.ready, votes, self._own.intent, can_vote, current.plan is None)
         speak = beat or loud != self._own.last_broadcast
@@ -105,14 +116,15 @@ class Gossip:
         if theirs.head != current.tip_hash or self._looks_on(theirs):
             return Envelope(self._me, statuses, answers=answers)
         relay = beat_at is not None
-        vote, degraded = current.own_vote, current.own_degraded
+        degraded = current.own_degraded
         return Envelope(
             self._me,
             statuses,
             plan=self._plan_for(theirs, sent, relay),
             reports=self._reports_for(theirs, sent, relay) if current.plan is not None else (),
-            proposals=self._proposals_for(theirs, sent, relay) if current.proposals else (),
-            votes=(vote,) if vote and self._once(sent, ("vote", vote.value.ballot)) else (),
+            votes=self._votes_for(theirs, sent, relay),
+            contents=self._contents_for(theirs, sent),
+            degraded_proposals=self._degraded_proposals_for(theirs, sent, relay),
             degraded_votes=(degraded,) if degraded and self._once(sent, degraded.value) else (),
             commit=current.decided if relay and current.decided and self._once(sent, "decided") else None,
             answers=answers,
@@ -160,35 +172,38 @@ class Gossip:
                 wanted.append(voids[self._me])
         return tuple(r for r in wanted if self._once(sent, ("report", r.value.index, r.author)))
 
-    def _proposals_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Signed[Proposal], ...]:
-        """The newest proposal; to a candidate also what was accepted; in a degraded set that set's."""
-        current = self._state.round
-        chosen: list[Signed[Proposal]] = []
-        newest = self._leadership.newest_ballot()
-        if newest > theirs.proposal:
-            chosen.append(current.proposals[((), newest)])
-        if not relay:
-            chosen = [signed for signed in chosen if signed.author == self._me]
-        asks = theirs.ballots.prepare >= 0 or bool(self._state.degraded_set)
-        if asks and self._own.record.accepted is not None:
-            chosen.append(self._own.record.accepted)
-        if asks and relay:
-            chosen += self._accepted_by_others()
-        chosen += [
-            signed
-            for (heard, _), signed in current.proposals.items()
-            if heard and theirs.peer in heard and (relay or signed.author == self._me)
+    def _votes_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Votes, ...]:
+        """Ours, with what they lack of the newest proposal and polka; and those of electors that do not reach them."""
+        heard, told = self._state.round.vote.heard, self._state.round.vote.to_tell
+        proposal, polka = told.proposal, told.polka
+        if proposal and (theirs.proposal >= proposal.value.ballot or not (relay or proposal.author == self._me)):
+            proposal = None
+        if polka and (theirs.ballots.polka >= polka.ballot or not relay):
+            polka = None
+        mine = Votes(told.prevote, told.precommit, proposal, polka)
+        others = [
+            Votes(heard.prevotes.get(p), heard.precommits.get(p)) for p in theirs.unheard if relay and p != self._me
         ]
-        return tuple(s for s in chosen if self._once(sent, ("proposal", s.value.heard, s.value.ballot)))
+        return tuple(v for v in (mine, *others) if v != Votes() and self._once(sent, _key(v)))
 
-    def _accepted_by_others(self) -> list[Signed[Proposal]]:
-        """Proposals that other electors say they accepted, as far as we have them: a candidate may need one."""
-        names = {
-            status.ballots.accepted_manifest
-            for status in self._contacts.electors_here()
-            if status.ballots.accepted >= 0
-        }
-        return [s for s in self._state.round.proposals.values() if manifest_hash(s.value.manifest) in names]
+    def _contents_for(self, theirs: Status, sent: set[object]) -> tuple[Content, ...]:
+        """What they ask for; what we propose without being asked."""
+        names, proposal = list(theirs.lacks), self._state.round.vote.to_tell.proposal
+        if proposal and proposal.author == self._me and theirs.proposal < proposal.value.ballot:
+            names.append(proposal.value.value)
+        degraded = self._proposals.degraded()
+        if degraded and degraded.author == self._me and theirs.peer in degraded.value.heard:
+            names.append(degraded.value.value)
+        known = ((name, self._proposals.named(name)) for name in dict.fromkeys(names))
+        return tuple(content for name, content in known if content and self._once(sent, ("content", name)))
+
+    def _degraded_proposals_for(
+        self, theirs: Status, sent: set[object], relay: bool
+    ) -> tuple[Signed[DegradedProposal], ...]:
+        """Those of the sets that they belong to."""
+        known = self._state.round.degraded_proposals.values()
+        chosen = [s for s in known if theirs.peer in s.value.heard and (relay or s.author == self._me)]
+        return tuple(s for s in chosen if self._once(sent, ("degraded", s.value.heard, s.value.attempt)))
 
     @staticmethod
     def _once(sent: set[object], what: object) -> bool:
@@ -198,12 +213,21 @@ class Gossip:
         return True
 
 
+def _key(votes: Votes) -> object:
+    """What tells what was sent once."""
+    author = votes.prevote or votes.precommit
+    polka = votes.polka.ballot if votes.polka else -1
+    said = ballot_of(votes.prevote), ballot_of(votes.precommit), ballot_of(votes.proposal), polka
+    return "votes", author.author if author else "", *said
+
+
 def _has_news(envelope: Envelope) -> bool:
     return bool(
         envelope.plan
         or envelope.reports
-        or envelope.proposals
         or envelope.votes
+        or envelope.contents
+        or envelope.degraded_proposals
         or envelope.degraded_votes
         or envelope.commit
     )

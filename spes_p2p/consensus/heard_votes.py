@@ -7,47 +7,46 @@ seen is kept by who saw it, and one that nobody saw is made again in a later bal
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from spes_p2p.consensus.messages import Signed
-from spes_p2p.consensus.vote_messages import (
+from spes_p2p.consensus.electorate import (
     MAX_BALLOT,
     NIL,
     AnyVote,
     Electorate,
     Equivocation,
-    Polka,
-    Precommit,
-    Prevote,
-    Proposal,
-    Votes,
     is_polka,
     make_polka,
 )
+from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed, Votes
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId
 
 
+@dataclass
 class HeardVotes:
-    """Fills itself from messages whose signatures were checked; counts. Decides nothing."""
+    """Fills itself from messages whose signatures were checked; counts. Decides nothing. `polka` is the newest."""
 
-    def __init__(self, electorate: Electorate, fingerprint: Hash, parent: Hash) -> None:
-        self.electorate, self.fingerprint, self.parent = electorate, fingerprint, parent
-        self.prevotes: dict[PeerId, Signed[Prevote]] = {}
-        self.precommits: dict[PeerId, Signed[Precommit]] = {}
-        self.proposals: dict[PeerId, Signed[Proposal]] = {}
-        self.polka: Polka | None = None
-        """The newest."""
-        self.evidence: dict[PeerId, Equivocation] = {}
+    electorate: Electorate
+    fingerprint: Hash
+    parent: Hash
+    prevotes: dict[PeerId, Signed[Prevote]] = field(default_factory=dict)
+    precommits: dict[PeerId, Signed[Precommit]] = field(default_factory=dict)
+    proposals: dict[PeerId, Signed[Proposal]] = field(default_factory=dict)
+    polka: Polka | None = None
+    evidence: dict[PeerId, Equivocation] = field(default_factory=dict)
 
     def copy(self) -> HeardVotes:
         """One that goes its own way."""
-        other = copy.copy(self)
-        other.prevotes, other.precommits = dict(self.prevotes), dict(self.precommits)
-        other.proposals, other.evidence = dict(self.proposals), dict(self.evidence)
-        return other
+        return replace(
+            self,
+            prevotes=dict(self.prevotes),
+            precommits=dict(self.precommits),
+            proposals=dict(self.proposals),
+            evidence=dict(self.evidence),
+        )
 
     def take(self, votes: Votes) -> None:
         """Takes in what is in order and new; a polka's prevotes are votes like others."""
@@ -149,7 +148,7 @@ class HeardVotes:
     def reached(self) -> int:
         """The newest ballot in which an elector that does not lie is surely; -1 without."""
         ballots = sorted((self._newest(peer)[0] for peer in self.electorate.order), reverse=True)
-        return ballots[self.electorate.believed - 1]
+        return ballots[self.electorate.believed - 1] if ballots else -1
 
     def _newest(self, peer: PeerId) -> tuple[int, int]:
         """(newest ballot, 2 where it precommitted there, 1 where it prevoted, 0 where it only proposed)."""

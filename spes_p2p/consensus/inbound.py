@@ -12,12 +12,12 @@ from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.messages import (
-    Acceptance,
     Commit,
+    Content,
+    DegradedProposal,
     DegradedVote,
     Envelope,
     Plan,
-    Proposal,
     Report,
     Signed,
     manifest_hash,
@@ -39,7 +39,7 @@ from spes_p2p.consensus.state import (
 from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.ids import NO_HASH, PeerId, sha256
 
 MAX_REASON = 200
 """Characters of the reason for which somebody was left out of a slice."""
@@ -83,10 +83,12 @@ class Inbound:
             new |= self._hear_plan(envelope.plan, now)
         for report in envelope.reports:
             new |= self._hear_report(report, now)
-        for proposal in envelope.proposals:
-            new |= self._hear_proposal(proposal, now)
-        for vote in envelope.votes:
-            new |= self._hear_vote(vote, now)
+        for votes in envelope.votes:
+            new |= self._voting.hear(votes, now)
+        for proposal in envelope.degraded_proposals:
+            new |= self._hear_degraded_proposal(proposal, now)
+        for content in envelope.contents:
+            new |= self._hear_content(content, envelope.sender, now)
         for degraded in envelope.degraded_votes:
             new |= self._hear_degraded_vote(degraded)
         if envelope.commit is not None:
@@ -163,50 +165,46 @@ class Inbound:
         voids[report.reducer] = signed
         return True
 
-    def _hear_proposal(self, signed: Signed[Proposal], now: float) -> bool:
+    def _hear_degraded_proposal(self, signed: Signed[DegradedProposal], now: float) -> bool:
+        """The newest of each set, by its leader."""
         proposal, current = signed.value, self._state.round
-        key = (proposal.heard, proposal.ballot)
-        if proposal.parent != current.tip_hash or signed.author != proposal.leader or key in current.proposals:
+        if proposal.parent != current.tip_hash or signed.author != proposal.leader or not proposal.heard:
             return False
-        if proposal.leader != self._leadership.leader_of(proposal.heard, proposal.ballot) or proposal.ballot < 0:
+        if proposal.leader != self._leadership.leader_of(proposal.heard, 0) or proposal.ballot < -1:
             return False
-        if proposal.accepted < -1 or (proposal.accepted >= 0 and not proposal.heard):
+        if not set(proposal.heard) <= set(self._state.electors) or len(proposal.value) != len(NO_HASH):
             return False
-        if not proposal.heard and not self._leadership.is_near(proposal.ballot):
+        known = current.degraded_proposals.get(proposal.heard)
+        if known is not None and known.value.attempt >= proposal.attempt:
             return False
-        if len(proposal.wire_hashes) != len(proposal.manifest.slices):
-            return False
-        try:
-            check_child(self._rules, current.tip, proposal.manifest)
-            check_newcomers(current.tip, proposal.manifest)
-        except RemoteProtocolError as error:
-            self._state.notify("refused", str(error), proposal.leader)
-            return True
-        if not self._proposals.make_room_for(proposal):
-            return False
-        current.proposals[key] = signed
+        theirs = [heard for heard, other in current.degraded_proposals.items() if other.author == signed.author]
+        if known is None and len(theirs) >= MOST_VOTES:
+            del current.degraded_proposals[theirs[0]]
+        current.degraded_proposals[proposal.heard] = signed
         current.failed.clear()
-        if proposal.heard or self._leadership.may_act(proposal.ballot):
+        if known is None:
             self._state.note_progress(now)
         return True
 
-    def _hear_vote(self, signed: Signed[Acceptance], now: float) -> bool:
-        vote, current = signed.value, self._state.round
-        if vote.parent != current.tip_hash or vote.fingerprint != self._rules.fingerprint:
+    def _hear_content(self, content: Content, sender: PeerId, now: float) -> bool:
+        """What a proposal that we know stands for; one that does not follow from our tip is refused."""
+        current, name = self._state.round, manifest_hash(content.manifest)
+        if name not in self._proposals.lacks():
             return False
-        if signed.author not in self._state.electors or signed.author == self._me:
-            return False
-        if vote.ballot < 0 or signed.author in current.votes.get((vote.ballot, vote.manifest), {}):
-            return False
-        kept = sorted(key for key, votes in current.votes.items() if signed.author in votes)
-        if len(kept) >= MOST_VOTES:
-            if vote.ballot < kept[0][0]:
-                return False
-            _drop(current.votes, kept[0], signed.author)
-        current.votes.setdefault((vote.ballot, vote.manifest), {})[signed.author] = signed
-        known = current.proposals.get(((), vote.ballot))
-        if known is not None and manifest_hash(known.value.manifest) == vote.manifest:
-            self._state.note_progress(now)
+        hashes, slices = content.wire_hashes, content.manifest.slices
+        is_whole = len(hashes) == len(slices) and sha256(*hashes) == content.manifest.wire_root
+        if not is_whole or any(len(h) != len(NO_HASH) * piece.tiles for h, piece in zip(hashes, slices, strict=True)):
+            return False  # the manifest names other hashes: somebody else has the right ones
+        try:
+            check_child(self._rules, current.tip, content.manifest)
+            check_newcomers(current.tip, content.manifest)
+        except RemoteProtocolError as error:
+            current.refused.add(name)
+            self._state.notify("refused", str(error), sender)
+            return True
+        self._proposals.take(content)
+        current.failed.clear()
+        self._state.note_progress(now)
         return True
 
     def _hear_degraded_vote(self, signed: Signed[DegradedVote]) -> bool:
@@ -238,7 +236,12 @@ class Inbound:
             return False
         try:
             check_certificate(
-                current.tip, manifest, commit.certificate, self._state.identity.check_signature, self._rules.organiser
+                current.tip,
+                manifest,
+                commit.certificate,
+                self._state.identity.check_signature,
+                self._rules.organiser,
+                self._rules.faults,
             )
             check_child(self._rules, current.tip, manifest)
         except RemoteProtocolError as error:

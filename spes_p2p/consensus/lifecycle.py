@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.membership import (
     electors,
     leader_order,
 )
 from spes_p2p.consensus.messages import (
     DEGRADED,
-    Acceptance,
     Intent,
     Manifest,
     Work,
@@ -21,10 +21,13 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
     MAX_SEEDS,
+    Identity,
     RoundState,
     State,
 )
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.tendermint import Tendermint
+from spes_p2p.consensus.vote import Vote
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import Hash, PeerId
 
@@ -45,55 +48,35 @@ class Lifecycle:
         self._voting = voting
 
     def enter(self, tip: Manifest, now: float) -> None:
-        head = manifest_hash(tip)
-        self._state.round = RoundState(tip, head, leader_order(head, tip.members), now, now)
+        self._state.round = RoundState(tip, manifest_hash(tip), new_vote(self._state.identity, tip), now, now)
         self._state.round.work = Work(ready=self._own.intent.serving)
         self._state.electors = {member.peer: member.incarnation for member in electors(tip.members)}
         self._liveness.enter(now)
-        self._state.round.asked = any(contact.status.ballots.prepare >= 0 for contact in self._others.contacts.values())
         self._state.degraded_set = ()
         self._others.ahead_since = None
         if self._others.asked_last is not None:
             self._others.asked_in_vain.pop(self._others.asked_last, None)
             self._others.asked_last = None
         self._others.asked = {peer: at for peer, at in self._others.asked.items() if self._others.asked_in_vain[peer]}
-        if self._own.record.parent != head:
-            self._own.record = VoteRecord(head)
         named = {member.peer for member in tip.members}
         for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:
             del self._others.contacts[peer]
 
-    def resume(self, record: VoteRecord, now: float) -> None:
+    def resume(self, record: VoteRecord) -> None:
         """Back with what is on disk: we hold to every vote in it."""
-        self._own.record = record
-        current = self._state.round
-        current.view = max(current.view, record.promised)
-        for signed in (record.accepted, record.degraded):
-            if signed is not None:
-                current.proposals[(signed.value.heard, signed.value.ballot)] = signed
-        if record.accepted is not None:
-            name = record.accepted_hash
-            current.own_vote = self._state.identity.sealer.seal(
-                Acceptance(self._rules.fingerprint, current.tip_hash, record.accepted_ballot, name)
-            )
-            current.votes.setdefault((record.accepted_ballot, name), {})[self._me] = current.own_vote
-        if record.degraded_votes and record.degraded is not None:
-            proposal = record.degraded.value
-            commit = self._voting.commit_of(
-                DEGRADED, proposal.accepted, proposal.heard, proposal.manifest, record.degraded_votes
-            )
-            current.offered[commit.certificate.manifest] = commit
+        self._voting.resume(record)
+        self._resume_degraded()
 
-    def forget_votes(self) -> None:
-        """Of what we have voted only what is on disk may count; what others decided comes again."""
-        current = self._state.round
-        current.own_vote = current.own_degraded = current.decided = None
-        current.prepare = -1
-        for ballots in (current.votes, current.degraded_votes):
-            for votes in ballots.values():
-                votes.pop(self._me, None)
-        for key in [key for key, signed in current.proposals.items() if signed.author == self._me]:
-            del current.proposals[key]
+    def _resume_degraded(self) -> None:
+        current, record = self._state.round, self._state.record
+        if record.degraded is None:
+            return
+        proposal = record.degraded.value
+        current.degraded_proposals[proposal.heard] = record.degraded
+        content = current.contents.get(proposal.value)
+        if record.degraded_votes and content is not None:
+            commit = self._voting.commit_of(DEGRADED, proposal.ballot, proposal.heard, content, record.degraded_votes)
+            current.offered[commit.certificate.manifest] = commit
 
     def notice_sleep(self, now: float) -> None:
         """A late event (the machine slept) makes the silence of others ours: their time starts again, and we ask."""
@@ -118,11 +101,11 @@ class Lifecycle:
         Whatever was asked for and not done is asked for again when there is room.
         """
         self._own.intent = replace(self._own.intent, can_vote=False)
-        self.forget_votes()
+        self._voting.forget_degraded()
         self._staging.forget()
-        self._own.record = VoteRecord(self._state.tip_hash)
-        if durable.parent == self._state.tip_hash:
-            self.resume(durable, now)
+        is_ours = durable.parent == self._state.tip_hash
+        self._voting.not_persisted(durable if is_ours else VoteRecord(self._state.tip_hash), now)
+        self._resume_degraded()
 
     def disk_has_room(self) -> None:
         """There may be room again: stage anew and vote."""
@@ -151,3 +134,10 @@ class Lifecycle:
     def uplink_measured(self, bytes_per_second: int) -> None:
         """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
         self._own.uplink_bytes_per_second = bytes_per_second
+
+
+def new_vote(identity: Identity, tip: Manifest) -> Vote:
+    """Nothing is said yet of the child of `tip`."""
+    head, rules = manifest_hash(tip), identity.rules
+    electorate = Electorate(leader_order(head, tip.members), rules.faults)
+    return Tendermint.begin(identity.me, electorate, rules.fingerprint, VoteRecord(head), identity.sealer).vote

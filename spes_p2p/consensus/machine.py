@@ -20,8 +20,8 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Build, Send
 from spes_p2p.consensus.forks import Line, Way
 from spes_p2p.consensus.intake import take
+from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
-from spes_p2p.consensus.membership import leader_order
 from spes_p2p.consensus.messages import (
     Commit,
     Contribution,
@@ -47,7 +47,7 @@ from spes_p2p.consensus.table import (
     Try,
 )
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
 
@@ -94,16 +94,16 @@ class Consensus:
         """A process begins: it asks first what became of the run."""
         name = manifest_hash(start.tip)
         own = Own(
-            start.incarnation, start.intent, VoteRecord(name), start.commit,
+            start.incarnation, start.intent, start.commit,
             life=start.first_sequence, sequence=start.first_sequence,
         )  # fmt: skip
         others = Others(seeds=start.seeds, told_round=start.tip.round)
-        round = RoundState(start.tip, name, leader_order(name, start.tip.members), now, now)
+        round = RoundState(start.tip, name, new_vote(identity, start.tip), now, now)
         core = cls(State(identity, pace, own, others, round, Liveness(now), next_heartbeat=now, last_event=now))
         lifecycle = core._parts.lifecycle
         lifecycle.enter(start.tip, now)
         if start.record is not None and start.record.parent == name:
-            lifecycle.resume(start.record, now)
+            lifecycle.resume(start.record)
         core.state.liveness.ask(now)
         return core
 

@@ -19,6 +19,7 @@ from spes_p2p.consensus.messages import (
     Status,
     plan_hash,
 )
+from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import (
     State,
 )
@@ -29,7 +30,7 @@ from spes_p2p.ownership.assign import OwnershipRequest
 class Members:
     """This peer and the members of its tip, as far as they are heard."""
 
-    def __init__(self, state: State, contacts: Contacts, leadership: Leadership) -> None:
+    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, proposals: Proposals) -> None:
         self._state = state
         self._liveness = state.liveness
         self._others = state.others
@@ -39,6 +40,7 @@ class Members:
         self._me = state.me
         self._contacts = contacts
         self._leadership = leadership
+        self._proposals = proposals
 
     def own_status(self) -> Status:
         current = self._state.round
@@ -56,7 +58,8 @@ class Members:
             plan=plan_hash(current.plan.value) if current.plan else NO_HASH,
             reports=bytes(index in current.reports for index in range(len(slices))),
             staged=bytes(piece.key in current.staged for piece in slices),
-            proposal=self._leadership.newest_ballot(),
+            proposal=self._leadership.proposed(),
+            lacks=self._proposals.lacks(),
             unheard=self._contacts.unheard(),
             moved=current.moved,
             life=self._own.life,

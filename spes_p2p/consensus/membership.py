@@ -53,11 +53,6 @@ def leader_order(parent: Hash, members: Iterable[Member]) -> tuple[PeerId, ...]:
     return tuple(member.peer for member in chosen)
 
 
-def is_majority(count: int, of: int) -> bool:
-    """A strict majority of `of` electors."""
-    return 2 * count > of
-
-
 def next_members(
     current: Iterable[Member],
     heard: Iterable[Member],

@@ -106,7 +106,7 @@ def _content_hash(value: Any) -> Hash:
     return known
 
 
-MAJORITY = "majority"
+QUORUM = "quorum"
 DEGRADED = "degraded"
 
 
@@ -123,8 +123,8 @@ class Seal:
 class Certificate:
     """The commit of a manifest.
 
-    `heard` names the makers of a degraded one, and is empty where the organiser alone made it; `ballot` is then the one
-    at which an elector had accepted this manifest, -1 where none had. In genesis it is 0.
+    `heard` names the makers of a degraded one, and is empty where the organiser alone made it; `ballot` is then that of
+    a polka for this manifest, -1 where they knew of none. In genesis it is 0.
     """
 
     parent: Hash
@@ -141,26 +141,39 @@ class Certificate:
 
     @property
     def label(self) -> str:
-        """For people: "majority", "degraded", "organiser" or "genesis"."""
+        """For people: "quorum", "degraded", "organiser" or "genesis"."""
         return "organiser" if self.by_organiser else self.kind
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """What an elector signs when it accepts: these bytes, with enough signatures, are the certificate."""
+class Prevote:
+    """The first vote of an elector in a ballot: for the proposed value, a manifest by its hash, or nil."""
 
     fingerprint: Hash
     parent: Hash
     ballot: int
-    manifest: Hash
+    value: Hash
+
+
+@dataclass(frozen=True)
+class Precommit:
+    """The second vote of an elector in a ballot: for a value that has a polka there, or nil.
+
+    These bytes, signed by a quorum for one value, are its certificate.
+    """
+
+    fingerprint: Hash
+    parent: Hash
+    ballot: int
+    value: Hash
 
 
 @dataclass(frozen=True)
 class DegradedVote:
-    """A vote of those who heard no live quorum for long; a kind of its own, never added to acceptances.
+    """A vote of those who heard no live quorum for long; a kind of its own, never added to precommits.
 
-    `ballot` is the highest at which one of them had accepted this manifest, -1 for none. The organiser signs it alone,
-    with nobody in `heard`, where no elector is left: the run goes on with the members that `manifest` names.
+    `ballot` is that of the newest polka for this manifest that one of them knew, -1 for none. The organiser signs it
+    alone, with nobody in `heard`, where no elector is left: the run goes on with the members that `manifest` names.
     """
 
     fingerprint: Hash
@@ -220,17 +233,18 @@ class Intent:
 
 @dataclass(frozen=True)
 class Ballots:
-    """An elector's voting state for the child of its head, as far as it is on disk.
+    """An elector's voting state for the child of its head, as far as it is on disk; -1 for none.
 
-    `prepare` is the ballot that the sender asks promises for (-1: none). `promised` is the highest ballot promised.
-    `accepted` and `accepted_manifest` are the highest acceptance. `closing` is the ballot as whose leader it closes the
-    round (-1: not).
+    `prevoted` and `precommitted` are the newest ballots of its votes. `value` is what it would keep to without a
+    quorum: that of the newest polka whose state it has, of ballot `polka`, else what it prevoted last, in ballot
+    `backed`. `closing` is the ballot as whose leader it closes the round.
     """
 
-    prepare: int = -1
-    promised: int = 0
-    accepted: int = -1
-    accepted_manifest: Hash = NO_HASH
+    prevoted: int = -1
+    precommitted: int = -1
+    polka: int = -1
+    backed: int = -1
+    value: Hash = NO_HASH
     closing: int = -1
 
 
@@ -239,9 +253,10 @@ class Status:
     """What every peer keeps telling. A later `sequence` of the same incarnation replaces the earlier one.
 
     `round` and `head` name the newest manifest that it stands on; everything below is about the child of `head`.
-    `plan`, `reports` (one byte a slice of the plan) and `proposal` say what it has, so that others send what it lacks;
-    `staged` (one byte a slice) says which slices it can serve. `unheard` are electors that do not reach it. `moved`
-    grows while bytes of this round move at it. `life` tells one life of its process from another.
+    `plan`, `reports` (one byte a slice of the plan) and `proposal` (the newest ballot) say what it has, so that others
+    send what it lacks; `lacks` names manifests whose content it needs; `staged` (one byte a slice) says which slices it
+    can serve. `unheard` are electors that do not reach it. `moved` grows while bytes of this round move at it. `life`
+    tells one life of its process from another.
     """
 
     fingerprint: Hash
@@ -257,6 +272,7 @@ class Status:
     reports: bytes = b""
     staged: bytes = b""
     proposal: int = -1
+    lacks: tuple[Hash, ...] = ()
     unheard: tuple[PeerId, ...] = ()
     moved: int = 0
     life: int = 0
@@ -296,20 +312,26 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """The leader of ballot k asks the electors to accept a manifest; `heard` is not empty when it is a degraded one.
+class Content:
+    """A manifest that is voted on, and the tile hashes of each of its slices, joined; its hash proves both."""
 
-    `wire_hashes[i]` concatenates the tile hashes of the manifest's i-th slice. The ballot of a degraded one numbers the
-    attempts of its leader; `accepted` is the ballot of its votes.
+    manifest: Manifest
+    wire_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class DegradedProposal:
+    """The leader of a degraded set asks those in it to sign a manifest; `attempt` numbers what it asked.
+
+    `ballot` is that of the votes (see `DegradedVote`).
     """
 
     parent: Hash
-    ballot: int
+    attempt: int
     leader: PeerId
-    manifest: Manifest
-    wire_hashes: tuple[bytes, ...]
-    heard: tuple[PeerId, ...] = ()
-    accepted: int = -1
+    heard: tuple[PeerId, ...]
+    ballot: int
+    value: Hash
 
 
 @dataclass(frozen=True)
@@ -320,6 +342,44 @@ class Signed(Generic[T_co]):
     author: PeerId
     public_key: bytes
     signature: bytes
+
+
+@dataclass(frozen=True)
+class Polka:
+    """A quorum of prevotes for one value in one ballot."""
+
+    ballot: int
+    value: Hash
+    prevotes: tuple[Signed[Prevote], ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The leader of a ballot asks for a value. `polka` is of an earlier ballot; a *first* proposal has none."""
+
+    fingerprint: Hash
+    parent: Hash
+    ballot: int
+    value: Hash
+    polka: Polka | None = None
+
+    @property
+    def polka_ballot(self) -> int:
+        """validRound in the paper; -1 in a first proposal."""
+        return self.polka.ballot if self.polka else -1
+
+
+@dataclass(frozen=True)
+class Votes:
+    """All that an elector tells of a vote: its own newest votes, the newest proposal and the newest polka it knows.
+
+    It may be lost, repeated and overtaken: a later one says all that still matters of an earlier one.
+    """
+
+    prevote: Signed[Prevote] | None = None
+    precommit: Signed[Precommit] | None = None
+    proposal: Signed[Proposal] | None = None
+    polka: Polka | None = None
 
 
 class Sealer(Protocol):
@@ -347,8 +407,9 @@ class Envelope:
     statuses: tuple[Signed[Status], ...] = ()
     plan: Signed[Plan] | None = None
     reports: tuple[Signed[Report], ...] = ()
-    proposals: tuple[Signed[Proposal], ...] = ()
-    votes: tuple[Signed[Acceptance], ...] = ()
+    votes: tuple[Votes, ...] = ()
+    contents: tuple[Content, ...] = ()
+    degraded_proposals: tuple[Signed[DegradedProposal], ...] = ()
     degraded_votes: tuple[Signed[DegradedVote], ...] = ()
     commit: Commit | None = None
     answers: int = 0

@@ -50,8 +50,8 @@ class Parts:
     def __init__(self, state: State, cast: Cast) -> None:
         self.contacts = contacts = cast.contacts(state)
         self.leadership = leadership = cast.leadership(state, contacts)
-        self.members = members = cast.members(state, contacts, leadership)
         self.proposals = proposals = cast.proposals(state, contacts, leadership)
+        self.members = members = cast.members(state, contacts, leadership, proposals)
         self.staging = staging = cast.staging(state, contacts, proposals)
         self.round_plan = cast.round_plan(state, contacts, leadership, members)
         self.reducing = cast.reducing(state, contacts, proposals, staging)
@@ -59,6 +59,6 @@ class Parts:
         self.lifecycle = lifecycle = cast.lifecycle(state, contacts, staging, voting)
         self.degraded = cast.degraded(state, contacts, leadership, members, proposals, voting)
         self.following = cast.following(state, contacts, proposals, lifecycle)
-        self.statuses = statuses = cast.statuses(state, contacts, leadership, lifecycle)
-        self.gossip = cast.gossip(state, contacts, leadership, members, staging)
+        self.statuses = statuses = cast.statuses(state, contacts, leadership, voting)
+        self.gossip = cast.gossip(state, contacts, leadership, members, proposals, staging)
         self.inbound = cast.inbound(state, leadership, proposals, self.round_plan, voting, statuses)

@@ -15,6 +15,7 @@ from spes_p2p.consensus.messages import (
     Manifest,
     Report,
     Slice,
+    manifest_hash,
     plan_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
@@ -28,7 +29,7 @@ from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
     State,
 )
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 SURE = 2
 """So many reducers must have found that nobody's values are fit; where fewer can be asked, all of them."""
@@ -69,12 +70,10 @@ class Reducing:
     def build(self, now: float) -> bool:
         """All slices that can come about are staged: the leader computes the new state."""
         current = self._state.round
-        if (
-            current.building
-            or self._proposals.target() is not None
-            or self._proposals.bound()[0]
-            or self._proposals.verified_before() is not None
-        ):
+        target = self._proposals.target()
+        is_bound = bool(self._state.degraded_set) and self._proposals.bound()[0]
+        has_another = target is not None and not self._proposals.is_hopeless(target)
+        if current.building or has_another or is_bound or self._proposals.verified_before() is not None:
             return False
         chosen = self._resolved_slices(now)
         if chosen is None:
@@ -169,11 +168,9 @@ class Reducing:
 
     def handed_out(self, child: Manifest) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
         """Slices of a committed child of our tip with the hashes of their tiles, as far as we know: ours at least."""
-        for signed in self._state.round.proposals.values():  # anybody may sign other hashes to a manifest
-            hashes = signed.value.wire_hashes
-            fits = len(hashes) == len(child.slices) and sha256(*hashes) == child.wire_root
-            if fits and signed.value.manifest == child and _is_whole(child.slices, hashes):
-                return child.slices, hashes
+        content = self._proposals.named(manifest_hash(child))
+        if content is not None and content.manifest == child and _is_whole(child.slices, content.wire_hashes):
+            return child.slices, content.wire_hashes
         plan, pairs = self._state.round.plan, []
         for index, report in self._state.round.reports.items():
             if plan is None or report.author != self._me or not set(child.roster) <= set(plan.value.roster):

@@ -52,7 +52,7 @@ class RoundPlan:
         current = self._state.round
         if current.closing >= 0 or not self._should_close(now):
             return False
-        current.closing = current.view
+        current.closing = current.vote.ballot
         current.closed_at = now
         return True
 
@@ -213,7 +213,7 @@ class RoundPlan:
         turn, reach = Turn(self._due_columns(now), shared), Reach(private, helpers, servers)
         slices = plan_slices(peers, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)
         return Plan(
-            self._rules.fingerprint, self._state.round.tip_hash, self._state.round.view, self._me, roster, slices
+            self._rules.fingerprint, self._state.round.tip_hash, self._state.round.vote.ballot, self._me, roster, slices
         )
 
     def _due_columns(self, now: float) -> frozenset[int]:

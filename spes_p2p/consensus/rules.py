@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.membership import LINK_CLASSES, Member, most_new, trainers, with_votes
 from spes_p2p.consensus.messages import (
@@ -64,6 +65,8 @@ class RunRules:
     """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
     outer: tuple[float, float] | None = None
     """(learning rate, momentum) of the outer optimizer, by which everybody makes a state of what is handed out."""
+    faults: Faults = Faults.CRASH
+    """What electors may do wrong, and so what is a quorum of them."""
     organiser: PeerId = NOBODY
     """Who may name new members alone (see `renewed_manifest`); nobody in a run without an organiser."""
     final_rounds: int = 20

@@ -46,10 +46,10 @@ class Staging:
         """Slices to be staged here, with their hashes and who has them surely."""
         current = self._state.round
         proposal = self._proposals.target()
-        if proposal is not None and manifest_hash(proposal.value.manifest) in current.verified:
+        if proposal is not None and manifest_hash(proposal.manifest) in current.verified:
             return []
         if proposal is not None:
-            pairs = zip(proposal.value.manifest.slices, proposal.value.wire_hashes, strict=True)
+            pairs = zip(proposal.manifest.slices, proposal.wire_hashes, strict=True)
             return [Wanted(piece, hashes, piece.reducer) for piece, hashes in pairs]
         if current.plan is None or self._proposals.stands_by_a_state():
             return []
@@ -158,16 +158,16 @@ class Staging:
     def verify(self, now: float) -> bool:
         """All slices of the proposal at hand are staged: compute the state that it names."""
         current = self._state.round
-        proposal = self._proposals.target()
-        if proposal is None or current.verifying != NO_HASH or now < current.verify_after:
+        content = self._proposals.target()
+        if content is None or current.verifying != NO_HASH or now < current.verify_after:
             return False
-        name = manifest_hash(proposal.value.manifest)
+        name = manifest_hash(content.manifest)
         if name in current.verified or self.missing():
             return False
         current.verifying = name
         current.reducing.clear()
         current.fetching.clear()
-        self._state.out.append(Verify(proposal))
+        self._state.out.append(Verify(content))
         return True
 
     def staged(self, key: Key, hashes: bytes, now: float) -> None:
@@ -218,16 +218,16 @@ class Staging:
         self._liveness.failed(now)
         current.verify_after = now + self._pace.heartbeat_seconds
         current.unfit[name] = current.unfit.get(name, 0) + 1
-        signed = self._proposals.named(name)
-        self._proposals.note_vain_try(signed)
-        if current.unfit[name] > 1 and signed is not None:
-            for piece in signed.value.manifest.slices:
+        content = self._proposals.named(name)
+        self._proposals.note_vain_try(content)
+        if current.unfit[name] > 1 and content is not None:
+            for piece in content.manifest.slices:
                 current.staged.pop(piece.key, None)
 
     def state_lost(self, state_roots: Collection[Hash]) -> None:
         """What is not whole on disk any more is made again before anybody votes for it."""
         verified = self._state.round.verified
         for name in list(verified):
-            signed = self._proposals.named(name)
-            if signed is None or signed.value.manifest.state_root in state_roots:
+            content = self._proposals.named(name)
+            if content is None or content.manifest.state_root in state_roots:
                 verified.discard(name)

@@ -12,26 +12,28 @@ from dataclasses import dataclass, field
 
 from spes_p2p.consensus.actions import Action, Build, Notice
 from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.messages import (
-    Acceptance,
     Commit,
+    Content,
+    DegradedProposal,
     DegradedVote,
     Intent,
     Manifest,
     Plan,
-    Proposal,
     Report,
     Sealer,
     Signed,
     Slice,
     Status,
     Work,
-    manifest_hash,
 )
 from spes_p2p.consensus.rules import Outcome, RunRules
 from spes_p2p.consensus.timing import Moment, Pace, Seconds
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote import Vote
+from spes_p2p.consensus.vote_events import Step
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 MAX_NEWCOMERS = 64
@@ -53,7 +55,7 @@ MAX_NOTICE = 300
 Key = tuple[int, int]
 """(first tile, tiles) of a slice."""
 Heard = tuple[PeerId, ...]
-"""The electors of a degraded proposal; empty for an ordinary one."""
+"""The electors of a degraded set; empty where a live quorum may be there."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,15 @@ class Contact:
 
 @dataclass
 class Own:
-    """This peer: which life of it, what it wants, what it has voted, and what it said last.
+    """This peer: which life of it, what it wants, and what it said last.
 
-    `record` is what it has bound itself to for the child of the tip, `commit` the certificate and manifest of the tip
-    where known. `uplink_bytes_per_second` is measured, 0 while unknown. `has_news`: it is the author of something that
-    all should hear at once. `last_broadcast` is what a change of makes it speak to all.
+    `commit` is the certificate and manifest of the tip where known. `uplink_bytes_per_second` is measured, 0 while
+    unknown. `has_news`: it is the author of something that all should hear at once. `last_broadcast`: a change of it
+    makes this peer speak to all.
     """
 
     incarnation: int
     intent: Intent
-    record: VoteRecord
     commit: Commit | None = None
     life: int = 0
     sequence: int = 0
@@ -156,12 +157,14 @@ class RoundState:
     `failed_fetches` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided`
     could be had last. `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
     `offered`: degraded children that others made, and that may not be taken as yet.
+    `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
+    `refused` those that do not follow from the tip.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
     """
 
     tip: Manifest
     tip_hash: Hash
-    order: tuple[PeerId, ...]
+    vote: Vote
     started_at: Moment
     progress_at: Moment
     work: Work = field(default_factory=Work)
@@ -169,9 +172,7 @@ class RoundState:
     close_asked: bool = False
     closing: int = -1
     closed_at: Moment | None = None
-    view: int = 0
-    prepare: int = -1
-    asked: bool = False
+    deadlines: dict[tuple[int, Step], Moment] = field(default_factory=dict)
     moved: int = 0
     extended_wait_seconds: Seconds = 0.0
     plan: Signed[Plan] | None = None
@@ -187,16 +188,16 @@ class RoundState:
     staged: dict[Key, bytes] = field(default_factory=dict)
     building: Build | None = None
     outcome: tuple[Build, Outcome] | None = None
-    proposals: dict[tuple[Heard, int], Signed[Proposal]] = field(default_factory=dict)
+    contents: dict[Hash, Content] = field(default_factory=dict)
+    refused: set[Hash] = field(default_factory=set)
+    degraded_proposals: dict[Heard, Signed[DegradedProposal]] = field(default_factory=dict)
     verifying: Hash = NO_HASH
     verified: set[Hash] = field(default_factory=set)
     unfit: dict[Hash, int] = field(default_factory=dict)
     in_vain: Counter[Hash] = field(default_factory=Counter)
     failed_fetches: Counter[tuple[int, PeerId]] = field(default_factory=Counter)
     verify_after: Moment = 0.0
-    own_vote: Signed[Acceptance] | None = None
     own_degraded: Signed[DegradedVote] | None = None
-    votes: dict[tuple[int, Hash], dict[PeerId, Signed[Acceptance]]] = field(default_factory=dict)
     degraded_votes: dict[tuple[Heard, Hash], dict[PeerId, Signed[DegradedVote]]] = field(default_factory=dict)
     decided: Commit | None = None
     offered: dict[Hash, Commit] = field(default_factory=dict)
@@ -207,9 +208,13 @@ class RoundState:
     plans_of: dict[PeerId, int] = field(default_factory=dict)
 
     def verified_roots(self) -> frozenset[Hash]:
-        """The roots of the states that are verified, and that a proposal names."""
-        manifests = (signed.value.manifest for signed in self.proposals.values())
-        return frozenset(m.state_root for m in manifests if manifest_hash(m) in self.verified)
+        """The roots of the states that are verified."""
+        return frozenset(self.contents[name].manifest.state_root for name in self.verified if name in self.contents)
+
+    @property
+    def order(self) -> tuple[PeerId, ...]:
+        """The electors as they lead."""
+        return self.vote.heard.electorate.order
 
     def all_reports(self) -> Iterator[tuple[int, Signed[Report]]]:
         """All reports of the plan's slices, those that brought no values too."""
@@ -255,6 +260,16 @@ class State:
     @property
     def tip_hash(self) -> Hash:
         return self.round.tip_hash
+
+    @property
+    def record(self) -> VoteRecord:
+        """What we have bound ourselves to for the child of the tip."""
+        return self.round.vote.record
+
+    @property
+    def electorate(self) -> Electorate:
+        """Who votes on the child of the tip."""
+        return self.round.vote.heard.electorate
 
     def is_member(self) -> bool:
         """Whether the tip names this incarnation."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from spes_p2p.consensus.actions import (
-    Forget,
-)
 from spes_p2p.consensus.bounds import MAX_UPLINK, is_sane_work
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.membership import (
     LINK_CLASSES,
 )
@@ -21,19 +17,20 @@ from spes_p2p.consensus.state import (
     Contact,
     State,
 )
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import ballot_of
+from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import NO_HASH, PeerId
 
+MOST_LACKED = 8
+"""Contents that somebody may ask for at once."""
 MAX_WAIT_EXTENSIONS = 16
 """So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""
-NOBODY_AS_YET = -1
-"""The incarnation of a peer that waits for another one."""
 
 
 class Statuses:
     """Keeps the newest status of each peer."""
 
-    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, lifecycle: Lifecycle) -> None:
+    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, voting: Voting) -> None:
         self._state = state
         self._others = state.others
         self._own = state.own
@@ -42,7 +39,7 @@ class Statuses:
         self._me = state.me
         self._contacts = contacts
         self._leadership = leadership
-        self._lifecycle = lifecycle
+        self._voting = voting
 
     def hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
         status = signed.value
@@ -81,7 +78,8 @@ class Statuses:
             and self._takes_part(status)
         ):
             self._moved_at(peer, now)
-        if status.plan != last.plan or status.head != last.head or status.ballots.prepare != last.ballots.prepare:
+        is_new = status.lacks and status.lacks != last.lacks
+        if status.plan != last.plan or status.head != last.head or is_new:
             self._others.reply_due.add(peer)
         return revived or stirs
 
@@ -90,19 +88,15 @@ class Statuses:
         current, ballots, before = self._state.round, status.ballots, last.ballots
         if status.round > current.tip.round or status.incarnation != last.incarnation or status.intent != last.intent:
             return True
-        if self._leadership.leader_of(self._state.degraded_set, current.view) == self._me:
+        if self._leadership.leader_of(self._state.degraded_set, current.vote.ballot) == self._me:
             return status.head != last.head or status.work.ready != last.work.ready or ballots != before
-        if ballots.closing != before.closing and not current.close_asked:
-            return True
-        return ballots.prepare != before.prepare or ballots.promised != before.promised
+        return ballots.closing != before.closing and not current.close_asked
 
     def _heard_from(self, status: Status, now: float) -> None:
         peer = status.peer
         self._others.refused_dial.discard(peer)
         if status.work.ready:
             self._others.kept_waiting.discard(peer)
-        if status.ballots.prepare >= 0:
-            self._state.round.asked = True
 
     def _hear_of_ourselves(self, status: Status) -> bool:
         """What an earlier life of ours has said, from somebody who remembers it.
@@ -112,24 +106,14 @@ class Statuses:
         if status.life == self._own.life or status.incarnation < self._own.incarnation:
             return False
         if status.incarnation > self._own.incarnation:
-            self._forget_record(status.incarnation)
+            self._voting.forget_record(status.incarnation)
             return True
         self._own.sequence = max(self._own.sequence, status.sequence)
-        ballots, record = status.ballots, self._own.record
-        voted = (ballots.promised, ballots.accepted) > (record.promised, record.accepted_ballot)
-        if status.round > self._state.tip.round or (status.head == self._state.tip_hash and voted):
-            self._forget_record(self._own.incarnation)
+        ballots, record = status.ballots, self._state.record
+        knows = ballots.prevoted <= ballot_of(record.prevote) and ballots.precommitted <= ballot_of(record.precommit)
+        if status.round > self._state.tip.round or (status.head == self._state.tip_hash and not knows):
+            self._voting.forget_record(self._own.incarnation)
         return True
-
-    def _forget_record(self, above: int) -> None:
-        """Votes are not given twice: from now on we are a newcomer."""
-        self._state.notify(
-            "votes", "this peer's disk is older than what it has said before: it comes back as a newcomer"
-        )
-        self._own.incarnation = NOBODY_AS_YET
-        self._lifecycle.forget_votes()
-        self._own.record = VoteRecord(self._state.tip_hash)
-        self._state.out.append(Forget(above))
 
     def _takes_part(self, status: Status) -> bool:
         """Whether a round may wait for bytes that move at this peer: newcomers and archives take their own time."""
@@ -154,7 +138,8 @@ class Statuses:
         """Nothing in it is longer or larger than it can be."""
         intent = status.intent
         return (
-            len(status.head) == len(status.plan) == len(status.ballots.accepted_manifest) == len(NO_HASH)
+            {len(name) for name in (status.head, status.plan, status.ballots.value, *status.lacks)} == {len(NO_HASH)}
+            and len(status.lacks) <= MOST_LACKED
             and max(len(status.reports), len(status.staged)) <= sum(self._rules.block_tiles)
             and max(len(intent.claims), len(intent.releases)) <= self._rules.num_columns
             and len(status.unheard) <= MAX_MEMBERS
@@ -166,4 +151,4 @@ class Statuses:
 
 
 def _binding(status: Status) -> tuple[int, int, int]:
-    return status.round, status.ballots.promised, status.ballots.accepted
+    return status.round, status.ballots.prevoted, status.ballots.precommitted

@@ -16,7 +16,7 @@ OPEN = 1
 VOTER = 2
 """We are an elector that can vote (see `Leadership.can_vote`)."""
 LEADING = 4
-"""We may act as leader: of ballot 0, of one that a majority promised, or of a degraded set."""
+"""We may act as leader: of our ballot, or of a degraded set."""
 PLANNED = 8
 UNPLANNED = 16
 """There is a plan for this round, or not yet."""
@@ -46,13 +46,11 @@ RULES = (
     Rule("take", OPEN + WRITABLE, lambda parts: parts.degraded.take),
     Rule("follow", WRITABLE, lambda parts: parts.following.follow),
     Rule("degraded_certify", OPEN + VOTER + LEADING + ALONE, lambda parts: parts.degraded.certify),
+    Rule("vote", 0, lambda parts: parts.voting.vote),
     Rule("certify", OPEN, lambda parts: parts.voting.certify),
-    Rule("promise", OPEN + VOTER, lambda parts: parts.voting.promise),
-    Rule("next_ballot", OPEN + VOTER + TOGETHER, lambda parts: parts.voting.next_ballot),
-    Rule("accept", OPEN + VOTER + TOGETHER, lambda parts: parts.voting.accept),
     Rule("degraded_vote", OPEN + VOTER + ALONE, lambda parts: parts.degraded.vote),
     Rule("verify", WRITABLE, lambda parts: parts.staging.verify),
-    Rule("propose", OPEN + VOTER + LEADING, lambda parts: parts.voting.propose),
+    Rule("degraded_propose", OPEN + VOTER + LEADING + ALONE, lambda parts: parts.degraded.propose),
     Rule("build", OPEN + VOTER + LEADING + PLANNED, lambda parts: parts.reducing.build),
     Rule("reduce", OPEN + PLANNED + WRITABLE, lambda parts: parts.reducing.reduce),
     Rule("fetch", WRITABLE, lambda parts: parts.staging.fetch),

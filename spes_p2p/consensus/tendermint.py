@@ -19,12 +19,13 @@ in a docstring is one of Algorithm 1. Where we depart from it:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
+from spes_p2p.consensus.electorate import NIL, Electorate
 from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.messages import Sealer
 from spes_p2p.consensus.own_votes import OwnVotes
+from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_events import (
     Accuse,
     Action,
@@ -44,35 +45,32 @@ from spes_p2p.consensus.vote_events import (
     Tell,
     Verdict,
 )
-from spes_p2p.consensus.vote_messages import NIL, Electorate, Votes
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId
 
 
 class Tendermint:
-    """One elector of one parent. `record` is what must survive a restart; all else comes again.
+    """One elector of one parent, over the `Vote` that it keeps.
 
     The rules stand in the order in which they are tried after each event, until none fires.
     """
 
-    def __init__(
-        self, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
-    ) -> None:
-        """`record` is what is on disk for this parent, or a new one."""
-        self.me, self.electorate = me, electorate
-        self.heard = HeardVotes(electorate, fingerprint, record.parent)
-        self.own = OwnVotes(record, self.heard, sealer)
-        self.verdicts: dict[Hash, Verdict] = {}
-        self.own_value: Hash | None = None
-        self.decided: Decide | None = None
-        self.is_allowed = me in electorate.order
-        """Whether we vote; else we only look on."""
-        self.is_mute = False
-        """Whether we have said what the record does not know: nothing more is said, then."""
+    def __init__(self, me: PeerId, vote: Vote, sealer: Sealer) -> None:
+        self.me, self.vote = me, vote
+        self.electorate = vote.heard.electorate
+        self.own = OwnVotes(vote, sealer)
         self._out: list[Action] = []
-        self._asked: set[Action] = set()
-        self._durable = record
-        self._told = self.told
+
+    @classmethod
+    def begin(
+        cls, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
+    ) -> Tendermint:
+        """`record` is what is on disk for this parent, or a new one. It only looks on until it is `Allowed` to vote."""
+        vote = Vote(HeardVotes(electorate, fingerprint, record.parent), record, record)
+        elector = cls(me, vote, sealer)
+        elector.own.resume(record)
+        vote.told = vote.to_tell
+        return elector
 
     def handle(self, event: Event) -> list[Action]:
         """Takes an event, does what follows from it, and says what is to be done, in order, before the next event.
@@ -83,93 +81,65 @@ class Tendermint:
         self._take(event)
         if isinstance(event, NotPersisted):  # it is tried again with the next event
             return []
-        while self.decided is None and any(rule() for rule in self._rules()):
+        while self.vote.decided is None and any(rule() for rule in self._rules()):
             pass
         first: list[Action] = []
-        if self.own.record != self._durable:
-            self._durable = self.own.record
-            first.append(Persist(self.own.record))
-        if self.told != self._told:
-            self._told = self.told
+        if self.vote.record != self.vote.durable:
+            self.vote.durable = self.vote.record
+            first.append(Persist(self.vote.record))
+        if (told := self.vote.to_tell) != self.vote.told:
+            self.vote.told = told
             first.append(Tell())
         return first + self._out
-
-    def copy(self) -> Tendermint:
-        """One that goes its own way, for searches."""
-        other = copy.copy(self)
-        other.heard = self.heard.copy()
-        other.own = self.own.copy(other.heard)
-        other.verdicts, other._asked = dict(self.verdicts), set(self._asked)
-        return other
-
-    @property
-    def told(self) -> Votes:
-        """What to tell the others: it says all that matters of what was told before."""
-        mine = VoteRecord(self.own.record.parent) if self.is_mute else self.own.record
-        proposal = self.heard.proposal_at(self.own.ballot)
-        return Votes(mine.prevote, mine.precommit, proposal, self.heard.polka)
-
-    @property
-    def best_known(self) -> tuple[int, Hash]:
-        """(ballot of its polka, value) to keep to where electors go on without a quorum.
-
-        That is the value of the newest polka, else (-1) what we prevoted last: it may be decided where we do not hear
-        of it. NIL where there is neither. Its tiles may not be here.
-        """
-        polka, backed = self.heard.polka, self.own.record.backed
-        if polka is not None:
-            return polka.ballot, polka.value
-        return -1, backed.value.value if backed else NIL
 
     # ---------------------------------------------------------------- events
 
     def _take(self, event: Event) -> None:
         match event:
             case Heard(votes):
-                self.heard.take(votes)
-                if self.heard.has_more_of(self.me, self.own.record):
-                    self.is_mute = True
+                self.vote.heard.take(votes)
+                if self.vote.heard.has_more_of(self.me, self.vote.record):
+                    self.vote.is_mute = True
                     self._ask(RecordIsOld())
-                for evidence in self.heard.evidence.values():
+                for evidence in self.vote.heard.evidence.values():
                     self._ask(Accuse(evidence))
             case Judged(value, None):
-                self.verdicts.pop(value, None)
-                self._asked.discard(Stage(value))
+                self.vote.verdicts.pop(value, None)
+                self.vote.asked.discard(Stage(value))
             case Judged(value, Verdict() as verdict):
-                self.verdicts[value] = verdict
+                self.vote.verdicts[value] = verdict
             case Built(value):
-                self.verdicts[value] = Verdict.FIT
-                self.own_value = value
+                self.vote.own_value = value
             case DeadlinePassed(ballot, step):
                 self._pass_deadline(ballot, step)
             case Allowed(is_allowed):
-                self.is_allowed = is_allowed and self.me in self.electorate.order
-                self._asked = {action for action in self._asked if not isinstance(action, StartDeadline)}
+                self.vote.is_allowed = is_allowed and self.me in self.electorate.order
+                self.vote.asked = {action for action in self.vote.asked if not isinstance(action, StartDeadline)}
             case NotPersisted(record):
                 self._take_back(record)
 
     def _pass_deadline(self, ballot: int, step: Step) -> None:
         """Lines 57 to 67."""
-        if ballot != self.own.ballot or self.decided is not None or not self._votes():
+        if ballot != self.vote.ballot or self.vote.decided is not None or not self._votes():
             return
         if step is Step.PRECOMMIT:
             self.own.start_ballot(ballot + 1)
-        elif step is Step.PREVOTE is self.own.step:
+        elif step is Step.PREVOTE is self.vote.step:
             self.own.precommit(NIL)
-        elif step is Step.PROPOSE is self.own.step:
+        elif step is Step.PROPOSE is self.vote.step:
             self.own.prevote(NIL)
 
     def _take_back(self, record: VoteRecord) -> None:
         """Goes back to what is on disk. What was asked for since may not have been heard: it is asked for again."""
-        self.heard.forget(self.me, record.prevote)
-        self.decided = None
-        self._asked.clear()
-        self._durable = record
+        self.vote.heard.forget(self.me, record.prevote)
+        self.vote.decided = None
+        self.vote.asked.clear()
+        self.vote.durable = record
         self.own.resume(record)
-        self._told = self.told
+        self.vote.told = self.vote.to_tell
 
     def _votes(self) -> bool:
-        return self.is_allowed and not self.is_mute
+        return self.vote.is_allowed and not self.vote.is_mute
 
     # ---------------------------------------------------------------- rules
 
@@ -188,42 +158,42 @@ class Tendermint:
 
     def _rule_decide(self) -> bool:
         """Lines 49 to 51: precommits of a quorum for one value, in any ballot. Its tiles may still have to come."""
-        precommits = self.heard.certificate()
+        precommits = self.vote.heard.certificate()
         if not precommits:
             return False
         vote = precommits[0].value
-        self.decided = Decide(vote.ballot, vote.value, precommits)
-        self._out.append(self.decided)
+        self.vote.decided = Decide(vote.ballot, vote.value, precommits)
+        self._out.append(self.vote.decided)
         return True
 
     def _rule_follow(self) -> bool:
         """Lines 55 and 56: others are in a later ballot. Or nothing can be decided in this one: nobody waits for it."""
-        reached = self.heard.reached()
-        if self.heard.nil_quorum(self.heard.precommits, self.own.ballot):
-            reached = max(reached, self.own.ballot + 1)
-        if reached <= self.own.ballot:
+        reached = self.vote.heard.reached()
+        if self.vote.heard.nil_quorum(self.vote.heard.precommits, self.vote.ballot):
+            reached = max(reached, self.vote.ballot + 1)
+        if reached <= self.vote.ballot:
             return False
         self.own.start_ballot(reached)
         return True
 
     def _rule_take_valid(self) -> bool:
         """Lines 42 and 43: a polka, and its value is on disk."""
-        polka = self.heard.polka
-        if polka is None or polka.ballot <= self.own.record.valid_ballot or not self._has(polka.value):
+        polka = self.vote.heard.polka
+        if polka is None or polka.ballot <= self.vote.record.valid_ballot or not self._has(polka.value):
             return False
         self.own.take_valid(polka)
         return True
 
     def _rule_propose(self) -> bool:
         """Lines 14 to 19: the valid value with its polka, else our own."""
-        if self.electorate.leader(self.own.ballot) != self.me or self.own.step is not Step.PROPOSE:
+        if self.electorate.leader(self.vote.ballot) != self.me or self.vote.step is not Step.PROPOSE:
             return False
-        if ballot_of(self.own.record.proposal) == self.own.ballot:
+        if ballot_of(self.vote.record.proposal) == self.vote.ballot:
             return False
-        polka = self.own.record.valid
-        if polka is not None and not (self._has(polka.value) and polka.ballot < self.own.ballot):
+        polka = self.vote.record.valid
+        if polka is not None and not (self._has(polka.value) and polka.ballot < self.vote.ballot):
             polka = None
-        value = polka.value if polka else self.own_value
+        value = polka.value if polka else self.vote.own_value
         if value is None:
             return False
         self.own.propose(value, polka)
@@ -231,65 +201,65 @@ class Tendermint:
 
     def _rule_prevote(self) -> bool:
         """Lines 22 to 33."""
-        signed = self.heard.proposal_at(self.own.ballot)
-        if signed is None or self.own.step is not Step.PROPOSE:
+        signed = self.vote.heard.proposal_at(self.vote.ballot)
+        if signed is None or self.vote.step is not Step.PROPOSE:
             return False
         proposal = signed.value
-        if not self.own.record.allows(proposal):
+        if not self.vote.record.allows(proposal):
             self.own.prevote(NIL)
             return True
-        verdict = self.verdicts.get(proposal.value)
+        verdict = self.vote.verdicts.get(proposal.value)
         if verdict is None:
             return False
-        is_free = proposal.polka is None and proposal.value != self.own.record.locked_value
+        is_free = proposal.polka is None and proposal.value != self.vote.record.locked_value
         is_refused = verdict is Verdict.REFUSED or (is_free and verdict is Verdict.INCOMPLETE)
         self.own.prevote(NIL if is_refused else proposal.value)
         return True
 
     def _rule_precommit(self) -> bool:
         """Lines 36 to 41: a polka in this ballot, and its value is on disk. Lines 44 to 46: a quorum for nil."""
-        ballot, polka = self.own.ballot, self.heard.polka
-        if self.own.step is not Step.PREVOTE:
+        ballot, polka = self.vote.ballot, self.vote.heard.polka
+        if self.vote.step is not Step.PREVOTE:
             return False
         if polka is not None and polka.ballot == ballot and self._has(polka.value):
             self.own.lock(polka)
             self.own.precommit(polka.value)
             return True
-        if self.heard.nil_quorum(self.heard.prevotes, ballot):
+        if self.vote.heard.nil_quorum(self.vote.heard.prevotes, ballot):
             self.own.precommit(NIL)
             return True
         return False
 
     def _rule_ask(self) -> bool:
         """Deadlines (lines 21, 34 and 47), and what is to be brought here."""
-        asked = len(self._asked)
-        self._ask(StartDeadline(self.own.ballot, Step.PROPOSE))
-        if self.heard.passed(self.own.ballot, Step.PREVOTE) and self.own.step is Step.PREVOTE:
-            self._ask(StartDeadline(self.own.ballot, Step.PREVOTE))
-        if self.heard.passed(self.own.ballot, Step.PRECOMMIT):
-            self._ask(StartDeadline(self.own.ballot, Step.PRECOMMIT))
-        for value in self._wanted():
+        asked = len(self.vote.asked)
+        self._ask(StartDeadline(self.vote.ballot, Step.PROPOSE))
+        if self.vote.heard.passed(self.vote.ballot, Step.PREVOTE) and self.vote.step is Step.PREVOTE:
+            self._ask(StartDeadline(self.vote.ballot, Step.PREVOTE))
+        if self.vote.heard.passed(self.vote.ballot, Step.PRECOMMIT):
+            self._ask(StartDeadline(self.vote.ballot, Step.PRECOMMIT))
+        for value in self.wanted():
             self._ask(Stage(value))
-        return len(self._asked) > asked
+        return len(self.vote.asked) > asked
 
     # ---------------------------------------------------------------- helpers
 
-    def _wanted(self) -> set[Hash]:
+    def wanted(self) -> set[Hash]:
         """Values without which we cannot vote, or keep to what we voted for."""
-        proposal, polka = self.heard.proposal_at(self.own.ballot), self.heard.polka
-        values = {self.own.record.locked_value, self.own.record.valid.value if self.own.record.valid else NIL}
-        if proposal is not None and self.own.record.allows(proposal.value):
+        proposal, polka = self.vote.heard.proposal_at(self.vote.ballot), self.vote.heard.polka
+        values = {self.vote.record.locked_value, self.vote.record.valid.value if self.vote.record.valid else NIL}
+        if proposal is not None and self.vote.record.allows(proposal.value):
             values.add(proposal.value.value)
         if polka is not None:
             values.add(polka.value)
-        return {value for value in values - {NIL} if value not in self.verdicts}
+        return {value for value in values - {NIL} if value not in self.vote.verdicts}
 
     def _has(self, value: Hash) -> bool:
         """valid(v): it follows from its parent, and all of it is on our disk."""
-        return self.verdicts.get(value) in (Verdict.FIT, Verdict.INCOMPLETE)
+        return self.vote.verdicts.get(value) in (Verdict.FIT, Verdict.INCOMPLETE)
 
     def _ask(self, action: Action) -> None:
         """Once."""
-        if action not in self._asked:
-            self._asked.add(action)
+        if action not in self.vote.asked:
+            self.vote.asked.add(action)
             self._out.append(action)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from spes_p2p.consensus.messages import Signed
-from spes_p2p.consensus.vote_messages import Equivocation, Precommit, Votes
+from spes_p2p.consensus.electorate import Equivocation
+from spes_p2p.consensus.messages import Precommit, Signed, Votes
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash
 
@@ -36,11 +36,6 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Started:
-    """First of all, and after a restart."""
-
-
-@dataclass(frozen=True)
 class Heard:
     """Somebody tells its votes, or those of others. Signatures were checked, nothing else."""
 
@@ -57,7 +52,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Built:
-    """This value may be proposed by us (getValue() in line 18): it is complete, and on our disk."""
+    """This value may be proposed by us (getValue() in line 18): it is complete."""
 
     value: Hash
 
@@ -84,7 +79,7 @@ class NotPersisted:
     record: VoteRecord
 
 
-Event = Started | Heard | Judged | Built | DeadlinePassed | Allowed | NotPersisted
+Event = Heard | Judged | Built | DeadlinePassed | Allowed | NotPersisted
 
 # ------------------------------------------------------------------ actions
 

@@ -1,52 +1,48 @@
-"""The vote on the child of the tip: single-decree Paxos among the electors, one instance a round.
+"""The vote on the child of the tip: what Tendermint needs to know of this round, and what its words mean here.
 
-A leader proposes a manifest at its ballot; electors accept it once its state is on their disks; a majority of
-acceptances at one ballot is the certificate. When a leader is lost, the next one asks for promises and proposes what
-they bind it to. The record of one elector, and what it may do, stands in `votes`; who leads in `leadership`. What goes
-on without a quorum is in `degraded`."""
+`tendermint` votes on hashes. Here it is told which of them are on our disk, whether we may vote, what we would propose,
+and that a deadline is over; and what it says is persisted, told, and made a certificate. What goes on without a quorum
+is in `degraded`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from spes_p2p.consensus import votes
-from spes_p2p.consensus.actions import (
-    Persist,
-)
+from spes_p2p.consensus import vote_events as vote_on
+from spes_p2p.consensus.actions import Forget, Persist
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.electorate import NIL, Faults
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
-    MAJORITY,
-    Acceptance,
-    Ballots,
+    QUORUM,
     Certificate,
     Commit,
+    Content,
     DegradedVote,
-    Manifest,
-    Proposal,
+    Precommit,
     Seal,
     Signed,
+    Votes,
     manifest_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.rules import (
-    Outcome,
-    child_manifest,
-)
-from spes_p2p.consensus.state import (
-    Heard,
-    State,
-)
-from spes_p2p.consensus.votes import VoteRecord
-from spes_p2p.ids import PeerId
+from spes_p2p.consensus.rules import Outcome, child_manifest
+from spes_p2p.consensus.state import Heard, State
+from spes_p2p.consensus.tendermint import Tendermint
+from spes_p2p.consensus.vote_events import Step, Verdict
+from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
+from spes_p2p.failpoints import reached
+from spes_p2p.ids import Hash, PeerId
 
-Content = tuple[Manifest, tuple[bytes, ...]]
-"""A manifest and the tile hashes of each of its slices, joined."""
+NOBODY_AS_YET = -1
+"""The incarnation of a peer that waits for another one."""
 
 
 class Voting:
-    """Proposes, accepts, certifies; passes the lead on."""
+    """Votes, certifies; says when a leader has failed."""
 
     def __init__(
         self, state: State, contacts: Contacts, leadership: Leadership, members: Members, proposals: Proposals
@@ -63,145 +59,171 @@ class Voting:
         self._members = members
         self._proposals = proposals
 
-    def propose(self, now: float) -> bool:
-        """The leader proposes: what it is bound to, else what it has verified or built; one proposal a ballot, ever."""
+    # ---------------------------------------------------------------- the vote
+
+    def vote(self, now: float) -> bool:
+        """Tells the vote what is new of this round, until nothing is."""
+        fired = False
+        while (event := next(self._due(now), None)) is not None:
+            self._step(event, now)
+            fired = True
+        return fired
+
+    def hear(self, votes: Votes, now: float) -> bool:
+        """Takes in what another one tells; whether there was something new in it."""
+        heard = self._state.round.vote.heard
+        before, proposal = heard.copy(), heard.proposal_at(self._leadership.ballot())
+        self._step(vote_on.Heard(self._near(votes)), now)
+        if heard == before:
+            return False
+        if heard.polka != before.polka or heard.proposal_at(self._leadership.ballot()) != proposal:
+            self._state.note_progress(now)
+        return True
+
+    def _near(self, votes: Votes) -> Votes:
+        """Without words of ballots that turns do not lead to; a polka speaks for a quorum, whatever its ballot."""
+        near = self._leadership.is_near
+        return Votes(
+            votes.prevote if votes.prevote and near(votes.prevote.value.ballot) else None,
+            votes.precommit if votes.precommit and near(votes.precommit.value.ballot) else None,
+            votes.proposal if votes.proposal and near(votes.proposal.value.ballot) else None,
+            votes.polka,
+        )
+
+    def not_persisted(self, durable: VoteRecord, now: float) -> None:
+        """The record could not be written: back to what is on disk."""
+        self._take_contents(durable)
+        self._step(vote_on.NotPersisted(replace(durable, contents=())), now)
+
+    def resume(self, record: VoteRecord) -> None:
+        """A process begins with the record that is on disk for this parent."""
+        self._take_contents(record)
         current = self._state.round
-        if self._state.degraded_set:
-            return self._propose_degraded(now)
-        ballot = current.view
-        if ((), ballot) in current.proposals:
-            return False
-        content = self._content_to_propose(now)
-        if content is None:
-            return False
-        name = manifest_hash(content[0])
-        if not votes.can_propose(self._own.record, ballot, name):
-            return False
-        self.bind(votes.propose(self._own.record, ballot, name))
-        self._put_forward((), ballot, content, now)
-        return True
+        identity, heard = self._state.identity, current.vote.heard
+        bare = replace(record, contents=())
+        current.vote = Tendermint.begin(self._me, heard.electorate, heard.fingerprint, bare, identity.sealer).vote
 
-    def _propose_degraded(self, now: float) -> bool:
-        """Like an ordinary proposal; another one only where an acceptance comes to light that binds the set.
+    def _take_contents(self, record: VoteRecord) -> None:
+        for content in record.contents:
+            self._state.round.contents[manifest_hash(content.manifest)] = content
 
-        Attempts are numbered by status sequence, which grows over restarts too.
+    def _due(self, now: float) -> Iterator[vote_on.Event]:
+        """What the vote does not know yet."""
+        current, vote = self._state.round, self._state.round.vote
+        may_vote = self._leadership.can_vote() and not self._state.degraded_set and current.decided is None
+        if vote.is_allowed != may_vote:
+            yield vote_on.Allowed(may_vote)
+        for name in {*current.contents, *current.refused, *vote.verdicts}:
+            if vote.verdicts.get(name) != (verdict := self._verdict(name, now)):
+                yield vote_on.Judged(name, verdict)
+        if may_vote:
+            if self._leadership.leading() and ballot_of(vote.record.proposal) < vote.ballot:
+                content = self._content_to_propose(now)
+                if content is not None:
+                    self._proposals.take(content)
+                    yield vote_on.Built(manifest_hash(content.manifest))
+            for ballot, step in list(current.deadlines):
+                if self._is_over(ballot, step, now):
+                    del current.deadlines[ballot, step]
+                    yield vote_on.DeadlinePassed(ballot, step)
+
+    def _verdict(self, name: Hash, now: float) -> Verdict | None:
+        current = self._state.round
+        if name in current.refused:
+            return Verdict.REFUSED
+        if name not in current.verified:
+            return None
+        content = current.contents.get(name)
+        is_complete = content is None or self._is_complete(content, now)
+        return Verdict.FIT if is_complete else Verdict.INCOMPLETE
+
+    def _is_complete(self, content: Content, now: float) -> bool:
+        """Whether a manifest names every elector that lives and stays: with liars among us a leader may leave some out.
+
+        For so long as each has led twice: then any will do.
         """
-        heard, current = self._state.degraded_set, self._state.round
-        earlier = [ballot for said, ballot in current.proposals if said == heard]
-        bound, proposal = self._proposals.bound()
-        if earlier:
-            last = current.proposals[(heard, max(earlier))].value.manifest
-            if not bound or proposal is None or manifest_hash(proposal.manifest) == manifest_hash(last):
-                return False
-        content = self._content_to_propose(now)
-        if content is None:
-            return False
-        self._put_forward(heard, max([self._own.sequence, *(ballot + 1 for ballot in earlier)]), content, now)
-        return True
+        vote = self._state.round.vote
+        if self._rules.faults is not Faults.BYZANTINE or vote.ballot >= 2 * len(self._state.electors):
+            return True
+        named = {member.peer for member in content.manifest.members}
+        leaving = {peer for peer, contact in self._others.contacts.items() if contact.status.intent.leaving}
+        return set(self._members.live_electors(now)) - leaving - {self._me} <= named
 
-    def _put_forward(self, heard: Heard, ballot: int, content: Content, now: float) -> None:
-        best = self._proposals.highest_acceptance() if heard else Ballots()
-        accepted = best.accepted if best.accepted_manifest == manifest_hash(content[0]) else -1
-        proposal = Proposal(self._state.round.tip_hash, ballot, self._me, content[0], content[1], heard, accepted)
-        self._state.round.proposals[(heard, ballot)] = self._state.identity.sealer.seal(proposal)
-        self._own.has_news = True
-        self._state.note_progress(now)
+    def _is_over(self, ballot: int, step: Step, now: float) -> bool:
+        """Whether a deadline is over. Without a quorum in hearing nothing can be decided: ballots stay as they are."""
+        current, vote = self._state.round, self._state.round.vote
+        if ballot != vote.ballot:
+            return True
+        if step is Step.PROPOSE:
+            return vote.step is Step.PROPOSE and self._liveness.hears_quorum and self._leader_failed(now)
+        since = max(current.deadlines[ballot, step], current.progress_at)
+        return now - since > self._pace.deadline_seconds(ballot)
+
+    def _step(self, event: vote_on.Event, now: float) -> None:
+        current, vote = self._state.round, self._state.round.vote
+        ballot, before = vote.ballot, vote.record
+        for action in Tendermint(self._me, vote, self._state.identity.sealer).handle(event):
+            match action:
+                case vote_on.Persist(record):
+                    self.bind(record)
+                    self._state.note_progress(now)
+                case vote_on.Tell():
+                    self._own.has_news = True
+                case vote_on.StartDeadline(at, step):
+                    current.deadlines[at, step] = now
+                case vote_on.Accuse(evidence):
+                    self._state.notify("lies", "it has signed two different votes in one ballot", evidence.first.author)
+                case vote_on.RecordIsOld() if self._state.is_elector():  # else they are words of an earlier incarnation
+                    self.forget_record(self._own.incarnation)
+        vote.own_value = None  # it is proposed now, or not at all: another ballot has another manifest
+        if vote.ballot != ballot:
+            current.progress_at = now
+        for word in ("proposal", "prevote", "precommit"):
+            if getattr(vote.record, word) not in (None, getattr(before, word)):
+                reached(word, peer=self._me, round=self._state.tip.round + 1)
+
+    def bind(self, record: VoteRecord) -> None:
+        """What we are bound to goes to disk, with what is needed to stand by it."""
+        current = self._state.round
+        current.vote.record = current.vote.durable = record
+        contents = tuple(current.contents[name] for name in sorted(record.pinned) if name in current.contents)
+        self._state.out.append(Persist(replace(record, contents=contents)))
+
+    def forget_record(self, above: int) -> None:
+        """Votes are not given twice: from now on we are a newcomer."""
+        self._state.notify(
+            "votes", "this peer's disk is older than what it has said before: it comes back as a newcomer"
+        )
+        self._own.incarnation = NOBODY_AS_YET
+        self.resume(VoteRecord(self._state.tip_hash))
+        self.forget_degraded()
+        self._state.out.append(Forget(above))
+
+    def forget_degraded(self) -> None:
+        """Of what we have signed only what is on disk may count; what others decided comes again."""
+        current = self._state.round
+        current.own_degraded = current.decided = None
+        for votes in current.degraded_votes.values():
+            votes.pop(self._me, None)
+        for heard in [heard for heard, signed in current.degraded_proposals.items() if signed.author == self._me]:
+            del current.degraded_proposals[heard]
+
+    # ---------------------------------------------------------------- what is proposed, and decided
 
     def _content_to_propose(self, now: float) -> Content | None:
-        bound, proposal = self._proposals.bound()
-        if not bound:
-            proposal = self._proposals.verified_before()
-        if bound and self._may_be_freed(proposal, now):
-            return None
-        if bound or proposal is not None:
-            return (proposal.manifest, proposal.wire_hashes) if proposal else None
+        """What is here already, else what was built."""
+        polka = self._state.round.vote.record.valid
+        if polka is not None and polka.value in self._state.round.verified:
+            return self._proposals.named(polka.value)
+        return self._proposals.verified_before() or self.built(now)
+
+    def built(self, now: float) -> Content | None:
+        """A manifest for the state that was built here, with those who take part next."""
         if self._state.round.outcome is None:
             return None
         build, outcome = self._state.round.outcome
-        return self._make_manifest(outcome, now), build.hashes
-
-    def _may_be_freed(self, proposal: Proposal | None, now: float) -> bool:
-        """Whether promises that free us of what is not here may still come: two heartbeats are waited for them."""
-        current = self._state.round
-        if self._state.degraded_set or now - current.progress_at > 2 * self._pace.heartbeat_seconds:
-            return False
-        if proposal is not None and manifest_hash(proposal.manifest) in current.verified:
-            return False
-        living = sum(self._contacts.alive(peer, now) for peer in self._state.electors)
-        return len(self._leadership.promisers(current.view)) < living
-
-    def accept(self, now: float) -> bool:
-        """An elector accepts a proposal whose state it has on disk, unless it promised a later ballot."""
-        current = self._state.round
-        proposal = self._proposals.target()
-        if proposal is None or proposal.value.heard:
-            return False
-        name = manifest_hash(proposal.value.manifest)
-        if name not in current.verified or not votes.can_accept(self._own.record, proposal.value):
-            return False
-        ballot = proposal.value.ballot
-        if current.own_vote is not None and current.own_vote.value.ballot == ballot:
-            return False
-        self.bind(votes.accept(self._own.record, proposal))
-        current.view = max(current.view, ballot)
-        current.own_vote = self._state.identity.sealer.seal(
-            Acceptance(self._rules.fingerprint, current.tip_hash, ballot, name)
-        )
-        current.votes.setdefault((ballot, name), {})[self._me] = current.own_vote
-        self._own.has_news = True
-        self._state.note_progress(now)
-        return True
-
-    def certify(self, now: float) -> bool:
-        """A strict majority of acceptances with one ballot is the commit."""
-        current = self._state.round
-        for (ballot, name), seals in current.votes.items():
-            if self._contacts.is_majority(len(seals)) and not self._proposals.is_out_of_reach(name, now):
-                proposal = self._proposals.named(name)
-                if proposal is not None:
-                    manifest = proposal.value.manifest
-                    self.take_decision(self.commit_of(MAJORITY, ballot, (), manifest, list(seals.values())), now)
-                    return True
-        return False
-
-    def next_ballot(self, now: float) -> bool:
-        """The leader is lost or nothing moves: look to the next one; if that is us, ask for promises.
-
-        A leader that gives up says so by promising the next ballot. Without a majority in hearing nobody can be
-        elected, and ballots stay where they are.
-        """
-        current = self._state.round
-        if not self._leader_failed(now) or not self._liveness.hears_quorum:
-            return False
-        leaders = {self._leadership.leader_of((), current.view), self._leadership.leader_of((), current.view + 1)}
-        current.view += 1
-        current.progress_at = now
-        if self._me in leaders and votes.can_promise(self._own.record, current.view):
-            self.bind(votes.promise(self._own.record, current.view))
-        if self._leadership.leader_of((), current.view) == self._me and self._own.record.promised == current.view:
-            current.prepare = current.view
-            if current.outcome is None:
-                current.building = None
-        return True
-
-    def promise(self, now: float) -> bool:
-        """A later leader asks: promise, unless the present one is heard and bytes move."""
-        current = self._state.round
-        if not current.asked:
-            return False
-        for ballot, peer in self._leadership.asking():
-            if not votes.can_promise(self._own.record, ballot) or self._leadership.leader_of((), ballot) != peer:
-                continue
-            if current.view > self._own.record.promised or self._leader_failed(now):
-                self.bind(votes.promise(self._own.record, ballot))
-                current.view = max(current.view, ballot)
-                current.progress_at = now
-                return True
-        return False
-
-    def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:
         members, wishes = self._members.next_members(now, self._ahead(outcome))
-        return child_manifest(self._rules, self._state.tip, outcome, members, wishes)
+        return Content(child_manifest(self._rules, self._state.tip, outcome, members, wishes), build.hashes)
 
     def _ahead(self, outcome: Outcome) -> frozenset[PeerId]:
         """Who has trained columns that the round does not hand out: if it leaves, then with the next, which does."""
@@ -213,35 +235,51 @@ class Voting:
         }
         return frozenset(owners & {entry.peer for entry in outcome.roster})
 
+    def certify(self, now: float) -> bool:
+        """Precommits of a quorum for one value are the commit, as soon as we know what it stands for."""
+        decided = self._state.round.vote.decided
+        if decided is None or self._proposals.is_out_of_reach(decided.value, now):
+            return False
+        content = self._proposals.named(decided.value)
+        if content is None:
+            return False
+        self.take_decision(self.commit_of(QUORUM, decided.ballot, (), content, decided.precommits), now)
+        return True
+
     def commit_of(
         self,
         kind: str,
         ballot: int,
         heard: Heard,
-        manifest: Manifest,
-        seals: Sequence[Signed[Acceptance]] | Sequence[Signed[DegradedVote]],
+        content: Content,
+        seals: Sequence[Signed[Precommit]] | Sequence[Signed[DegradedVote]],
     ) -> Commit:
-        """Only as many seals as needed: one more than half, or all of a degraded set; in a fixed order."""
+        """The seals in a fixed order."""
         chosen = sorted(seals, key=lambda signed: signed.author)
-        if kind == MAJORITY:
-            chosen = chosen[: len(self._state.electors) // 2 + 1]
         certificate = Certificate(
             self._state.round.tip_hash,
             kind,
             ballot,
-            manifest_hash(manifest),
+            manifest_hash(content.manifest),
             heard,
             tuple(Seal(signed.author, signed.public_key, signed.signature) for signed in chosen),
         )
-        return Commit(certificate, manifest)
+        return Commit(certificate, content.manifest)
+
+    def take_decision(self, commit: Commit, now: float) -> None:
+        self._state.round.decided, self._state.round.reachable_at = commit, now
+        self._state.round.failed.clear()
+        self._state.note_progress(now)
+
+    # ---------------------------------------------------------------- the leader
 
     def _leader_failed(self, now: float) -> bool:
-        """The leader of our view is lost or has given up, or the round should move and does not."""
-        current = self._state.round
-        if self._is_out(self._leadership.leader_of((), current.view), now):
+        """The leader of our ballot is lost or has given up, or the round should move and does not."""
+        current, ballot = self._state.round, self._state.round.vote.ballot
+        if self._is_out(self._leadership.leader_of((), ballot), now):
             return True
-        deadline = self._pace.deadline_seconds(current.view)
-        if current.close_asked or not self._leadership.has_leader():
+        deadline = self._pace.deadline_seconds(ballot)
+        if current.close_asked:
             return now - current.progress_at > deadline
         if current.ready_at is None:
             return False
@@ -249,29 +287,19 @@ class Voting:
         return now - max(current.ready_at + patience, current.progress_at) > deadline
 
     def _is_out(self, leader: PeerId, now: float) -> bool:
-        """Whether the leader of our view can not lead: silent, given up, left behind, or without its own proposal."""
-        current = self._state.round
+        """Whether the leader of our ballot can not lead: silent, given up, left behind, or without its own proposal."""
+        current, vote = self._state.round, self._state.round.vote
+        proposal = vote.heard.proposal_at(vote.ballot)
         if leader == self._me:
-            proposed = any(ballot == current.view for ballot, _ in self._own.record.proposed)
             waited = now - current.started_at > 2 * self._pace.heartbeat_seconds
-            return proposed and waited and ((), current.view) not in current.proposals
+            return proposal is not None and waited and self._proposals.named(proposal.value.value) is None
+        prevote = vote.heard.prevotes.get(leader)
+        if prevote is not None and (prevote.value.ballot, prevote.value.value) == (vote.ballot, NIL):
+            return True
         if self._contacts.is_silent(leader, now):
             return True
         contact = self._others.contacts.get(leader)
-        if contact is None:
+        if contact is None or contact.status.head == current.tip_hash:
             return False
-        status = contact.status
-        if status.head == current.tip_hash:
-            return status.ballots.promised > current.view
-        return status.round <= current.tip.round and now - current.started_at > self._pace.deadline_seconds(
-            current.view
-        )
-
-    def bind(self, record: VoteRecord) -> None:
-        self._own.record = record
-        self._state.out.append(Persist(record))
-
-    def take_decision(self, commit: Commit, now: float) -> None:
-        self._state.round.decided, self._state.round.reachable_at = commit, now
-        self._state.round.failed.clear()
-        self._state.note_progress(now)
+        is_behind = contact.status.round <= current.tip.round
+        return is_behind and now - current.started_at > self._pace.deadline_seconds(vote.ballot)

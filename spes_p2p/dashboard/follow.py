@@ -112,7 +112,7 @@ class Follower:
         history.put("chain", now)
         if commit.certificate.kind == DEGRADED:
             kind = commit.certificate.label
-            history.add_event(at, kind, "", f"round {manifest.round} was committed without a majority ({kind})")
+            history.add_event(at, kind, "", f"round {manifest.round} was committed without a quorum ({kind})")
         if before is None:
             return
         for peer in sorted(set(now["members"]) - set(before["members"])):

@@ -132,7 +132,7 @@ class _Fold:
             members=event.roster_size, alpha=event.merge_alpha, stale=len(event.stale_columns),
         )  # fmt: skip
         if event.commit == "degraded":
-            self._note(time, "degraded", f"round {event.round} was committed without a majority")
+            self._note(time, "degraded", f"round {event.round} was committed without a quorum")
         head = {
             "round": event.round, "step": event.step, "tokens": before + event.tokens, "certificate": "",
             "degraded": event.commit == "degraded", "checked": False, "seals": 0, "electors": 0,

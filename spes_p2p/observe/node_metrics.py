@@ -33,7 +33,7 @@ class NodeState:
     step: int | None = _number("Global step after that round.")
     tokens: int | None = _number("Tokens that all rounds have counted.")
     round_timestamp_seconds: float | None = _number("When that certificate came, seconds since 1970.")
-    degraded: bool | None = _number("1 where that certificate is without a majority.")
+    degraded: bool | None = _number("1 where that certificate is without a quorum.")
     members: int | None = _number("Members that it names.")
     columns_without_owner: int | None = _number("Expert columns that nobody trains.")
     peers_seen: int | None = _number("Peers whose records are in the DHT, members or not.")

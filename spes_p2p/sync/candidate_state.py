@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from spes_p2p.consensus.messages import Merge, Proposal, Slice
+from spes_p2p.consensus.messages import Content, Merge, Slice
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes
@@ -131,10 +131,10 @@ class CandidateState:
             merge_columns(self._layout, staging, merge.neighbours, merge.alpha, staging.write_state)
         return self._layout.root_of(staging.finish())
 
-    def check(self, proposal: Proposal) -> None:
-        """Raises RemoteProtocolError where the parts of a proposal do not fit each other or the grid."""
-        manifest = proposal.manifest
-        wire_tiles(manifest.slices, proposal.wire_hashes)
+    def check(self, content: Content) -> None:
+        """Raises RemoteProtocolError where its parts do not fit each other or the grid."""
+        manifest = content.manifest
+        wire_tiles(manifest.slices, content.wire_hashes)
         if manifest.merge is not None:
             try:
                 check_neighbours(self._layout, manifest.merge.neighbours)

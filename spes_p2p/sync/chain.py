@@ -17,7 +17,7 @@ from pathlib import Path
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
 from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.consensus.rules import RunRules, check_child
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
@@ -254,7 +254,7 @@ def check_links(
             check_genesis(commit, info, check)
         else:
             check_child(rules, before.manifest, commit.manifest)
-            check_certificate(before.manifest, commit.manifest, commit.certificate, check, info.organiser)
+            check_certificate(before.manifest, commit.manifest, commit.certificate, check, info.organiser, rules.faults)
         before = commit
 
 

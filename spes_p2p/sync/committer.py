@@ -198,12 +198,12 @@ class Committer(Generic[S]):
 
     async def _switch(self, commit: Commit, fork: ForkPoint, state: S, holder: PeerId) -> None:
         """We go over to another history: the rounds that ours had since the two parted are lost."""
-        self._votes.leave(self._core.state.own.record)
+        self._votes.leave(self._core.state.record)
         await self._history.switch(fork, state)
         lost = tokens_lost(fork.common, fork.ours)
         text = f"{len(fork.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
         self._notice(do.Notice("fork", f"{text} (they parted after round {fork.common.round})", holder))
-        self._votes.leave(self._core.state.own.record)  # again: it may have voted meanwhile; from here nothing may
+        self._votes.leave(self._core.state.record)  # again: it may have voted meanwhile; from here nothing may
         self._votes.arrive(manifest_hash(commit.manifest))
         await self._enter(on.HistorySwitched(commit, self._votes.incarnation), None, fork)
 

@@ -16,7 +16,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.events import placed
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Envelope, Manifest, manifest_hash
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
@@ -178,9 +178,10 @@ class Dispatcher:
         return any(manifest.state_root == root for manifest in self._binding())
 
     def _binding(self) -> list[Manifest]:
-        record, decided = self.core.state.own.record, self.core.state.round.decided
-        manifests = [signed.value.manifest for signed in (record.accepted, record.degraded) if signed is not None]
-        return manifests + ([decided.manifest] if decided is not None else [])
+        current = self.core.state.round
+        pinned = sorted(self.core.state.record.pinned)
+        manifests = [current.contents[name].manifest for name in pinned if name in current.contents]
+        return manifests + ([current.decided.manifest] if current.decided is not None else [])
 
     def _recover(self) -> None:
         self._effects.recover()

@@ -15,12 +15,12 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.messages import (
     DEGRADED,
     WIRE_VERSION,
-    Acceptance,
     Certificate,
     Commit,
     DegradedVote,
     Envelope,
     Manifest,
+    Precommit,
     Seal,
     Sealer,
     manifest_hash,
@@ -91,7 +91,7 @@ def check_same_run(envelope: Envelope, info: RunInfo) -> None:
 def sign_genesis(manifest: Manifest, organiser: PeerId, sealer: Sealer) -> Commit:
     """Genesis with its certificate: one seal, the organiser's."""
     name = manifest_hash(manifest)
-    signed = sealer.seal(Acceptance(manifest.fingerprint, NO_HASH, 0, name))
+    signed = sealer.seal(Precommit(manifest.fingerprint, NO_HASH, 0, name))
     seal = Seal(organiser, signed.public_key, signed.signature)
     return Commit(Certificate(NO_HASH, GENESIS, 0, name, (), (seal,)), manifest)
 
@@ -112,6 +112,6 @@ def check_genesis(commit: Commit, info: RunInfo, check: CheckSignature) -> None:
     if certificate.manifest != manifest_hash(manifest) or len(certificate.seals) != 1:
         raise RemoteProtocolError("the genesis certificate names another manifest")
     seal = certificate.seals[0]
-    statement = signing_bytes(Acceptance(manifest.fingerprint, NO_HASH, 0, certificate.manifest))
+    statement = signing_bytes(Precommit(manifest.fingerprint, NO_HASH, 0, certificate.manifest))
     if seal.peer != info.organiser or not check(seal.peer, seal.public_key, statement, seal.signature):
         raise RemoteProtocolError(f"genesis is not signed by the organiser {info.organiser}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.messages import Ballots, Commit, Envelope, Intent, Status, Work, manifest_hash
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.exchange.transfers import Transfers, fetch_run
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
@@ -319,5 +319,5 @@ def _stands_by(record: VoteRecord, store: StateStore, chain: Chain, tip: Commit)
         return True
     if record.parent != manifest_hash(tip.manifest):
         return chain.knows(record.parent, tip.manifest.round)
-    signed = [proposal.value.manifest for proposal in (record.accepted, record.degraded) if proposal is not None]
-    return all(whole_state(store, manifest.round, manifest.state_root) is not None for manifest in signed)
+    manifests = [content.manifest for content in record.contents]
+    return all(whole_state(store, manifest.round, manifest.state_root) is not None for manifest in manifests)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import NO_HASH, PeerId
@@ -124,6 +125,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         expert_rounds=sync.column_rounds,
         fragments=sync.fragments,
         outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
+        faults=Faults(config.swarm.faults),
         organiser=info.organiser,
         final_rounds=config.swarm.final_rounds,
     )

@@ -16,7 +16,20 @@ from typing import Any
 
 import msgpack
 
-from spes_p2p.consensus import actions, liveness, membership, messages, rules, state, timing, votes
+from spes_p2p.consensus import (
+    actions,
+    electorate,
+    heard_votes,
+    liveness,
+    membership,
+    messages,
+    rules,
+    state,
+    timing,
+    vote,
+    vote_events,
+    vote_record,
+)
 from spes_p2p.data import leases
 from spes_p2p.errors import RemoteProtocolError, StateError
 from spes_p2p.wire import pack, unpack
@@ -34,7 +47,21 @@ def _classes(*modules: ModuleType) -> dict[str, type]:
     return {kind.__name__: kind for kind in (*named, timing.Pace, timing.Window) if isinstance(kind, type)}
 
 
-_CLASSES = _classes(messages, votes, actions, rules, state, liveness, membership, leases)
+_CLASSES = _classes(
+    vote_events,
+    messages,
+    electorate,
+    heard_votes,
+    vote,
+    vote_record,
+    actions,
+    rules,
+    state,
+    liveness,
+    membership,
+    leases,
+)
+_ENUMS = {kind.__name__: kind for kind in (electorate.Faults, vote_events.Step, vote_events.Verdict)}
 _MESSAGES = {name: _CLASSES[name] for name in _classes(messages) if name not in ("Signed", "Pace", "Window")}
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"
@@ -68,6 +95,8 @@ def _plain(value: Any) -> Any:
         return value
     if kind in _MESSAGE_KINDS:
         return [_ON_THE_WIRE, kind.__name__, pack(value)]
+    if kind in _ENUMS.values():
+        return ["e", kind.__name__, value.value]
     if mark := _MARKS.get(kind):
         items = [item if type(item) in _SCALARS else _plain(item) for item in value]
         return [mark, *(sorted(items, key=repr) if kind in (set, frozenset) else items)]
@@ -113,6 +142,8 @@ def _value(plain: Any) -> Any:
     mark, *items = plain
     if mark == _ON_THE_WIRE:
         return unpack(_MESSAGES[items[0]], items[1])
+    if mark == "e":
+        return _ENUMS[items[0]](items[1])
     if mark in _SEQUENCES:
         return _SEQUENCES[mark](_value(item) for item in items)
     if mark in ("d", "c"):

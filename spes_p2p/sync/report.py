@@ -77,7 +77,7 @@ class ColumnLine:
 
 @dataclass(frozen=True)
 class RunReport:
-    """`certificate` is the kind of the newest one (majority, degraded, organiser, genesis), empty before genesis.
+    """`certificate` is the kind of the newest one (quorum, degraded, organiser, genesis), empty before genesis.
 
     `checked` says whether its seals were checked against the electors of its parent; `electors` are the seals that it
     has, and all that may vote on the next round. `head_age_seconds`: since when it is known, None where nobody says.

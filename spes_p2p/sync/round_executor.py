@@ -17,7 +17,7 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.membership import LINK_PUBLIC
-from spes_p2p.consensus.messages import Contribution, Merge, Plan, Proposal, Report, Slice, manifest_hash, plan_hash
+from spes_p2p.consensus.messages import Content, Contribution, Merge, Plan, Report, Slice, manifest_hash, plan_hash
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.transfers import WrongSize
@@ -80,10 +80,10 @@ class RoundWork(Protocol):
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         """The root of the new state, and its merge. Raises NetworkError, TileDamaged."""
 
-    def check(self, proposal: Proposal) -> None:
-        """Raises RemoteProtocolError where the parts of a proposal do not fit each other or the grid."""
+    def check(self, content: Content) -> None:
+        """Raises RemoteProtocolError where its parts do not fit each other or the grid."""
 
-    async def verify(self, proposal: Proposal, holders: Sequence[PeerId]) -> None:
+    async def verify(self, content: Content, holders: Sequence[PeerId]) -> None:
         """Brings a proposed state to this disk. Raises NetworkError, RemoteProtocolError, TileDamaged."""
 
 
@@ -259,29 +259,27 @@ class RoundExecutor:
         return self._core.tip_hash == head and self._core.wants_built(action)
 
     async def verify(self, action: do.Verify) -> None:
-        """Brings the state that a proposal names to our disk."""
-        proposal = action.proposal.value
-        name = manifest_hash(proposal.manifest)
+        """Brings the state that a proposed manifest names to our disk."""
+        name = manifest_hash(action.content.manifest)
         try:
             async with self._lock:
                 if not self._core.wants_verified(name):
                     return
-                await self._make(proposal)
+                await self._make(action.content)
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:
             if self._core.wants_verified(name):
-                self._notice(do.Notice("refused", f"could not make the proposed state: {error}", proposal.leader))
+                self._notice(do.Notice("refused", f"could not make the proposed state: {error}"))
                 self._tell(on.VerifyFailed())
             return
         if self._core.wants_verified(name):
             self._tell(on.StateVerified(name))
 
-    async def _make(self, proposal: Proposal) -> None:
-        if self._work.is_finished(proposal.manifest.state_root):
+    async def _make(self, content: Content) -> None:
+        if self._work.is_finished(content.manifest.state_root):
             return
-        self._work.check(proposal)
-        holders = [proposal.leader, *(peer for peer in self._others() if peer != proposal.leader)]
+        self._work.check(content)
         self._open()
-        await self._work.verify(proposal, [peer for peer in holders if peer != self._core.me])
+        await self._work.verify(content, self._others())
 
     # ---- the candidate state ----
 

@@ -15,7 +15,14 @@ from spes_p2p.swarm.ports import Signer, Verifier
 from spes_p2p.wire import unpack
 
 T = TypeVar("T")
-MAX_PARTS = {"statuses": 2048, "reports": 2**16, "proposals": 256, "votes": 64, "degraded_votes": 64}
+MAX_PARTS = {
+    "statuses": 2048,
+    "reports": 2**16,
+    "votes": 1024,
+    "contents": 16,
+    "degraded_proposals": 64,
+    "degraded_votes": 64,
+}
 """What one envelope may hold of each kind: many times what an honest peer says at once."""
 MAX_KEY_BYTES = 4096
 MAX_SIGNATURE_BYTES = 2048
@@ -83,6 +90,10 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
     if envelope.plan is not None:
         yield envelope.plan
     yield from envelope.reports
-    yield from envelope.proposals
-    yield from envelope.votes
+    yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
+    for votes in envelope.votes:
+        yield from (signed for signed in (votes.prevote, votes.precommit, votes.proposal) if signed is not None)
+        earlier = votes.proposal.value.polka if votes.proposal is not None else None
+        for polka in (votes.polka, earlier):
+            yield from polka.prevotes if polka is not None else ()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus.messages import Contribution, Manifest, Merge, Plan, Proposal, Slice
+from spes_p2p.consensus.messages import Content, Contribution, Manifest, Merge, Plan, Slice
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ValuesRequest
@@ -146,12 +146,12 @@ class TensorWork:
         await self._gather(action.slices, action.hashes, holders)
         return await self._tasks.in_thread(lambda: self._candidate.build(action.alpha))
 
-    def check(self, proposal: Proposal) -> None:
-        self._candidate.check(proposal)
+    def check(self, content: Content) -> None:
+        self._candidate.check(content)
 
-    async def verify(self, proposal: Proposal, holders: Sequence[PeerId]) -> None:
-        manifest = proposal.manifest
-        await self._gather(manifest.slices, proposal.wire_hashes, holders)
+    async def verify(self, content: Content, holders: Sequence[PeerId]) -> None:
+        manifest = content.manifest
+        await self._gather(manifest.slices, content.wire_hashes, holders)
         root = await self._tasks.in_thread(lambda: self._candidate.compute(manifest.merge))
         if root != manifest.state_root:
             root = await self._repair(manifest, holders)

@@ -44,10 +44,10 @@ MUTE = "mute"
 """For `seconds` it speaks to nobody but the leader of its round (real processes only)."""
 ACTIONS = (KILL, FREEZE, SLOW, FAIL, FULL, JUMP, MUTE)
 
-LEADER_STEPS = ("close", "plan", "build", "propose")
+LEADER_STEPS = ("close", "plan", "build", "proposal")
 MEMBER_STEPS = (
     "stop_training", failpoints.READY, "reduce", failpoints.COLLECTED, failpoints.STAGE, failpoints.STAGED,
-    "fetch", "verify", "accept", failpoints.PERSIST, failpoints.PERSISTED,
+    "fetch", "verify", "prevote", failpoints.PERSIST, failpoints.PERSISTED,
     "certify", "adopt", failpoints.APPENDED, failpoints.PUBLISHED, failpoints.APPLIED,
     failpoints.SERVE + "values", failpoints.STREAM + " values", failpoints.SERVE + "tiles",
     failpoints.STREAM + " tiles",

@@ -56,7 +56,7 @@ class Mute:
         if time.monotonic() >= self._until:
             return True
         order = core.state.round.order
-        self._leader = self._leader or order[core.state.round.view % len(order)]
+        self._leader = self._leader or order[core.state.round.vote.ballot % len(order)]
         return self._leader in (peer, core.me)
 
 

@@ -10,10 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Certificate, Commit, Envelope, Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Certificate,
+    Commit,
+    Envelope,
+    Manifest,
+    Precommit,
+    Prevote,
+    Proposal,
+    Signed,
+    manifest_hash,
+)
 from spes_p2p.consensus.rules import RunRules, check_child, idle_members, lost_columns, neglected_columns
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.data.leases import Range, Ranges, joined
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
@@ -27,6 +40,8 @@ from spes_p2p.testing.sim_state import (
     split,
     trained_positions,
 )
+
+AnyWord = Signed[Prevote] | Signed[Precommit] | Signed[Proposal]
 
 
 class Violation(AssertionError):
@@ -53,12 +68,32 @@ class Guard:
 
 @dataclass
 class VoteHistory:
-    """All that one elector ever made durable for the child of one manifest."""
+    """All that one elector made durable for the child of one manifest: its words in each ballot, and its lock."""
 
-    promised: int = 0
-    accepted: dict[int, Hash] = field(default_factory=dict)
-    proposed: dict[int, Hash] = field(default_factory=dict)
+    prevotes: dict[int, Hash] = field(default_factory=dict)
+    precommits: dict[int, Hash] = field(default_factory=dict)
+    proposals: dict[int, Hash] = field(default_factory=dict)
+    locked: tuple[int, Hash] = (-1, NIL)
     degraded: set[tuple[tuple[PeerId, ...], Hash]] = field(default_factory=set)
+
+    def has_said(self, signed: AnyWord) -> bool:
+        """Whether this very word was written down."""
+        match signed.value:
+            case Prevote():
+                said = self.prevotes
+            case Precommit():
+                said = self.precommits
+            case Proposal():
+                said = self.proposals
+        return said.get(signed.value.ballot) == signed.value.value
+
+    def words_of(self, record: VoteRecord) -> tuple[tuple[dict[int, Hash], AnyWord | None], ...]:
+        """What is kept of each kind of word, and the newest one."""
+        return (
+            (self.prevotes, record.prevote),
+            (self.precommits, record.precommit),
+            (self.proposals, record.proposal),
+        )
 
 
 @dataclass
@@ -69,6 +104,15 @@ class Known:
     state: State
     used: Ranges
     certificates: list[Certificate] = field(default_factory=list)
+
+
+def _note(who: str, said: dict[int, Hash], signed: AnyWord | None) -> None:
+    """One word a ballot, ever, and none that is taken back."""
+    newest = ballot_of(signed)
+    if newest < max(said, default=-1):
+        raise Violation("votes", f"{who} forgot what it said in ballot {max(said)}")
+    if signed is not None and said.setdefault(newest, signed.value.value) != signed.value.value:
+        raise Violation("votes", f"{who} said two things in ballot {newest}")
 
 
 class Judge:
@@ -99,15 +143,18 @@ class Judge:
         """A voting record became durable; `guard` is what its voter truly heard."""
         history = self._histories.setdefault((peer, disk.incarnation, record.parent), VoteHistory())
         who = f"{peer} for the child of {short(record.parent)}"
-        if record.promised < history.promised:
-            raise Violation("promise", f"{who} promised {history.promised} and holds only to {record.promised}")
-        self._saw_acceptance(who, record, history, disk)
-        history.promised = record.promised
-        for ballot, name in record.proposed:
-            if history.proposed.setdefault(ballot, name) != name:
-                raise Violation("proposal", f"{who} proposed twice at ballot {ballot}")
+        if ballot_of(record.prevote) not in history.prevotes:
+            self._check_staged(who, record, disk)
+        for said, signed in history.words_of(record):
+            _note(who, said, signed)
+        if record.locked_ballot < history.locked[0]:
+            raise Violation("lock", f"{who} goes back to an earlier lock than that of ballot {history.locked[0]}")
+        history.locked = record.locked_ballot, record.locked_value
+        precommit = record.precommit
+        if precommit is not None and precommit.value.value != NIL and record.locked_ballot < precommit.value.ballot:
+            raise Violation("lock", f"{who} precommits in ballot {precommit.value.ballot} and is not locked there")
         if record.degraded is not None:
-            vote = (record.degraded.value.heard, manifest_hash(record.degraded.value.manifest))
+            vote = (record.degraded.value.heard, record.degraded.value.value)
             if vote not in history.degraded:
                 history.degraded.add(vote)
                 heard = guard()
@@ -116,53 +163,54 @@ class Judge:
                 if not set(vote[0]) <= heard.live | {peer}:
                     absent = sorted(set(vote[0]) - heard.live - {peer})
                     raise Violation("absent", f"{who} signs with {absent}, whom it does not hear")
-                best = max(history.accepted, default=-1)
-                if best > record.degraded.value.accepted and history.accepted[best] != vote[1]:
-                    raise Violation("acceptance", f"{who} forgot in a degraded vote what it accepted at ballot {best}")
+                ballot, value = history.locked
+                if ballot > record.degraded.value.ballot and value != vote[1]:
+                    raise Violation("lock", f"{who} forgot in a degraded vote what it locked in ballot {ballot}")
 
-    def _saw_acceptance(self, who: str, record: VoteRecord, history: VoteHistory, disk: Disk) -> None:
-        if record.accepted_ballot < max(history.accepted, default=-1):
-            raise Violation("acceptance", f"{who} forgot that it accepted at ballot {max(history.accepted)}")
-        if record.accepted is None:
+    @staticmethod
+    def _check_staged(who: str, record: VoteRecord, disk: Disk) -> None:
+        """What is voted for is on disk."""
+        vote = record.prevote
+        if vote is None or vote.value.value == NIL:
             return
-        if record.accepted.value.heard:
-            raise Violation("acceptance", f"{who} takes a degraded vote for an acceptance")
-        ballot, name = record.accepted_ballot, record.accepted_hash
-        if ballot in history.accepted:
-            if history.accepted[ballot] != name:
-                raise Violation("acceptance", f"{who} accepted twice at ballot {ballot}")
-            return
-        if ballot < history.promised:
-            raise Violation("acceptance", f"{who} accepted at {ballot} after it promised {history.promised}")
-        if record.accepted.value.manifest.state_root not in disk.finished:
-            raise Violation("staging", f"{who} accepted at ballot {ballot} what is not on its disk")
-        history.accepted[ballot] = name
+        roots = {manifest_hash(content.manifest): content.manifest.state_root for content in record.contents}
+        if roots.get(vote.value.value) not in disk.finished:
+            raise Violation("staging", f"{who} prevotes in ballot {vote.value.ballot} what is not on its disk")
 
     def saw_message(self, peer: PeerId, envelope: Envelope, disk: Disk) -> None:
         """A message is about to leave `peer`: nothing in it may go beyond what is durable."""
-        for signed in envelope.votes:
-            vote = signed.value
-            history = self._histories.get((peer, disk.incarnation, vote.parent))
-            if signed.author == peer and (history is None or history.accepted.get(vote.ballot) != vote.manifest):
-                raise Violation("durability", f"{peer} sends a vote at ballot {vote.ballot} that is not on its disk")
+        for votes in envelope.votes:
+            for signed in (votes.prevote, votes.precommit, votes.proposal):
+                if signed is not None and signed.author == peer and not self._is_durable(peer, signed):
+                    raise Violation(
+                        "durability", f"{peer} says in ballot {signed.value.ballot} what is not on its disk"
+                    )
         for status in envelope.statuses[:1]:
             ballots, record = status.value.ballots, disk.record
             durable = record if record is not None and record.parent == status.value.head else None
-            promised, accepted = (durable.promised, durable.accepted_ballot) if durable else (0, -1)
-            if ballots.promised > promised or ballots.accepted > accepted:
+            prevoted, precommitted = (ballot_of(durable.prevote), ballot_of(durable.precommit)) if durable else (-1, -1)
+            if ballots.prevoted > prevoted or ballots.precommitted > precommitted:
                 raise Violation("durability", f"{peer} tells of votes that are not on its disk")
-            if durable and ballots.promised == promised and ballots.accepted != accepted:
-                raise Violation("report", f"{peer} promised {promised} without saying that it accepted at {accepted}")
 
-    def saw_proposals(self, peer: PeerId, envelope: Envelope, disk: Disk) -> None:
+    def _is_durable(self, peer: PeerId, signed: AnyWord) -> bool:
+        """Whether some incarnation of it has written this down: what one has said another one may pass on."""
+        lives = [
+            kept for (who, _, parent), kept in self._histories.items() if (who, parent) == (peer, signed.value.parent)
+        ]
+        return any(kept.has_said(signed) for kept in lives)
+
+    def saw_contents(self, peer: PeerId, envelope: Envelope, disk: Disk) -> None:
         """Who proposes what nobody has proposed before has made it."""
-        for signed in envelope.proposals:
-            manifest, hashes = signed.value.manifest, signed.value.wire_hashes
-            whole = all(disk.has(piece, tiles) for piece, tiles in zip(manifest.slices, hashes, strict=True))
-            is_new = signed.author == peer and manifest_hash(manifest) not in self._proposed
+        proposed = {v.proposal.value.value for v in envelope.votes if v.proposal and v.proposal.author == peer}
+        proposed |= {signed.value.value for signed in envelope.degraded_proposals if signed.author == peer}
+        for content in envelope.contents:
+            manifest, name = content.manifest, manifest_hash(content.manifest)
+            pairs = zip(manifest.slices, content.wire_hashes, strict=True)
+            whole = all(disk.has(piece, tiles) for piece, tiles in pairs)
+            is_new = name in proposed and name not in self._proposed
             if is_new and not whole and manifest.state_root not in disk.finished:
                 raise Violation("staging", f"{peer} proposes a state that it has not on its disk")
-            self._proposed.add(manifest_hash(manifest))
+            self._proposed.add(name)
 
     # ---------------------------------------------------------------- commits
 
@@ -207,11 +255,11 @@ class Judge:
             raise Violation("overruled", f"{peer} takes a {what}, and heard a live quorum {guard.seconds:.1f} s ago")
 
     def saw_switch(self, peer: PeerId, left: Sequence[Commit], taken: Sequence[Commit]) -> None:
-        """A peer goes over to another history: never from a majority's child, nor from long work."""
+        """A peer goes over to another history: never from a quorum's child, nor from long work."""
         if taken[0].certificate.manifest in self.chosen:
             return
-        if (left[0].certificate.kind, taken[0].certificate.kind) == (MAJORITY, DEGRADED):
-            raise Violation("fork", f"{peer} leaves what a majority has committed for a degraded history")
+        if (left[0].certificate.kind, taken[0].certificate.kind) == (QUORUM, DEGRADED):
+            raise Violation("fork", f"{peer} leaves what a quorum has committed for a degraded history")
         if len(left) > self.rules.final_rounds and left[-1].manifest.tokens > taken[-1].manifest.tokens:
             raise Violation("final", f"{peer} leaves {len(left)} rounds for a history with less work")
 

@@ -117,7 +117,7 @@ def _leader(world: World, chance: random.Random) -> SimPeer | None:
     """The leader of the present ballot, where somebody knows one."""
     for peer in world.up():
         if peer.core is not None and peer.core.state.round.order:
-            order, view = peer.core.state.round.order, peer.core.state.round.view
+            order, view = peer.core.state.round.order, peer.core.state.round.vote.ballot
             leader = world.peers[order[view % len(order)]]
             if leader.core is not None and not leader.is_gone_for_good:
                 return leader

@@ -220,9 +220,7 @@ class World:
         pace = max((core.state.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
         groups = Counter(self.network.groups.get(p.name, 0) for p in able)
         connected = 2 * max(groups.values(), default=0) > len(chosen)
-        view = max(
-            (max(c.state.round.view, c.state.own.record.promised) for c in cores if c.tip_hash == head), default=0
-        )
+        view = max((c.state.round.vote.ballot for c in cores if c.tip_hash == head), default=0)
         training = max(p.round_seconds for p in running)
         wait = 0.0 if connected else pace.degraded_wait_seconds()
         if self._state_is_lost():

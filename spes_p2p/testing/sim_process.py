@@ -11,7 +11,7 @@ from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Manifest, Slice, manifest_hash
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.testing.judge import Guard
 from spes_p2p.testing.sim_state import Disk, FakeSealer, Trained, check_fake
@@ -121,17 +121,17 @@ class SimProcess:
     def wrote(self, before: VoteRecord, record: VoteRecord) -> None:
         """Springs the traps that wait for a vote."""
         peer = self._peer
-        if peer.at_next_proposal is not None and len(record.proposed) > len(before.proposed):
+        if peer.at_next_proposal is not None and ballot_of(record.proposal) > ballot_of(before.proposal):
             trap, peer.at_next_proposal = peer.at_next_proposal, None
             self._world.after(0.001, trap)
-        if peer.at_next_vote is not None and record.accepted is not None:
+        if peer.at_next_vote is not None and record.locked_ballot >= 0:
             trap, peer.at_next_vote = peer.at_next_vote, None
             trap()
 
     def send(self, action: do.Send) -> None:
         envelope = action.envelope
         self.judge.saw_message(self._name, envelope, self._disk)
-        self.judge.saw_proposals(self._name, envelope, self._disk)
+        self.judge.saw_contents(self._name, envelope, self._disk)
         if envelope.commit is not None:
             self.judge.saw_commit(envelope.commit)
         self._world.network.send(self._name, action.to, envelope)
@@ -191,14 +191,17 @@ def tell_story(tell: Callable[[str], None], name: PeerId, action: do.Action) -> 
     """What a peer is about to do, for who reads along."""
     match action:
         case do.Send(to, envelope):
-            parts = ("plan", "reports", "proposals", "votes", "degraded_votes", "commit")
+            parts = ("plan", "reports", "votes", "contents", "degraded_proposals", "degraded_votes", "commit")
             if said := [part for part in parts if getattr(envelope, part)]:
                 tell(f"{name} to {to}: {', '.join(said)}")
         case do.Persist(record):
-            proposed = [ballot for ballot, _ in record.proposed]
             degraded = f", degraded with {record.degraded.value.heard}" if record.degraded else ""
-            accepted = f"accepted {record.accepted_ballot} {short(record.accepted_hash)}"
-            tell(f"{name} persists: promised {record.promised}, {accepted}, proposed {proposed}{degraded}")
+            words = ", ".join(
+                f"{kind} {signed.value.ballot} {short(signed.value.value)}"
+                for kind in ("proposal", "prevote", "precommit")
+                if (signed := getattr(record, kind)) is not None
+            )
+            tell(f"{name} persists: {words}{degraded}")
         case do.Fetch(piece, hashes, holders):
             tell(f"{name}: Fetch {piece.key} {short(sha256(hashes))} of {holders}")
         case do.Adopt(commit):

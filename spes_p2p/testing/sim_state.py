@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from spes_p2p.consensus.messages import (
-    Acceptance,
     Commit,
     DegradedVote,
     Manifest,
     Merge,
     Plan,
+    Precommit,
     Signed,
     Slice,
     Work,
@@ -24,7 +24,7 @@ from spes_p2p.consensus.messages import (
     signing_bytes,
 )
 from spes_p2p.consensus.rules import RunRules
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.data.leases import Range, take
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
@@ -214,7 +214,7 @@ class FakeSealer:
 
     def seal(self, value: T) -> Signed[T]:
         signature = b""
-        if isinstance(value, Acceptance | DegradedVote):
+        if isinstance(value, Precommit | DegradedVote):
             signature = sha256(self._peer.encode(), signing_bytes(value))
         return Signed(value, self._peer, b"", signature)
 

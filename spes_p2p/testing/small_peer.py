@@ -13,10 +13,10 @@ from typing import Any
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus, Start
-from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Intent, Manifest, Slice, Work, manifest_hash
+from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Intent, Manifest, Slice, Work
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.consensus.state import Identity
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.testing.judge import Guard, Judge, VoteHistory
 from spes_p2p.testing.sim_state import (
@@ -59,11 +59,12 @@ class PathJudge(Judge):
         record = disk.record
         if record is None:
             return
-        history = VoteHistory(record.promised, proposed=dict(record.proposed))
-        if record.accepted is not None:
-            history.accepted[record.accepted_ballot] = record.accepted_hash
+        history = VoteHistory(locked=(record.locked_ballot, record.locked_value))
+        for said, signed in history.words_of(record):
+            if signed is not None:
+                said[signed.value.ballot] = signed.value.value
         if record.degraded is not None:
-            history.degraded.add((record.degraded.value.heard, manifest_hash(record.degraded.value.manifest)))
+            history.degraded.add((record.degraded.value.heard, record.degraded.value.value))
         self._histories[(peer, disk.incarnation, record.parent)] = history
 
 

@@ -136,6 +136,7 @@ class StepTable:
 
 def _says_more(envelope: Envelope) -> bool:
     return (
-        bool(envelope.plan or envelope.reports or envelope.proposals or envelope.votes or envelope.degraded_votes)
+        bool(envelope.plan or envelope.reports or envelope.votes or envelope.contents)
+        or bool(envelope.degraded_proposals or envelope.degraded_votes)
         or envelope.commit is not None
     )

@@ -13,16 +13,17 @@ import re
 import types
 from collections import Counter
 from collections.abc import Iterable
+from enum import Enum
 from functools import cache
 from typing import Any, TypeVar
 
 import msgpack
 
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import Envelope, Proposal, Signed, Status
+from spes_p2p.consensus.messages import DegradedProposal, Envelope, Signed, Status
 from spes_p2p.consensus.state import Others, RoundState
 from spes_p2p.consensus.timing import Pace
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.testing.witness import Witness
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class Snapshots:
     def clone(self, value: Any) -> Any:
         """A copy that shares only what never changes; dictionaries are in the order of their keys."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in _ATOMS or issubclass(kind, Enum):
             return value
         if kind is dict:
             return {key: self.clone(value[key]) for key in sorted(value, key=_order)}
@@ -131,7 +132,7 @@ class Snapshots:
         if kind is bytes:
             parts.append(b"%d:" % len(value))
             parts.append(value)
-        elif kind in _SCALARS:
+        elif kind in _SCALARS or issubclass(kind, Enum):
             parts.append(repr(value).encode() + b";")
         elif kind is tuple or kind is list:
             parts.append(b"(")
@@ -201,8 +202,7 @@ class Snapshots:
             for contact in value.contacts.values():
                 self._age(contact)
         if isinstance(value, RoundState):
-            proposals = [self.aged(signed) for signed in value.proposals.values()]
-            value.proposals = {(signed.value.heard, signed.value.ballot): signed for signed in proposals}
+            value.degraded_proposals = {h: self.aged(signed) for h, signed in value.degraded_proposals.items()}
 
     def aged(self, value: T) -> T:
         """A message as it reads a heartbeat later: sequences count from the present one."""
@@ -219,6 +219,8 @@ def _pack(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> list[Any]:
+    if isinstance(value, Enum):
+        return [value.name]
     return sorted(value) if isinstance(value, frozenset) else [getattr(value, name) for name in _fields(type(value))]
 
 
@@ -262,12 +264,12 @@ def _earlier(sequence: int) -> int:
 
 
 def _with_earlier_sequences(value: Any) -> Any:
-    """Statuses carry sequences, and so do the ballots of degraded proposals."""
+    """Statuses carry sequences, and so do the attempts of degraded proposals."""
     if isinstance(value, Envelope):
         return dataclasses.replace(
             value,
             statuses=tuple(map(_with_earlier_sequences, value.statuses)),
-            proposals=tuple(map(_with_earlier_sequences, value.proposals)),
+            degraded_proposals=tuple(map(_with_earlier_sequences, value.degraded_proposals)),
         )
     if isinstance(value, VoteRecord):
         return dataclasses.replace(value, degraded=_with_earlier_sequences(value.degraded))
@@ -275,6 +277,6 @@ def _with_earlier_sequences(value: Any) -> Any:
         said: Any = value.value
         if isinstance(said, Status):
             return dataclasses.replace(value, value=dataclasses.replace(said, sequence=_earlier(said.sequence)))
-        if isinstance(said, Proposal) and said.heard:
-            return dataclasses.replace(value, value=dataclasses.replace(said, ballot=_earlier(said.ballot)))
+        if isinstance(said, DegradedProposal):
+            return dataclasses.replace(value, value=dataclasses.replace(said, attempt=_earlier(said.attempt)))
     return value

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus.messages import Commit, Contribution, Merge, Plan, Proposal, Slice
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.messages import Commit, Content, Contribution, Merge, Plan, Slice
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.sync.dispatcher import Dispatcher
@@ -211,15 +211,15 @@ class SymbolWork:
         await Pause(self._around.work_seconds())
         return root, merge
 
-    def check(self, proposal: Proposal) -> None:
-        if sha256(*proposal.wire_hashes) != proposal.manifest.wire_root:
-            raise RemoteProtocolError(proposal.leader)
+    def check(self, content: Content) -> None:
+        if sha256(*content.wire_hashes) != content.manifest.wire_root:
+            raise RemoteProtocolError("the tiles are not those of the manifest")
 
-    async def verify(self, proposal: Proposal, holders: Sequence[PeerId]) -> None:
-        manifest = proposal.manifest
-        await self._gather(manifest.slices, proposal.wire_hashes, holders)
+    async def verify(self, content: Content, holders: Sequence[PeerId]) -> None:
+        manifest = content.manifest
+        await self._gather(manifest.slices, content.wire_hashes, holders)
         if self._disk.finish(self._rules, manifest.slices, manifest.merge) != manifest.state_root:
-            raise RemoteProtocolError(proposal.leader)
+            raise RemoteProtocolError("the tiles do not make its root")
 
     async def _gather(self, slices: Sequence[Slice], joined: Sequence[bytes], holders: Sequence[PeerId]) -> None:
         await Pause(self._around.work_seconds())

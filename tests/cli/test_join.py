@@ -135,7 +135,7 @@ def test_status_by_json_says_who_trains_what(tmp_path: Path, serving: Serve) -> 
         while after["round"] < 2:  # the newest certificate is published within seconds
             after = json.loads(spes_p2p(*ask, "--json").output)
         table = spes_p2p(*ask).output
-    assert (after["certificate"], after["checked"], after["round"], after["step"]) == ("majority", True, 2, 6)
+    assert (after["certificate"], after["checked"], after["round"], after["step"]) == ("quorum", True, 2, 6)
     member = after["peers"][1]
     assert (member["owned"], member["version"], after["uncovered"]) == (list(range(8)), "0.1.0", [])
     assert member["peer"][-6:] in table

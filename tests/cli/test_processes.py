@@ -79,7 +79,7 @@ def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organise
     assert (before["certificate"], before["round"]) == ("", 0)
     joined = begun.join(tmp_path / "peer", "--data", str(begun.data), "--rounds", "1")
     assert joined.exit_code == 0, joined
-    after = json.loads(until_lines(process, '"certificate": "majority"')[-1])
+    after = json.loads(until_lines(process, '"certificate": "quorum"')[-1])
     assert (after["run_id"], after["checked"], after["round"] > 0) == (before["run_id"], True, True)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)

@@ -30,9 +30,9 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         assert "the run is over; its model: spes-p2p export" in ended.output
         lines = [json.loads(line) for line in spes_p2p("run", "inspect", word, "--json").output.splitlines()]
         assert [line["round"] for line in lines] == [0, 1, 2, 3]
-        assert [line["kind"] for line in lines] == ["genesis", *["majority"] * 3]
+        assert [line["kind"] for line in lines] == ["genesis", *["quorum"] * 3]
         newest = spes_p2p("run", "inspect", "-o", str(stranger), "--last", "1").output.splitlines()
-        assert newest[1].split()[:2] == ["3", "majority"]
+        assert newest[1].split()[:2] == ["3", "quorum"]
         refused(spes_p2p("run", "choose", "abcdef0123", "-o", str(organiser.folder)), "has one history", "print")
         while "round 3: step" not in "\n".join(organiser.said):
             pass

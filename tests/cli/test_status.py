@@ -32,7 +32,7 @@ REPORT = RunReport(
     round=12,
     step=1240,
     tokens=983_040,
-    certificate="majority",
+    certificate="quorum",
     degraded=False,
     checked=True,
     seals=2,
@@ -144,7 +144,7 @@ def test_two_histories_are_shown_with_what_each_choice_costs() -> None:
     long, late = "4f0c2a91d3" + "0" * 54, "9a8b7c6d5e" + "0" * 54
     sides = (
         Side(long, "degraded", 40, 28, 1_234_567, 1, 1, (ANNA,), NOW - 12),
-        Side(late, "majority", 29, 17, 99, 2, 2, (BEN, ORGANISER), 0.0),
+        Side(late, "quorum", 29, 17, 99, 2, 2, (BEN, ORGANISER), 0.0),
     )
     fork = Fork("00" * 32, 12, {side.child: side for side in sides})
     shown = replace(REPORT, forks=(fork,))
@@ -156,7 +156,7 @@ def test_two_histories_are_shown_with_what_each_choice_costs() -> None:
         "1 member, 1 elector; announced by Nanna1",
         "choosing it loses 17 rounds with 99 tokens of 9a8b7c6d5e: 2 members of it would come over",
         "spes-p2p run choose 4f0c2a91d3",
-        "9a8b7c6d5e: rounds 13 to 29 (the first by majority), 99 tokens",
+        "9a8b7c6d5e: rounds 13 to 29 (the first by quorum), 99 tokens",
         "2 members, 2 electors; announced by Nbenb2, xboot3",
         "choosing it loses 28 rounds with 1,234,567 tokens of 4f0c2a91d3: 1 member of it would come over",
         "spes-p2p run choose 9a8b7c6d5e",

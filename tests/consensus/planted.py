@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from typing import Any
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
-from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.degraded import Degraded
+from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.forks import Line, Way
 from spes_p2p.consensus.fragments import due_columns
-from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.membership import Member, is_majority
-from spes_p2p.consensus.messages import (
-    Ballots,
-    Commit,
-    Contribution,
-    Manifest,
-    Proposal,
-    Signed,
-    Status,
-    manifest_hash,
-)
+from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.messages import QUORUM, Commit, Content, Contribution, Precommit, Signed, Status
 from spes_p2p.consensus.parts import Cast
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
-from spes_p2p.consensus.rules import Outcome, child_manifest
+from spes_p2p.consensus.rules import child_manifest
 from spes_p2p.consensus.statuses import Statuses
-from spes_p2p.consensus.votes import VoteRecord
-from spes_p2p.consensus.voting import Content, Voting
-from spes_p2p.ids import NO_HASH, PeerId
+from spes_p2p.consensus.vote_events import Verdict
+from spes_p2p.consensus.vote_record import VoteRecord
+from spes_p2p.consensus.voting import Voting
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.assign import OwnershipRequest
 
 
@@ -49,103 +41,64 @@ def machine_with(fault: type) -> type[Consensus]:
 
 
 class ForgetsVotes(Lifecycle):
-    """An elector that forgets its promise and its acceptance in a restart."""
+    """An elector that forgets its votes in a restart."""
 
-    def resume(self, record: VoteRecord, now: float) -> None:
+    def resume(self, record: VoteRecord) -> None:
         return
 
 
-class AcceptsBeforeStaging(Voting):
-    """An acceptance before all tiles of the new state are on disk."""
+class PrevotesBeforeStaging(Voting):
+    """A vote before all tiles of the new state are on disk."""
 
-    def accept(self, now: float) -> bool:
-        target = self._proposals.target()
-        if target is not None and not target.value.heard:
-            self._state.round.verified.add(manifest_hash(target.value.manifest))
-        return super().accept(now)
+    def _verdict(self, name: Hash, now: float) -> Verdict | None:
+        return Verdict.FIT if name in self._state.round.contents else None
 
 
 class UsesBallotTwice(Lifecycle):
     """A leader that proposes again at the same ballot after a restart."""
 
-    def resume(self, record: VoteRecord, now: float) -> None:
-        super().resume(replace(record, proposed=()), now)
+    def resume(self, record: VoteRecord) -> None:
+        super().resume(replace(record, proposal=None))
 
 
-class AttemptInManifest(Voting):
-    """The ballot is part of the manifest: proposing the same again gives another hash."""
+class LeaversDoNotCount(Voting):
+    """Electors that leave are no longer counted in the quorum."""
 
-    def _content_to_propose(self, now: float) -> Content | None:
-        content = super()._content_to_propose(now)
-        if content is None:
-            return None
-        first, *others = content[0].members
-        return replace(content[0], members=(replace(first, link_class=self._state.round.view % 2), *others)), content[1]
-
-
-class LeaversDoNotCount(Contacts):
-    """Electors that leave are no longer counted in the majority."""
-
-    def is_majority(self, count: int) -> bool:
-        leaving = [
-            p
-            for p in self._state.electors
-            if p in self._others.contacts and self._others.contacts[p].status.intent.leaving
-        ]
-        return is_majority(count, len(self._state.electors) - len(leaving))
+    def certify(self, now: float) -> bool:
+        contacts = self._others.contacts
+        leaving = [p for p in self._state.electors if p in contacts and contacts[p].status.intent.leaving]
+        needed = (len(self._state.electors) - len(leaving)) // 2 + 1
+        return _certified(self, needed, now, lambda vote: (vote.ballot, vote.value)) or super().certify(now)
 
 
 class AddsUpBallots(Voting):
-    """Acceptances of different ballots are added up."""
+    """Precommits of different ballots are added up."""
 
     def certify(self, now: float) -> bool:
-        for ballot, name in list(self._state.round.votes):
-            for (_, other), votes in list(self._state.round.votes.items()):
-                if other == name:
-                    self._state.round.votes[(ballot, name)] = votes | self._state.round.votes[(ballot, name)]
-        return super().certify(now)
+        quorum = self._state.electorate.quorum
+        return _certified(self, quorum, now, lambda vote: vote.value) or super().certify(now)
 
 
-class PromisesWithoutReport(Leadership):
-    """A promise does not say what was accepted before."""
-
-    def own_ballots(self) -> Ballots:
-        ballots = super().own_ballots()
-        hidden = ballots.accepted < ballots.promised
-        return replace(ballots, accepted=-1, accepted_manifest=NO_HASH) if hidden else ballots
-
-
-class AddsDegradedVotes(Degraded):
-    """A degraded vote counts as an acceptance."""
-
-    def vote(self, now: float) -> bool:
-        fired = super().vote(now)
-        if fired:
-            self._voting.bind(replace(self._own.record, accepted=self._own.record.degraded))
-        return fired
+def _certified(voting: Voting, needed: int, now: float, alike: Callable[[Precommit], object]) -> bool:
+    """Decides for what so many precommits that are alike name."""
+    tally = defaultdict(list)
+    for signed in voting._state.round.vote.heard.precommits.values():
+        if signed.value.value in voting._state.round.contents:
+            tally[alike(signed.value)].append(signed)
+    for votes in tally.values():
+        if len(votes) >= needed:
+            vote = votes[0].value
+            content = voting._state.round.contents[vote.value]
+            voting.take_decision(voting.commit_of(QUORUM, vote.ballot, (), content, votes), now)
+            return True
+    return False
 
 
-class ProposesWithoutPromises(Leadership):
-    """A leader of a later ballot does not wait for a majority of promises."""
+class ForgetsLocks(Voting):
+    """An elector does not write down what it is locked on."""
 
-    def leading(self) -> bool:
-        leads = (
-            self.leader_of((), self._state.round.view) == self._me
-            and self._own.record.promised == self._state.round.view
-        )
-        return leads if not self._state.degraded_set else super().leading()
-
-
-class BreaksPromises(Voting):
-    """An elector accepts below what it promised."""
-
-    def accept(self, now: float) -> bool:
-        record = self._own.record
-        self._own.record = replace(record, promised=max(0, record.accepted_ballot))
-        fired = super().accept(now)
-        if not fired:
-            self._own.record = record
-        return fired
+    def bind(self, record: VoteRecord) -> None:
+        super().bind(replace(record, locked_ballot=-1, locked_value=NIL))
 
 
 class DoesNotWait(Degraded):
@@ -173,11 +126,11 @@ class TakesWhatAMinorityMade(Degraded):
         return super().way_to(ours, theirs, now) if ours else Way.MOVE
 
 
-class ForgetsAcceptancesAlone(Proposals):
-    """Those who go on without a quorum do not look at what they accepted."""
+class ForgetsLocksAlone(Proposals):
+    """Those who go on without a quorum do not look at what they voted for."""
 
-    def highest_acceptance(self) -> Ballots:
-        return Ballots() if self._state.degraded_set else super().highest_acceptance()
+    def kept_by_set(self) -> tuple[int, int, Hash]:
+        return -1, -1, NIL
 
 
 class SleepsAsIfAwake(Lifecycle):
@@ -240,13 +193,6 @@ class SpeaksBeforeWriting(Consensus):
         return said + [action for action in actions if not isinstance(action, Send)]
 
 
-class IgnoresAcceptances(Proposals):
-    """A new leader proposes what it likes, whatever the promises say."""
-
-    def bound(self) -> tuple[bool, Proposal | None]:
-        return False, None
-
-
 class NeverBlamesTheLeader(Voting):
     """Nobody takes over from a leader that is lost."""
 
@@ -290,9 +236,13 @@ class TakesServersForTrainers(Members):
 class MovesWhatWasNotHandedOut(Voting):
     """Moves columns as if every one of them were handed out in every round."""
 
-    def _make_manifest(self, outcome: Outcome, now: float) -> Manifest:
+    def built(self, now: float) -> Content | None:
+        if self._state.round.outcome is None:
+            return None
+        build, outcome = self._state.round.outcome
         members, wishes = self._members.next_members(now)
-        return child_manifest(replace(self._rules, expert_rounds=1), self._state.tip, outcome, members, wishes)
+        rules = replace(self._rules, expert_rounds=1)
+        return Content(child_manifest(rules, self._state.tip, outcome, members, wishes), build.hashes)
 
 
 class HandsOutByTurnAlone(RoundPlan):

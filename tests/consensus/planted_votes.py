@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from spes_p2p.consensus.electorate import NIL, AnyVote, Electorate
 from spes_p2p.consensus.heard_votes import HeardVotes
-from spes_p2p.consensus.messages import Sealer, Signed
-from spes_p2p.consensus.own_votes import OwnVotes
+from spes_p2p.consensus.messages import Polka, Proposal, Sealer, Signed
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import Step
-from spes_p2p.consensus.vote_messages import NIL, AnyVote, Electorate, Polka, Proposal
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 
@@ -18,29 +17,32 @@ from spes_p2p.ids import Hash, PeerId
 class ForgetsItsLock(Tendermint):
     """It comes back unlocked."""
 
-    def __init__(
-        self, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
-    ) -> None:
-        super().__init__(me, electorate, fingerprint, replace(record, locked_ballot=-1, locked_value=NIL), sealer)
+    @classmethod
+    def begin(
+        cls, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
+    ) -> Tendermint:
+        unlocked = replace(record, locked_ballot=-1, locked_value=NIL)
+        return super().begin(me, electorate, fingerprint, unlocked, sealer)
 
 
 class VotesTwice(Tendermint):
     """It comes back without its newest votes."""
 
-    def __init__(
-        self, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
-    ) -> None:
-        super().__init__(me, electorate, fingerprint, replace(record, prevote=None, precommit=None), sealer)
+    @classmethod
+    def begin(
+        cls, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
+    ) -> Tendermint:
+        return super().begin(me, electorate, fingerprint, replace(record, prevote=None, precommit=None), sealer)
 
 
 class PrecommitsWithoutPolka(Tendermint):
     """Its own prevote is enough for it."""
 
     def _rule_precommit(self) -> bool:
-        prevote = self.own.record.prevote
-        if self.own.step is not Step.PREVOTE or prevote is None or prevote.value.value == NIL:
+        prevote = self.vote.record.prevote
+        if self.vote.step is not Step.PREVOTE or prevote is None or prevote.value.value == NIL:
             return super()._rule_precommit()
-        self.own.lock(Polka(self.own.ballot, prevote.value.value, (prevote,)))
+        self.own.lock(Polka(self.vote.ballot, prevote.value.value, (prevote,)))
         self.own.precommit(prevote.value.value)
         return True
 
@@ -70,12 +72,14 @@ class _Hearing(Tendermint):
 
     heard_class = HeardVotes
 
-    def __init__(
-        self, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
-    ) -> None:
-        super().__init__(me, electorate, fingerprint, record, sealer)
-        self.heard = self.heard_class(electorate, fingerprint, record.parent)
-        self.own = OwnVotes(record, self.heard, sealer)
+    @classmethod
+    def begin(
+        cls, me: PeerId, electorate: Electorate, fingerprint: Hash, record: VoteRecord, sealer: Sealer
+    ) -> Tendermint:
+        elector = super().begin(me, electorate, fingerprint, record, sealer)
+        elector.vote.heard = cls.heard_class(electorate, fingerprint, record.parent)
+        elector.own.resume(record)
+        return elector
 
 
 class _CountingNil(HeardVotes):

@@ -12,10 +12,10 @@ import pytest
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.electorate import MAX_BALLOT
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.membership import LEAST_NEW, Member, leader_order, with_votes
 from spes_p2p.consensus.messages import (
-    Acceptance,
     Ballots,
     Commit,
     Contribution,
@@ -24,16 +24,20 @@ from spes_p2p.consensus.messages import (
     Intent,
     Manifest,
     Plan,
+    Precommit,
+    Prevote,
     Proposal,
     Report,
     Signed,
     Slice,
     Status,
+    Votes,
     Work,
     manifest_hash,
     plan_hash,
 )
 from spes_p2p.consensus.parts import Cast, Parts
+from spes_p2p.consensus.proposals import MOST_CONTENTS
 from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
 from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Identity
 from spes_p2p.consensus.statuses import MAX_WAIT_EXTENSIONS
@@ -101,17 +105,28 @@ def size_of(core: Consensus, act: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
+def hears_votes(core: Consensus, author: PeerId, *votes: Votes, now: float = 0.0) -> None:
+    core.handle(on.MessageReceived(Envelope(author, votes=votes)), now)
+
+
+def prevote(core: Consensus, author: PeerId, ballot: int, value: Hash) -> Votes:
+    vote = Prevote(core.state.rules.fingerprint, core.tip_hash, ballot, value)
+    return Votes(prevote=FakeSealer(author).seal(vote))
+
+
+def proposal(core: Consensus, author: PeerId, ballot: int, value: Hash) -> Votes:
+    asked = Proposal(core.state.rules.fingerprint, core.tip_hash, ballot, value)
+    return Votes(proposal=FakeSealer(author).seal(asked))
+
+
 def test_votes_of_thousands_of_ballots(core: Consensus) -> None:
     def flood() -> None:
         for ballot in range(2000):
-            vote = Acceptance(core.state.rules.fingerprint, core.tip_hash, ballot, sha256(b"%d" % ballot))
-            core.handle(on.MessageReceived(Envelope(LIAR, votes=(seal(vote),))), 0.0)
+            hears_votes(core, LIAR, prevote(core, LIAR, ballot, sha256(b"%d" % ballot)))
 
-    progress = core.state.round.progress_at = -1.0
+    core.state.round.progress_at = -1.0
     assert size_of(core, flood) < 100_000
-    ballots = sorted(ballot for (ballot, _), votes in core.state.round.votes.items() if LIAR in votes)
-    assert ballots == list(range(2000 - MOST_VOTES, 2000))  # the newest: an honest elector stands by its last
-    assert core.state.round.progress_at == progress  # votes for what nobody proposed are no progress
+    assert core.state.round.vote.heard.prevotes[LIAR].value.ballot == 1999  # the newest, and no other
 
 
 def test_degraded_votes_for_thousands_of_contents(core: Consensus) -> None:
@@ -124,76 +139,71 @@ def test_degraded_votes_for_thousands_of_contents(core: Consensus) -> None:
     assert all(len(set(heard)) == len(heard) for heard, _ in core.state.round.degraded_votes)
 
 
-def test_proposals_of_thousands_of_ballots_but_never_what_somebody_is_bound_to() -> None:
-    """Of one leader's the newest are kept; what was accepted here stays whatever comes."""
-    core = walk_until(
-        lambda core: core.state.own.record.accepted is not None and core.state.round.decided is None and core.me != "p0"
-    )
-    accepted = core.state.own.record.accepted
-    assert accepted is not None
-    author, before = accepted.author, len(core.state.round.proposals)
-    ballots = range(accepted.value.ballot + 3, 190, len(core.state.round.order))
-    for ballot in ballots:
-        other = replace(accepted.value.manifest, state_root=sha256(b"%d" % ballot))
-        proposal = Proposal(core.tip_hash, ballot, author, other, accepted.value.wire_hashes)
-        core.handle(on.MessageReceived(Envelope(author, proposals=(FakeSealer(author).seal(proposal),))), 0.0)
-    assert len(core.state.round.proposals) <= MOST_VOTES + before
-    assert ((), accepted.value.ballot) in core.state.round.proposals
-    assert ((), ballots[-1]) in core.state.round.proposals
+def voted_for(core: Consensus) -> bool:
+    """Whether it is bound to a value that is not decided."""
+    return core.state.record.locked_ballot >= 0 and core.state.round.decided is None and core.me != "p0"
+
+
+def test_contents_of_thousands_of_proposals_but_never_what_somebody_is_bound_to() -> None:
+    """Only what is proposed, nearly decided or voted for is kept, however much is sent."""
+    core = walk_until(voted_for)
+    name = core.state.record.locked_value
+    kept = core.state.round.contents[name]
+    for number in range(500):
+        manifest = replace(kept.manifest, state_root=sha256(b"%d" % number))
+        envelope = Envelope(LIAR, contents=(replace(kept, manifest=manifest),))
+        core.handle(on.MessageReceived(envelope), 0.0)
+    assert set(core.state.round.contents) == {name}
 
 
 @pytest.mark.parametrize("new", [LEAST_NEW, LEAST_NEW + 1])
 def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int) -> None:
-    core = walk_until(
-        lambda core: core.state.own.record.accepted is not None and core.state.round.decided is None and core.me != "p0"
-    )
-    accepted = core.state.own.record.accepted
-    assert accepted is not None
-    made = accepted.value.manifest
+    core = walk_until(voted_for)
+    kept = core.state.round.contents[core.state.record.locked_value]
+    made = kept.manifest
     crowd = (Member(PeerId(f"new {number}"), 1, False, 0) for number in range(new))
     members = with_votes(core.tip.members, sorted((*core.tip.members, *crowd)))
     outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge)
-    manifest = child_manifest(core.state.rules, core.tip, outcome, members, {})
-    ballot = accepted.value.ballot + len(core.state.round.order)
-    proposal = Proposal(core.tip_hash, ballot, accepted.author, manifest, accepted.value.wire_hashes)
-    core.handle(
-        on.MessageReceived(Envelope(accepted.author, proposals=(FakeSealer(accepted.author).seal(proposal),))), 0.0
-    )
-    assert (((), ballot) in core.state.round.proposals) == (new == LEAST_NEW)
+    content = replace(kept, manifest=child_manifest(core.state.rules, core.tip, outcome, members, {}))
+    name, now = manifest_hash(content.manifest), core.state.last_event
+    vote = core.state.round.vote
+    polka = vote.heard.polka
+    assert polka is not None
+    newer = [prevote(core, peer, polka.ballot + 1, name) for peer in core.state.electors if peer != core.me]
+    hears_votes(core, LIAR, *newer, now=now)  # a quorum wants it
+    core.handle(on.MessageReceived(Envelope(LIAR, contents=(content,))), now)
+    assert (name in core.state.round.contents) == (new == LEAST_NEW)
+    assert (name in core.state.round.refused) == (new > LEAST_NEW)
 
 
 def test_ever_new_plans_do_not_hold_up_a_round(core: Consensus) -> None:
     before = core.state.round.plans_of.get(LIAR, 0)
-    promise(core, 500)
+    reach(core, 150)
     for ballot in ballots_of(core, LIAR):
         say_plan(core, ballot)
     assert core.state.round.plan is not None
     assert core.state.round.plan.value.ballot == ballots_of(core, LIAR)[MOST_PLANS - before - 1]
 
 
-def test_who_leads_no_ballot_that_a_majority_promised_plans_and_proposes_nothing() -> None:
-    core = walk_until(
-        lambda core: (
-            core.state.round.plan is not None and core.state.round.proposals and core.state.round.decided is None
-        )
-    )
-    plan, (_, proposal) = core.state.round.plan, next(iter(core.state.round.proposals.items()))
-    target, progress = parts_of(core).proposals.target(), core.state.round.progress_at
-    ballot = next(ballot for ballot in ballots_of(core, LIAR) if ballot > 0)
-    theirs = Proposal(
-        core.tip_hash, ballot, LIAR, replace(proposal.value.manifest, state_root=NO_HASH), proposal.value.wire_hashes
-    )
+def test_who_leads_no_ballot_that_somebody_has_reached_plans_nothing() -> None:
+    core = walk_until(lambda core: core.state.round.plan is not None and core.state.round.decided is None)
+    plan, progress = core.state.round.plan, core.state.round.progress_at
+    ballot = next(ballot for ballot in ballots_of(core, LIAR) if ballot > 1)
     say_plan(core, ballot)
-    core.handle(on.MessageReceived(Envelope(LIAR, proposals=(seal(theirs),))), progress + 0.1)
     assert core.state.round.plan == plan
-    assert parts_of(core).proposals.target() == target
-    assert core.status().proposal < ballot  # or it would not be told the true one
     assert core.state.round.progress_at == progress
-    promise(core, ballot)
+    reach(core, ballot)
     say_plan(core, ballot)
     assert core.state.round.plan is not None
     assert core.state.round.plan.author == LIAR
-    assert core.status().proposal == ballot
+
+
+def test_only_who_leads_a_ballot_proposes_in_it(core: Consensus) -> None:
+    leads = ballots_of(core, LIAR)[0]
+    hears_votes(core, LIAR, proposal(core, LIAR, leads + 1, sha256(b"mine")))
+    assert LIAR not in core.state.round.vote.heard.proposals
+    hears_votes(core, LIAR, proposal(core, LIAR, leads, sha256(b"mine")))
+    assert core.state.round.vote.heard.proposals[LIAR].value.ballot == leads
 
 
 def ballots_of(core: Consensus, leader: PeerId) -> list[int]:
@@ -208,14 +218,11 @@ def say_plan(core: Consensus, ballot: int) -> None:
     core.handle(on.MessageReceived(Envelope(LIAR, plan=seal(plan))), 0.0)
 
 
-def promise(core: Consensus, ballot: int) -> None:
-    """All others say that they have promised it."""
-    template = core.state.others.contacts[LIAR].status
-    for peer, incarnation in core.state.electors.items():
+def reach(core: Consensus, ballot: int) -> None:
+    """All others have voted in it."""
+    for peer in core.state.electors:
         if peer != core.me:
-            known = replace(template, peer=peer, incarnation=incarnation, sequence=10**9, head=core.tip_hash)
-            status = replace(known, round=core.tip.round, ballots=Ballots(promised=ballot))
-            core.handle(on.MessageReceived(Envelope(peer, (FakeSealer(peer).seal(status),))), 0.0)
+            hears_votes(core, peer, prevote(core, peer, ballot, NO_HASH))
 
 
 def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_cannot_be_had() -> None:
@@ -225,7 +232,7 @@ def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_canno
         return [(at, said) for at, said in core.state.round.reports.items() if said.author != core.me]
 
     core = walk_until(of_others)
-    core.state.round.proposals.clear()
+    core.state.round.vote.heard.proposals.clear()
     index, report = of_others(core)[0]
     assert core.state.round.plan is not None
     key, now = core.state.round.plan.value.slices[index].key, core.state.round.progress_at + 0.1
@@ -371,53 +378,33 @@ def test_bytes_that_move_at_a_stranger_keep_no_leader(name: str, counts: bool) -
 
 
 def test_only_who_leads_closes_a_round() -> None:
-    """Ballot k is led by elector k, once a majority has promised it."""
+    """Ballot k is led by elector k, once somebody is there."""
 
-    def is_closed(rank: int, closing: int, promised: int = 0) -> bool:
+    def is_closed(rank: int, closing: int, reached: int = 0) -> bool:
         story = Beginning()
         peer = story.core.state.round.order[rank]
-        story.says(story.honest, 1.0, ballots=Ballots(promised=promised))
-        story.says(story.liar, 1.0, ballots=Ballots(promised=promised))
-        story.says(peer, 1.0, ballots=Ballots(promised=promised, closing=closing))
+        if reached:
+            hears_votes(story.core, story.liar, prevote(story.core, story.liar, reached, NO_HASH), now=1.0)
+        story.says(peer, 1.0, ballots=Ballots(closing=closing))
         return parts_of(story.core).leadership.is_closing()
 
     assert not any(is_closed(2, closing) for closing in (0, 1, 2, 3, 5, 2**62))
-    assert not is_closed(1, closing=2, promised=2)
-    assert is_closed(2, closing=2, promised=2)  # a majority made it the leader
-    assert not is_closed(2, closing=5, promised=2)
-    assert is_closed(1, closing=1, promised=2)  # it led before
+    assert not is_closed(1, closing=2, reached=2)
+    assert is_closed(2, closing=2, reached=2)
+    assert not is_closed(2, closing=5, reached=2)
+    assert is_closed(1, closing=1, reached=2)  # it led before
 
 
-def test_nobody_takes_a_ballot_that_turns_do_not_lead_to() -> None:
-    def promised(prepare: int, now: float, others: int = 0) -> int:
-        story = Beginning()
-        story.core.state.round.view = 1  # we gave up the leader of ballot 0
-        leader, other = (story.core.state.round.order[at] for at in (prepare % 3, 3 - prepare % 3))
-        story.says(other, now, ballots=Ballots(promised=others))
-        story.says(leader, now, ballots=Ballots(prepare=prepare, promised=max(others, prepare)))
-        return story.core.state.own.record.promised
-
-    assert promised(3 * 64 + 1, 1.0) == 3 * 64 + 1
-    for far in (3 * 64 + 2, 10_000, 2**62 + 2**61):
-        assert promised(far + (far % 3 == 0), 1.0) == 0
-    assert promised(10_000, 1.0, others=9_990) == 10_000  # a majority got there
-
-
-def test_a_plan_or_proposal_of_a_ballot_far_ahead_is_not_kept(core: Consensus) -> None:
+def test_a_plan_of_a_ballot_far_ahead_is_not_kept(core: Consensus) -> None:
     mine = core.state.round.plan
     assert mine is not None
     core.handle(on.MessageReceived(Envelope(LIAR, plan=seal(replace(mine.value, ballot=2**61, leader=LIAR)))), 0.0)
     assert core.state.round.plan == mine
-    bound = walk_until(
-        lambda core: core.state.own.record.accepted is not None and core.state.round.decided is None and core.me != "p0"
-    )
-    assert bound.state.own.record.accepted is not None
-    real = bound.state.own.record.accepted
-    known, far = len(bound.state.round.proposals), 3 * 2**60 + real.value.ballot
-    assert parts_of(bound).leadership.leader_of((), far) == real.author
-    proposal = replace(real, value=replace(real.value, ballot=far))
-    bound.handle(on.MessageReceived(Envelope(real.author, proposals=(proposal,))), 0.0)
-    assert len(bound.state.round.proposals) == known
+
+
+def test_words_of_a_ballot_beyond_all_turns_are_not_taken(core: Consensus) -> None:
+    hears_votes(core, LIAR, prevote(core, LIAR, MAX_BALLOT, sha256(b"far")))
+    assert LIAR not in core.state.round.vote.heard.prevotes
 
 
 def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
@@ -445,14 +432,14 @@ def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
 def test_what_is_of_another_parent_or_run_is_dropped(core: Consensus) -> None:
     other = sha256(b"another")
     name = sha256(b"manifest")
-    for vote in (Acceptance(core.state.rules.fingerprint, other, 0, name), Acceptance(other, core.tip_hash, 0, name)):
-        core.handle(on.MessageReceived(Envelope(LIAR, votes=(seal(vote),))), 0.0)
+    for vote in (Precommit(core.state.rules.fingerprint, other, 0, name), Precommit(other, core.tip_hash, 0, name)):
+        hears_votes(core, LIAR, Votes(precommit=seal(vote)))
     for degraded in (
         DegradedVote(core.state.rules.fingerprint, other, (LIAR,), -1, name),
         DegradedVote(other, core.tip_hash, (LIAR,), -1, name),
     ):
         core.handle(on.MessageReceived(Envelope(LIAR, degraded_votes=(seal(degraded),))), 0.0)
-    assert not any(LIAR in votes for votes in core.state.round.votes.values())
+    assert LIAR not in core.state.round.vote.heard.precommits
     assert not core.state.round.degraded_votes
 
 
@@ -463,7 +450,7 @@ def test_a_claim_beyond_the_lease_is_named(core: Consensus) -> None:
     entry = Contribution(LIAR, 10**9, 1, 10**6)
     roster = (*(e for e in mine.value.roster if e.peer != LIAR), entry)
     ballot = 9 + core.state.round.order.index(LIAR)
-    promise(core, ballot)
+    reach(core, ballot)
     plan = replace(mine.value, ballot=ballot, leader=LIAR, roster=roster)
     actions = core.handle(on.MessageReceived(Envelope(LIAR, plan=seal(plan))), 0.0)
     told = [action for action in actions if isinstance(action, Notice)]
@@ -544,7 +531,7 @@ def test_every_kind_of_message_is_read_or_refused(said: list[Envelope]) -> None:
 def test_spoilt_words_neither_break_the_state_machine_nor_grow_it(said: list[Envelope], core: Consensus) -> None:
     """Any well-formed message, whatever it says, of any author: no exception, and no more than there is room for."""
     chance, taken = random.Random(2), 0
-    told = [e for e in said if e.sender != core.me and (e.votes or e.proposals or e.plan or e.reports or e.commit)]
+    told = [e for e in said if e.sender != core.me and (e.votes or e.contents or e.plan or e.reports or e.commit)]
     for _ in range(4000):
         data = pack(chance.choice(told))
         try:
@@ -555,8 +542,9 @@ def test_spoilt_words_neither_break_the_state_machine_nor_grow_it(said: list[Env
         core.handle(on.MessageReceived(envelope), 0.001 * taken)
     assert taken > 500
     current = core.state.round
-    assert sum(len(votes) for votes in current.votes.values()) <= 3 * MOST_VOTES
-    assert len(current.proposals) <= 3 * MOST_VOTES + 3
+    heard = current.vote.heard
+    assert max(len(heard.prevotes), len(heard.precommits), len(heard.proposals)) <= len(core.state.electors)
+    assert len(current.contents) <= MOST_CONTENTS
     assert len(core.state.others.contacts) <= 3 + MAX_NEWCOMERS
 
 
@@ -571,9 +559,9 @@ class Verifier(FakeKeys):
 
 
 def test_an_envelope_of_too_many_parts_is_refused_before_its_signatures_are_checked() -> None:
-    vote, keys = seal(Acceptance(NO_HASH, NO_HASH, 0, NO_HASH)), Verifier()
+    vote, keys = Votes(prevote=seal(Prevote(NO_HASH, NO_HASH, 0, NO_HASH))), Verifier()
     data = pack(Envelope(LIAR, votes=(vote,) * (MAX_PARTS["votes"] + 1)))
-    with pytest.raises(RemoteProtocolError, match="65 votes at once"):
+    with pytest.raises(RemoteProtocolError, match="1025 votes at once"):
         EnvelopeChecker(keys).open(LIAR, data)
     assert not keys.asked
 

@@ -8,7 +8,7 @@ import pytest
 
 from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, tokens_lost
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, Manifest, manifest_hash
 from spes_p2p.ids import Hash, PeerId, sha256
 from tests.sync.chains import MadeRun
 
@@ -35,7 +35,7 @@ def line(parent: Manifest, *rounds: tuple[int, str]) -> Line:
     return tuple(found)
 
 
-D, M = DEGRADED, MAJORITY
+D, M = DEGRADED, QUORUM
 F = 4
 FREE = Standing(may_take=True, final_rounds=F)
 HELD = replace(FREE, may_take=False)
@@ -59,14 +59,14 @@ def test_a_degraded_child_is_taken_only_where_no_live_quorum_was_heard() -> None
     assert choose((), theirs, replace(HELD, chosen={name(theirs)})) is Way.MOVE
 
 
-def test_who_accepted_another_child_stays_for_a_later_ballot_or_long_work() -> None:
+def test_who_keeps_to_another_child_stays_for_a_later_ballot_or_long_work() -> None:
     theirs = (commit(root(), 1, D, ballot=2),)
-    other = sha256(b"accepted")
+    other = sha256(b"kept")
     for ballot, way in ((1, Way.MOVE), (2, Way.MOVE), (3, Way.WAIT)):
-        assert choose((), theirs, replace(FREE, accepted_ballot=ballot, accepted=other)) is way
-    same = replace(FREE, accepted_ballot=9, accepted=name(theirs))
+        assert choose((), theirs, replace(FREE, polka_ballot=ballot, kept=other)) is way
+    same = replace(FREE, polka_ballot=9, kept=name(theirs))
     assert choose((), theirs, same) is Way.MOVE
-    stands = replace(FREE, accepted_ballot=0, accepted=other)
+    stands = replace(FREE, polka_ballot=0, kept=other)
     assert choose((), line(root(), *(F * [(1, D)])), stands) is Way.WAIT
     assert choose((), line(root(), *((F + 1) * [(1, D)])), stands) is Way.MOVE
 
@@ -141,8 +141,8 @@ def test_an_ancestor_gives_way_to_its_descendant() -> None:
 
 def test_the_rule_goes_down_through_nested_forks() -> None:
     """Inside the part of the majority another fork is decided by itself."""
-    trunk = commit(root(), 1, MAJORITY)
-    small = (trunk, commit(trunk.manifest, 1, MAJORITY))
+    trunk = commit(root(), 1, QUORUM)
+    small = (trunk, commit(trunk.manifest, 1, QUORUM))
     large = (trunk, commit(trunk.manifest, 90, DEGRADED))
     outside = line(root(), (500, D))
     assert best([outside, large, small], F) == small

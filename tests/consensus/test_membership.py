@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from spes_p2p.consensus.membership import (
     LINK_PRIVATE,
     LINK_PUBLIC,
     Member,
     electors,
-    is_majority,
     leader_order,
     next_members,
     with_votes,
@@ -36,11 +33,6 @@ def test_leaders_come_in_an_order_that_each_parent_draws_anew() -> None:
 def test_who_cannot_be_dialled_leads_last_and_who_has_no_vote_never() -> None:
     everybody = [member("anna", link_class=LINK_PRIVATE), member("bea"), member("carl", elector=False)]
     assert leader_order(PARENT, everybody) == ("bea", "anna")
-
-
-@pytest.mark.parametrize(("count", "of", "enough"), [(1, 1, True), (1, 2, False), (2, 3, True), (2, 4, False)])
-def test_a_majority_is_strict(count: int, of: int, enough: bool) -> None:
-    assert is_majority(count, of) is enough
 
 
 def test_members_vote_from_the_second_manifest_that_names_them_on() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.membership import LEAST_NEW, Member, with_votes
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, MAX_MEMBERS, Commit, Contribution, Manifest, Merge, Slice
+from spes_p2p.consensus.messages import DEGRADED, MAX_MEMBERS, QUORUM, Commit, Contribution, Manifest, Merge, Slice
 from spes_p2p.consensus.rules import (
     IDLE_TURNS,
     MOST_ROUNDS,
@@ -290,7 +290,7 @@ def test_only_the_organiser_renews() -> None:
     with pytest.raises(RemoteProtocolError, match="may not count work"):
         check_certificate(parent, work.manifest, work.certificate, check, ORGANISER)
     parent, majority = renewal()
-    kind = replace(majority.certificate, kind=MAJORITY)
+    kind = replace(majority.certificate, kind=QUORUM)
     with pytest.raises(RemoteProtocolError):
         check_certificate(parent, majority.manifest, kind, check, ORGANISER)
 

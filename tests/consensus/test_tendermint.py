@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.electorate import NIL, Electorate, Equivocation, Faults, is_polka
+from spes_p2p.consensus.messages import Polka, Votes
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import (
     Accuse,
@@ -21,12 +23,10 @@ from spes_p2p.consensus.vote_events import (
     RecordIsOld,
     Stage,
     StartDeadline,
-    Started,
     Step,
     Tell,
     Verdict,
 )
-from spes_p2p.consensus.vote_messages import NIL, Electorate, Equivocation, Faults, Polka, Votes, is_polka
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.testing.sim_state import FakeSealer
@@ -56,9 +56,9 @@ class Scene:
 
     def restart(self) -> None:
         sealer = FakeSealer(self.me)
-        self.elector = self.elector_class(self.me, self.electorate, FINGERPRINT, self.record, sealer)
+        self.elector = self.elector_class.begin(self.me, self.electorate, FINGERPRINT, self.record, sealer)
         self.asked.clear()
-        self.take(self.elector.handle(Started()))
+        self.take(self.elector.handle(Allowed(True)))
 
     def take(self, actions: list[Action]) -> None:
         for action in actions:
@@ -126,7 +126,9 @@ def test_quorums(size: int, crash: int, byzantine: int, believed: int) -> None:
 def test_a_ballot_in_which_all_goes_well() -> None:
     scene = Scene(A)
     scene.take(scene.elector.handle(Built(V)))
-    assert scene.elector.told.proposal == proposal_of(A, 0, V, None)
+    assert scene.elector.vote.to_tell.proposal == proposal_of(A, 0, V, None)
+    assert scene.prevote is None
+    scene.judges(V)
     assert scene.prevote == (0, V)
     scene.prevoted(0, V, B, C)
     assert scene.precommit == (0, V)
@@ -140,7 +142,7 @@ def test_a_ballot_in_which_all_goes_well() -> None:
 
 def test_a_record_is_written_before_what_it_says_is_told() -> None:
     elector = Scene(A).elector
-    assert [type(action) for action in elector.handle(Built(V))] == [Persist, Tell]
+    assert [type(action) for action in elector.handle(Built(V))] == [Persist, Tell, Stage]
     assert elector.handle(Built(V)) == []
 
 
@@ -226,7 +228,7 @@ def test_a_lock_holds_against_an_older_polka() -> None:
 def test_a_proposal_with_a_false_polka_is_none(shown: Polka) -> None:
     scene = Scene(D)
     scene.hears(Votes(proposal=proposal_of(C, 2, W, shown)))
-    assert not scene.elector.heard.proposals
+    assert not scene.elector.vote.heard.proposals
 
 
 def test_nil_is_no_value() -> None:
@@ -236,8 +238,8 @@ def test_nil_is_no_value() -> None:
     scene.prevoted(0, NIL, A, B)
     assert scene.precommit == (0, NIL)
     scene.precommitted(0, NIL, A, B)
-    assert scene.elector.decided is None
-    assert scene.elector.own.ballot == 1
+    assert scene.elector.vote.decided is None
+    assert scene.elector.vote.ballot == 1
 
 
 def test_where_votes_differ_the_next_ballot_begins_after_a_deadline() -> None:
@@ -248,13 +250,13 @@ def test_where_votes_differ_the_next_ballot_begins_after_a_deadline() -> None:
     scene.precommitted(0, V, B)
     assert StartDeadline(0, Step.PRECOMMIT) in scene.asked
     scene.waits(0, Step.PRECOMMIT)
-    assert scene.elector.own.ballot == 1
+    assert scene.elector.vote.ballot == 1
 
 
 def test_who_leads_later_proposes_the_valid_value_with_its_polka() -> None:
     scene = locked_on(V)
     scene.precommitted(3, NIL, A, B)
-    assert scene.elector.told.proposal == proposal_of(D, 3, V, scene.record.valid)
+    assert scene.elector.vote.to_tell.proposal == proposal_of(D, 3, V, scene.record.valid)
 
 
 def test_a_leader_without_the_tiles_of_the_valid_value_proposes_its_own() -> None:
@@ -263,13 +265,13 @@ def test_a_leader_without_the_tiles_of_the_valid_value_proposes_its_own() -> Non
     scene.hears(Votes(polka=polka(0, V, A, B, C)))
     scene.take(scene.elector.handle(Built(W)))
     scene.precommitted(3, NIL, A, B)
-    assert scene.elector.told.proposal == proposal_of(D, 3, W, None)
+    assert scene.elector.vote.to_tell.proposal == proposal_of(D, 3, W, None)
 
 
 def test_after_a_restart_the_lock_and_the_votes_hold() -> None:
     scene = locked_on(V)
     scene.restart()
-    assert (scene.elector.own.ballot, scene.elector.own.step) == (0, Step.PRECOMMIT)
+    assert (scene.elector.vote.ballot, scene.elector.vote.step) == (0, Step.PRECOMMIT)
     assert Stage(V) in scene.asked
     scene.proposed(0, W)
     scene.waits(0, Step.PREVOTE)
@@ -284,7 +286,7 @@ def test_a_leader_that_comes_back_tells_its_old_proposal() -> None:
     scene.take(scene.elector.handle(Built(V)))
     scene.restart()
     scene.take(scene.elector.handle(Built(W)))
-    assert scene.elector.told.proposal == proposal_of(A, 0, V, None)
+    assert scene.elector.vote.to_tell.proposal == proposal_of(A, 0, V, None)
 
 
 def test_what_could_not_be_written_was_not_said_and_is_tried_again() -> None:
@@ -294,7 +296,7 @@ def test_what_could_not_be_written_was_not_said_and_is_tried_again() -> None:
     said = scene.elector.handle(Heard(Votes(proposal=proposal_of(A, 0, V, None))))
     assert isinstance(said[0], Persist)
     assert scene.elector.handle(NotPersisted(before)) == []
-    assert scene.elector.told.prevote is None
+    assert scene.elector.vote.to_tell.prevote is None
     again = scene.elector.handle(Judged(V, Verdict.FIT))
     assert isinstance(again[0], Persist)
     assert again[0].record.prevote == prevote_of(B, 0, V)
@@ -305,9 +307,9 @@ def test_a_polka_that_our_unwritten_prevote_completed_is_not_told() -> None:
     scene.judges(V)
     scene.prevoted(0, V, C, D)
     scene.elector.handle(Heard(Votes(proposal=proposal_of(A, 0, V, None))))
-    assert scene.elector.told.polka is not None
+    assert scene.elector.vote.to_tell.polka is not None
     scene.elector.handle(NotPersisted(scene.record))
-    assert scene.elector.told.polka is None
+    assert scene.elector.vote.to_tell.polka is None
 
 
 def test_own_words_that_the_record_does_not_know_make_it_mute() -> None:
@@ -342,7 +344,7 @@ def test_who_is_no_elector_looks_on() -> None:
     scene.waits(0, Step.PROPOSE)
     assert scene.record == VoteRecord(PARENT)
     scene.precommitted(0, V, A, B, C)
-    assert scene.elector.decided is not None
+    assert scene.elector.vote.decided is not None
 
 
 def test_who_votes_twice_is_accused_and_counted_once() -> None:
@@ -360,19 +362,19 @@ def test_a_late_elector_goes_where_enough_others_are() -> None:
     """Lines 55 and 56: one liar moves nobody."""
     scene = Scene(D)
     scene.prevoted(5, NIL, A)
-    assert scene.elector.own.ballot == 0
+    assert scene.elector.vote.ballot == 0
     scene.prevoted(4, NIL, B)
-    assert scene.elector.own.ballot == 4
+    assert scene.elector.vote.ballot == 4
     crash = Scene(C, THREE)
     crash.prevoted(5, NIL, A)
-    assert crash.elector.own.ballot == 5
+    assert crash.elector.vote.ballot == 5
 
 
 def test_a_late_elector_learns_of_a_polka_from_anybody() -> None:
     scene = Scene(D)
     scene.judges(V)
     scene.hears(Votes(prevote=prevote_of(A, 3, NIL), polka=polka(2, V, A, B, C)))
-    assert scene.elector.own.ballot == 2
+    assert scene.elector.vote.ballot == 2
     assert scene.record.valid_ballot == 2
 
 
@@ -388,12 +390,14 @@ def test_who_has_gone_on_counts_in_earlier_steps(elector_class: type[Tendermint]
 
 def test_what_was_prevoted_last_is_kept_to_where_no_polka_is_known() -> None:
     scene = Scene(B)
-    assert scene.elector.best_known == (-1, NIL)
+    assert scene.elector.vote.best_known == (-1, -1, NIL)
     scene.proposed(0, V)
     scene.judges(V)
-    assert scene.elector.best_known == (-1, V)
+    assert scene.elector.vote.best_known == (-1, 0, V)
     scene.hears(Votes(polka=polka(0, W, A, C, D)))
-    assert scene.elector.best_known == (0, W)
+    assert scene.elector.vote.best_known == (-1, 0, V)  # W is nowhere here
+    scene.judges(W)
+    assert scene.elector.vote.best_known == (0, -1, W)
 
 
 def test_words_of_another_run_parent_or_of_strangers_are_not_taken() -> None:
@@ -407,5 +411,5 @@ def test_words_of_another_run_parent_or_of_strangers_are_not_taken() -> None:
     ):
         scene.hears(Votes(prevote=bad))
     scene.hears(Votes(proposal=proposal_of(C, 0, V, None)))
-    assert not scene.elector.heard.prevotes
-    assert not scene.elector.heard.proposals
+    assert not scene.elector.vote.heard.prevotes
+    assert not scene.elector.vote.heard.proposals

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from spes_p2p.consensus import vote_record
-from spes_p2p.consensus.vote_messages import NIL, Polka, Precommit, Prevote, Proposal
+from spes_p2p.consensus.electorate import NIL
+from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.errors import LocalProtocolError
 from spes_p2p.ids import PeerId, sha256

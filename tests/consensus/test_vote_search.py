@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.tendermint import Tendermint
-from spes_p2p.consensus.vote_messages import Electorate, Faults
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.testing.judge import Violation
 from tests.consensus import planted_votes as planted

@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spes_p2p.consensus.messages import Signed
+from spes_p2p.consensus.electorate import NIL, Electorate, Faults
+from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed, Votes
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import (
     Allowed,
@@ -33,11 +34,9 @@ from spes_p2p.consensus.vote_events import (
     Persist,
     Stage,
     StartDeadline,
-    Started,
     Step,
     Verdict,
 )
-from spes_p2p.consensus.vote_messages import NIL, Electorate, Faults, Polka, Precommit, Prevote, Proposal, Votes
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.testing.judge import Violation
@@ -56,10 +55,10 @@ class Elector:
     def restart(self) -> None:
         """Only the record is left of what it knew. It has built a value of its own, and asks for tiles again."""
         sealer = FakeSealer(self.name)
-        self.machine = self._class(self.name, self._electorate, FINGERPRINT, self.record, sealer)
+        self.machine = self._class.begin(self.name, self._electorate, FINGERPRINT, self.record, sealer)
         self.deadlines: set[StartDeadline] = set()
         self.wanted: set[Hash] = set()
-        self.take(Started())
+        self.take(Allowed(True))
         self.take(Built(value_of(self._electorate.order.index(self.name))))
 
     def take(self, event: Event, verdict: Verdict | None = Verdict.FIT, has_room: bool = True) -> None:
@@ -83,30 +82,38 @@ class Elector:
     @property
     def due(self) -> list[DeadlinePassed]:
         """Deadlines that would do something."""
-        own = self.machine.own
+        own = self.machine.vote
         here = (own.step, Step.PRECOMMIT) if own.step is not Step.PRECOMMIT else (own.step,)
         return [DeadlinePassed(own.ballot, at) for at in here if StartDeadline(own.ballot, at) in self.deadlines]
 
     @property
     def decided(self) -> Hash | None:
-        return self.machine.decided.value if self.machine.decided else None
+        return self.machine.vote.decided.value if self.machine.vote.decided else None
 
     def copy(self) -> Elector:
         """One that goes its own way."""
         other = copy.copy(self)
-        other.machine, other.deadlines, other.wanted = self.machine.copy(), set(self.deadlines), set(self.wanted)
+        other.machine, other.deadlines, other.wanted = (
+            _copy(self.machine, FakeSealer(self.name)),
+            set(self.deadlines),
+            set(self.wanted),
+        )
         return other
 
     def key(self) -> tuple[object, ...]:
         """Equal where the same follows."""
-        heard, own = self.machine.heard, self.machine.own
+        heard, own = self.machine.vote.heard, self.machine.vote
         votes = [
             _said(kept.get(name)) for name in NAMES for kept in (heard.prevotes, heard.precommits, heard.proposals)
         ]
         polkas = [_shown(polka) for polka in (heard.polka, own.record.valid)]
         lock = own.record.locked_ballot, own.record.locked_value
-        due, verdicts = tuple(self.due), frozenset(self.machine.verdicts.items())
+        due, verdicts = tuple(self.due), frozenset(self.machine.vote.verdicts.items())
         return own.ballot, own.step, tuple(votes), tuple(polkas), lock, due, verdicts, self.decided
+
+
+def _copy(machine: Tendermint, sealer: FakeSealer) -> Tendermint:
+    return type(machine)(machine.me, machine.vote.copy(), sealer)
 
 
 def _shown(polka: Polka | None) -> tuple[int, Hash, tuple[PeerId, ...]]:
@@ -188,7 +195,7 @@ class GossipSearch:
             if what is None:
                 elector.restart()
             elif isinstance(what, int):
-                elector.take(Heard(self._states[what].machine.told))
+                elector.take(Heard(self._states[what].machine.vote.to_tell))
             else:
                 elector.take(what)
             self._known[name] = self._number(elector)
@@ -199,11 +206,11 @@ class GossipSearch:
             others = [other for other in world if other != number]
             for what in (*others, *self._states[number].due, None):
                 after = self._after(number, what)
-                if self._states[after].machine.own.ballot < ballots:
+                if self._states[after].machine.vote.ballot < ballots:
                     yield (*world[:place], after, *world[place + 1 :])
 
     def _check(self, world: World) -> None:
-        if any(self._states[number].machine.is_mute for number in world):
+        if any(self._states[number].machine.vote.is_mute for number in world):
             raise Violation("mute", "an elector with its record takes it for an old one")
         decided = {self._states[number].decided for number in world} - {None}
         if len(decided) > 1:
@@ -214,16 +221,16 @@ class GossipSearch:
 
     def _check_progress(self, world: World, up: tuple[int, ...]) -> None:
         """Those of a quorum who are `up` hear all of each other; then the deadlines pass that they wait for."""
-        first = max(self._states[number].machine.own.ballot for number in world)
+        first = max(self._states[number].machine.vote.ballot for number in world)
         path: list[tuple[World, tuple[int, ...]]] = []
         while (world, up) not in self._good and not any(self._states[world[at]].decided for at in up):
             path.append((world, up))
             after = self._all_hear(world, up)
             if after == world:
                 after = self._all_wait(world, up)
-            newest = max(self._states[number].machine.own.ballot for number in after)
+            newest = max(self._states[number].machine.vote.ballot for number in after)
             if after == world or newest - first > len(world) + 2:
-                where = [(self._states[n].name, self._states[n].machine.own.ballot) for n in world]
+                where = [(self._states[n].name, self._states[n].machine.vote.ballot) for n in world]
                 raise Violation("stall", f"{[where[at] for at in up]} hear each other, and decide nothing")
             self.report.longest_ballots = max(self.report.longest_ballots, newest - first)
             world = after
@@ -258,7 +265,7 @@ class Walk:
         self._liars = names[:liars]
         self._electors = [Elector(name, self._electorate, elector_class) for name in names[liars:]]
         self._down = names[liars : liars + self._random.randint(0, spare - liars)]
-        self._words: list[Votes] = [elector.machine.told for elector in self._electors]
+        self._words: list[Votes] = [elector.machine.vote.to_tell for elector in self._electors]
         self._values = [value_of(ballot, twin) for ballot in range(size) for twin in (0, 1)]
 
     def run(self, steps: int = 120) -> int:
@@ -283,12 +290,12 @@ class Walk:
             elector.take(Allowed(self._random.random() < 0.5), verdict, has_room)
         else:
             elector.restart()
-        self._words.append(elector.machine.told)
+        self._words.append(elector.machine.vote.to_tell)
 
     def _lie(self) -> Votes:
         """Anything that a liar can sign, with polkas that there are, or a false one."""
         liar = self._random.choice(self._liars)
-        newest = max(elector.machine.own.ballot for elector in self._electors)
+        newest = max(elector.machine.vote.ballot for elector in self._electors)
         ballot, value = self._random.randint(0, newest + 2), self._random.choice([NIL, *self._values])
         polkas: list[Polka | None] = [words.polka for words in self._words[-40:]]
         polka = self._random.choice(polkas)
@@ -302,17 +309,17 @@ class Walk:
         decided = {elector.decided for elector in self._electors} - {None}
         if len(decided) > 1:
             raise Violation("agreement", f"{len(decided)} values are decided")
-        if any(elector.machine.is_mute for elector in self._electors):
+        if any(elector.machine.vote.is_mute for elector in self._electors):
             raise Violation("mute", "an elector with its record takes it for an old one")
         for elector in self._electors:
-            accused = set(elector.machine.heard.evidence) - set(self._liars)
+            accused = set(elector.machine.vote.heard.evidence) - set(self._liars)
             if accused:
                 raise Violation("evidence", f"{accused} are accused and do not lie")
 
     def _end(self) -> int:
         """Who is up hears all others, liars too, then deadlines pass; until somebody has decided."""
         up = [elector for elector in self._electors if elector.name not in self._down]
-        first = max(elector.machine.own.ballot for elector in self._electors)
+        first = max(elector.machine.vote.ballot for elector in self._electors)
         for elector in up:
             elector.take(Allowed(True))
         while not any(elector.decided for elector in up):
@@ -320,18 +327,18 @@ class Walk:
                 for listener, speaker in itertools.permutations(up, 2):
                     if self._liars and self._random.random() < 0.3:
                         listener.take(Heard(self._lie()))
-                    listener.take(Heard(speaker.machine.told))
+                    listener.take(Heard(speaker.machine.vote.to_tell))
             self._check()
             for elector in up if not any(elector.decided for elector in up) else []:
                 for value in elector.wanted:
                     elector.take(Judged(value, Verdict.FIT))
                 for event in elector.due[:1]:
                     elector.take(event)
-            newest = max(elector.machine.own.ballot for elector in up)
+            newest = max(elector.machine.vote.ballot for elector in up)
             if newest - first > 2 * len(self._electorate.order) + 2:
                 raise Violation("stall", f"nothing is decided from ballot {first} to {newest}")
         self._check()
-        return max(elector.machine.own.ballot for elector in up) - first
+        return max(elector.machine.vote.ballot for elector in up) - first
 
 
 def main() -> int:

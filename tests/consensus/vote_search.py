@@ -20,18 +20,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from spes_p2p.consensus.messages import Signed
+from spes_p2p.consensus.electorate import NIL, Electorate, Faults
+from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed, Votes
 from spes_p2p.consensus.tendermint import Tendermint
-from spes_p2p.consensus.vote_events import Built, DeadlinePassed, Decide, Event, Heard, Judged, Persist, Step, Verdict
-from spes_p2p.consensus.vote_messages import (
-    NIL,
-    Electorate,
-    Faults,
-    Polka,
-    Precommit,
-    Prevote,
-    Proposal,
-    Votes,
+from spes_p2p.consensus.vote_events import (
+    Allowed,
+    Built,
+    DeadlinePassed,
+    Decide,
+    Event,
+    Heard,
+    Judged,
+    Persist,
+    Step,
+    Verdict,
 )
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash, PeerId, sha256, short
@@ -349,7 +351,9 @@ class VoteSearch:
 
     def _elector(self, place: int, record: VoteRecord) -> Tendermint:
         me = self._honest[place]
-        return self._elector_class(me, self.electorate, FINGERPRINT, record, FakeSealer(me))
+        elector = self._elector_class.begin(me, self.electorate, FINGERPRINT, record, FakeSealer(me))
+        elector.handle(Allowed(True))
+        return elector
 
     def _step(
         self, world: World, place: int, ballot: int, events: list[Event], before: VoteRecord | None = None
@@ -362,9 +366,9 @@ class VoteSearch:
             for action in elector.handle(event):
                 if isinstance(action, Persist):
                     record = action.record
-        if elector.is_mute:
+        if elector.vote.is_mute:
             raise Found("mute", f"{self._honest[place]} takes its record for an old one", world.path)
-        if elector.told.prevote != record.prevote or elector.told.precommit != record.precommit:
+        if elector.vote.to_tell.prevote != record.prevote or elector.vote.to_tell.precommit != record.precommit:
             raise Found("durability", f"{self._honest[place]} tells what is not on its disk", world.path)
         if record.locked_ballot < before.locked_ballot or record.valid_ballot < before.valid_ballot:
             raise Found("lock", f"{self._honest[place]} goes back to an earlier lock in ballot {ballot}", world.path)

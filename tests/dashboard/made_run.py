@@ -51,7 +51,7 @@ class MadeSource:
         boot = PeerLine(BOOTSTRAP, "bootstrap", round, 0, 0, 0.0, (), "0.1.0", now - 1, ("/ip4/203.0.113.7/tcp/31337",))
         columns = tuple(_column(at, round) for at in range(self._columns))
         return RunReport(
-            "made", FINGERPRINT, round, manifest.step, manifest.tokens, "majority" if round else "genesis", False,
+            "made", FINGERPRINT, round, manifest.step, manifest.tokens, "quorum" if round else "genesis", False,
             True, 3, 4, 2.0, "7e37ef20d4" * 6, (boot, *peers), columns,
             data=Coverage(1, (BOOTSTRAP,), 0.0),
         )  # fmt: skip

@@ -36,7 +36,7 @@ def test_who_comes_and_goes_is_an_event() -> None:
     certificate = replace(look.commits[-1].certificate, kind=DEGRADED, heard=PEERS[:1])
     follower.apply(Look(look.report, (replace(look.commits[-1], manifest=left, certificate=certificate),)), NOW)
     assert messages(history) == [
-        "round 1 was committed without a majority (degraded)",
+        "round 1 was committed without a quorum (degraded)",
         "Nanna1 is no member from round 1 on",
         "columns without an owner: 0",
     ]
@@ -57,7 +57,7 @@ def test_another_history_takes_the_place_of_ours() -> None:
 def test_two_histories_are_shown_until_there_is_one_again() -> None:
     history, source = History(), MadeSource()
     follower, look = Follower(history), source.look_at(5, NOW, NOTHING)
-    sides = (Side(digit * 64, "majority", 5, 2, 10, 1, 1, PEERS[:1], NOW) for digit in "ab")
+    sides = (Side(digit * 64, "quorum", 5, 2, 10, 1, 1, PEERS[:1], NOW) for digit in "ab")
     fork = Fork("00" * 32, 3, {side.child: side for side in sides})
     for _ in range(2):
         follower.apply(replace(look, report=replace(look.report, forks=(fork,))), NOW)

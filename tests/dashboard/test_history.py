@@ -80,7 +80,7 @@ def test_the_state_of_a_long_run_has_a_bounded_size() -> None:
     with history.writing():
         for round in range(3 * MOST_POINTS):
             history.add_round(
-                round=round, name="", at=10.0 * round, kind="majority", step=round, tokens=round, round_tokens=1,
+                round=round, name="", at=10.0 * round, kind="quorum", step=round, tokens=round, round_tokens=1,
                 roster=1, members=1, alpha=0.0, stale=0,
             )  # fmt: skip
             history.add_sample(

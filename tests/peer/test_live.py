@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.heard_votes import HeardVotes
 from spes_p2p.consensus.messages import Plan, Proposal, Signed, Work, manifest_hash
 from spes_p2p.consensus.state import RoundState
+from spes_p2p.consensus.vote import Vote
+from spes_p2p.consensus.vote_record import VoteRecord
+from spes_p2p.ids import NO_HASH
 from spes_p2p.observe.live import EXCHANGING, READY, TRAINING, VOTING
 from spes_p2p.peer.live import Contributions
 from spes_p2p.peer.phases import phase_of, slices_done
@@ -46,7 +51,11 @@ def test_another_history_is_read_anew_and_damage_left_out(chain: Chain, tmp_path
 
 def test_a_round_goes_from_training_to_voting() -> None:
     tip = COMMITS[0].manifest
-    current = RoundState(tip, manifest_hash(tip), (A,), 0.0, 0.0)
+    vote = Vote(
+        HeardVotes(Electorate((A,), Faults.CRASH), RUN.info.fingerprint, manifest_hash(tip)),
+        *2 * (VoteRecord(NO_HASH),),
+    )
+    current = RoundState(tip, manifest_hash(tip), vote, 0.0, 0.0)
     assert phase_of(current) == TRAINING
     current.work = Work(ready=True)
     assert phase_of(current) == READY
@@ -54,7 +63,6 @@ def test_a_round_goes_from_training_to_voting() -> None:
     current.plan = Signed(Plan(RUN.info.fingerprint, b"", 0, A, (), slices), A, b"", b"")  # type: ignore[arg-type]
     current.staged = {slices[0].key: b""}
     assert (phase_of(current), slices_done(current)) == (EXCHANGING, (1, len(slices)))
-    child = COMMITS[1].manifest
-    proposal = Proposal(manifest_hash(tip), 0, A, child, ())
-    current.proposals = {((), 0): Signed(proposal, A, b"", b"")}
+    proposal = Proposal(RUN.info.fingerprint, manifest_hash(tip), 0, manifest_hash(COMMITS[1].manifest))
+    vote.heard.proposals[A] = Signed(proposal, A, b"", b"")
     assert phase_of(current) == VOTING

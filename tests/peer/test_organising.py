@@ -26,7 +26,7 @@ def test_history_is_one_line_a_round_with_what_it_changed(tmp_path: Path) -> Non
         chain.append(commit)
     lines = kept_history(tmp_path)
     assert [(line.round, line.members) for line in lines] == [(0, 1), (1, 1), (2, 1)]
-    assert [line.kind for line in lines] == ["genesis", "majority", "majority"]
+    assert [line.kind for line in lines] == ["genesis", "quorum", "quorum"]
     assert (lines[0].joined, lines[1].joined, lines[1].roster, lines[1].round_tokens) == ((A,), (), (A,), 1024)
     assert all(line.received_at > 0 for line in lines)
     text = history_text(lines)

@@ -60,8 +60,8 @@ def test_the_organiser_settles_a_run_that_has_gone_on_twice(tmp_path: Path, toke
         invite = kept_invite(node.folder)
         [fork] = json.loads(swarm.ask("status", invite, "--json"))["forks"]
         sides = {side["kind"]: side for side in fork["sides"].values()}
-        assert (len(sides["degraded"]["peers"]), len(sides["majority"]["peers"])) in {(1, 2), (2, 2)}
-        assert sides["degraded"]["tokens"] > sides["majority"]["tokens"]
+        assert (len(sides["degraded"]["peers"]), len(sides["quorum"]["peers"])) in {(1, 2), (2, 2)}
+        assert sides["degraded"]["tokens"] > sides["quorum"]["tokens"]
         child, seen = sides["degraded"]["child"], {name: newest(swarm, name) for name in ALL}
         shown = swarm.ask("status", invite)
         assert f"the run has 2 histories since round {fork['round']}" in shown

@@ -18,7 +18,7 @@ from spes_p2p import failpoints
 from spes_p2p.config.load import config_from_text
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.events import MessageReceived
-from spes_p2p.consensus.messages import MAJORITY
+from spes_p2p.consensus.messages import QUORUM
 from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain, VoteBook
@@ -50,7 +50,7 @@ WHILE_SAVING = Fault(failpoints.CHECKPOINT_WRITTEN, round=3)
 LONELY = 8
 """The round that ends with a leader who alone knows of the certificate: whoever verifies its proposal speaks to nobody
 but the leader from then on, so nobody else can count the votes."""
-KNOWS_ALONE = Fault("certify", after="propose", round=LONELY)
+KNOWS_ALONE = Fault("certify", after="proposal", round=LONELY)
 MUTED = {name: Fault("verify", MUTE, peer=name, round=LONELY, seconds=4.0) for name in NAMES}
 KILLS = (KNOWS_ALONE, BEFORE_PLAN, HALF_A_STREAM, HANDING_OUT, WITH_CERTIFICATE, WHILE_SAVING, RIGHT_AFTER_PLAN)
 FAULTS = (*KILLS, *MUTED.values())
@@ -173,7 +173,7 @@ def kill_who_knows_alone(swarm: LocalSwarm, told: Story) -> None:
     kept = told.folder / "recordings"
     for name in others:  # at once: a recording keeps a few rounds, and the swarm goes on
         shutil.copytree(told.folder / name / "flight", kept / name / "flight")
-    told.accepted = VoteBook(told.folder / victim / "run" / "votes").record.accepted_hash
+    told.accepted = VoteBook(told.folder / victim / "run" / "votes").record.locked_value
     for name in others:
         steps = [step for step in replayed(kept / name) if step.round == LONELY - 1]
         told.knew_at[name] = next(step.frame.now for step in steps if tells_the_end(step))
@@ -265,7 +265,7 @@ def test_what_the_leader_alone_knew_to_be_certified_is_what_the_others_commit(st
     assert min(story.knew_at.values()) > story.died_at
     chain = Chain(story.folder / story.alone / "run" / "chain")
     assert chain.commit(LONELY).certificate.manifest == story.accepted != NO_HASH
-    assert chain.commit(LONELY).certificate.kind == MAJORITY
+    assert chain.commit(LONELY).certificate.kind == QUORUM
 
 
 def test_a_plan_outlives_its_leader(story: Story) -> None:

@@ -200,7 +200,7 @@ def test_without_the_bootstrap_node_a_newcomer_joins_through_a_peer(story: Story
 
 def test_status_works_against_a_peer(story: Story) -> None:
     assert story.status["round"] > story.orphaned_at
-    assert story.status["certificate"] == "majority"
+    assert story.status["certificate"] == "quorum"
     assert story.status["checked"]
     assert {one["peer"] for one in story.status["peers"]} >= set(story.ids.values())
     assert all(column["owners"] for column in story.status["columns"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import MAJORITY
+from spes_p2p.consensus.messages import QUORUM
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.namespaces import Lab, may_make_namespaces
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
@@ -61,7 +61,7 @@ def test_two_homes_train_with_the_bootstrap_node_alone(tmp_path: Path, tokens: P
     chain = Chain(tmp_path / "bootstrap" / "run" / "chain")
     server = next(member.peer for member in chain.commit(0).manifest.members if not member.trains)
     for commit in map(chain.commit, range(2, ROUNDS + 1)):
-        assert commit.certificate.kind == MAJORITY
+        assert commit.certificate.kind == QUORUM
         assert server not in {entry.peer for entry in commit.manifest.roster}
         assert all(p.reducer == server or p.contributors == (p.reducer,) for p in commit.manifest.slices)
     for name in ("bootstrap", *HIDDEN):
@@ -102,7 +102,7 @@ def test_two_homes_train_with_one_public_peer(tmp_path: Path, tokens: Path) -> N
     assert "dial this machine" not in said["home1"], "it was told so"
     chain = Chain(tmp_path / "public" / "run" / "chain")
     found = [chain.commit(round) for round in range(2, ROUNDS + 1)]
-    assert {commit.certificate.kind for commit in found} == {MAJORITY}
+    assert {commit.certificate.kind for commit in found} == {QUORUM}
     for commit in found:
         assert {piece.block for piece in commit.manifest.slices} == set(
             range(1 + config_of(OVERRIDES).model.num_experts)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import MAJORITY, Commit
+from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.store import StateStore
@@ -77,7 +77,7 @@ def test_new_peers_go_on_after_a_night_without_any(tmp_path: Path, tokens: Path)
         first = next(commit for commit in morning if commit.certificate.by_organiser)
         assert first.manifest.round >= shared
         assert first.manifest.state_root in {commit.manifest.state_root for commit in morning[: first.manifest.round]}
-        assert morning[-1].certificate.kind == MAJORITY
+        assert morning[-1].certificate.kind == QUORUM
         names = {peer_id_of(swarm.processes[name]) for name in ("p2", "p3")}
         assert {member.peer for member in morning[-1].manifest.members} == names
         round, root = recomputed_state(tmp_path / "p2", config_of(TWO_PEERS))

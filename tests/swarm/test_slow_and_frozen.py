@@ -25,7 +25,7 @@ QUICK, SLOWER, FROZEN, JUMPER = NAMES = ("quick", "slower", "frozen", "jumper")
 H = 20
 OVERRIDES = ("swarm.min_peers=4", "swarm.experts_per_peer=4", f"sync.steps_per_round={H}", "sync.merge_interval=40")
 FOUR_TIMES_SLOWER = Fault(failpoints.INNER_STEP, SLOW, times=0, factor=4.0)
-STOPPED = Fault("accept", FREEZE)
+STOPPED = Fault("prevote", FREEZE)
 CLOCK_JUMPS = Fault(failpoints.APPLIED, JUMP, seconds=300.0)
 FAULTS = {SLOWER: (FOUR_TIMES_SLOWER,), FROZEN: (STOPPED,), JUMPER: (CLOCK_JUMPS,)}
 

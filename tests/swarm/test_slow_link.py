@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p import failpoints
-from spes_p2p.consensus.messages import MAJORITY, Commit
+from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.observe.events import Peer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import SLOW, Fault
@@ -69,7 +69,7 @@ def test_a_link_drops_to_a_tenth_of_its_rate_half_way(tmp_path: Path, tokens: Pa
     for together in zip(*chains.values(), strict=False):
         assert len({commit.certificate.manifest for commit in together}) == 1
     while_slow = chains["p0"][dropped_in : dropped_in + 4]
-    assert {commit.certificate.kind for commit in while_slow} == {MAJORITY}
+    assert {commit.certificate.kind for commit in while_slow} == {QUORUM}
     counted = [commit for commit in while_slow if me in {entry.peer for entry in commit.manifest.roster}]
     assert len(counted) >= len(while_slow) - 1  # the round in which it dropped may have closed on what was there
     for process in swarm.processes.values():

@@ -8,12 +8,12 @@ from pathlib import Path
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import (
-    MAJORITY,
-    Acceptance,
+    QUORUM,
     Certificate,
     Commit,
     Contribution,
     Manifest,
+    Precommit,
     Seal,
     Slice,
     manifest_hash,
@@ -72,9 +72,9 @@ class MadeRun:
 
     def certified(self, manifest: Manifest, signer: PeerId = A) -> Commit:
         name = manifest_hash(manifest)
-        signed = self.sealer(signer).seal(Acceptance(self.info.fingerprint, manifest.parent, 0, name))
+        signed = self.sealer(signer).seal(Precommit(self.info.fingerprint, manifest.parent, 0, name))
         seal = Seal(signed.author, signed.public_key, signed.signature)
-        return Commit(Certificate(manifest.parent, MAJORITY, 0, name, (), (seal,)), manifest)
+        return Commit(Certificate(manifest.parent, QUORUM, 0, name, (), (seal,)), manifest)
 
     def chain(self, length: int) -> list[Commit]:
         """Commits with roots that stand for no state; no merge falls due."""

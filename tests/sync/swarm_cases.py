@@ -12,7 +12,7 @@ import numpy as np
 
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import Commit, Manifest
+from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
 from spes_p2p.data.leases import take
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState
@@ -83,9 +83,9 @@ async def guard_promises(swarm: MemorySwarm) -> None:
     while True:
         for life in swarm.up:
             record = life.votes.record
-            for signed in (record.accepted, record.degraded):
-                if signed is not None:
-                    manifest = signed.value.manifest
+            newest = {signed.value.value for signed in (record.backed, record.degraded) if signed is not None}
+            for manifest in (content.manifest for content in record.contents):
+                if manifest_hash(manifest) in newest:
                     held = whole_state(life.store, manifest.round, manifest.state_root)
                     superseded = life.store.rounds()[-1] >= manifest.round
                     if held is None and not superseded:  # another history may have won

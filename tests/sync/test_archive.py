@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import MAJORITY, Commit, manifest_hash
+from spes_p2p.consensus.messages import QUORUM, Commit, manifest_hash
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import PeerSilent, StorageFull
 from spes_p2p.exchange.transfers import FewStreams
@@ -128,7 +128,7 @@ def test_new_peers_go_on_in_the_morning(folder: Path) -> None:
         assert first.certificate.by_organiser
         assert first.manifest.state_root == newest.manifest.state_root
         assert {member.peer for member in first.manifest.members} <= {"d", "e"}
-        assert {commit.certificate.kind for commit in chain[newest.manifest.round + 2 :]} == {MAJORITY}
+        assert {commit.certificate.kind for commit in chain[newest.manifest.round + 2 :]} == {QUORUM}
         assert {entry.peer for entry in chain[-1].manifest.roster} == {"d", "e"}
         check_agreement(swarm)
         check_leases(swarm)
@@ -300,7 +300,7 @@ def test_the_organiser_renews_before_a_survivor_makes_a_history_of_its_own(folde
         assert known is not None
         await until(lambda: last.round > known.manifest.round + 1, 3000.0)
         chain = commits(swarm)
-        assert chain[known.manifest.round].certificate.kind == MAJORITY
+        assert chain[known.manifest.round].certificate.kind == QUORUM
         assert chain[known.manifest.round + 1].certificate.by_organiser
         assert not [notice for notice in last.notices if notice.kind in ("lost", "fork")]
 
@@ -461,7 +461,7 @@ def test_an_archive_of_one_machine_serves_a_newcomer_while_the_run_goes_on(folde
         late = await swarm.add("late")
         await until(late.driver.core.state.is_member)
         check_agreement(swarm)
-        assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {MAJORITY}
+        assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {QUORUM}
 
     with_archive(folder, play)
 
@@ -481,7 +481,7 @@ def test_who_looks_on_is_no_member_and_no_round_waits_for_it(folder: Path, archi
         assert swarm.clock.now() - before < 1.5 * usual
         named = {member.peer for commit in commits(swarm) for member in commit.manifest.members}
         assert named == {"a", "b", "c"}
-        assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {MAJORITY}
+        assert {commit.certificate.kind for commit in commits(swarm)[1:]} == {QUORUM}
 
     with_archive(folder, play, archive=archive)
 

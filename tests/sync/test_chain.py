@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.consensus.messages import Commit, manifest_hash
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, sha256
 from spes_p2p.sync.chain import Chain, VoteBook, check_links
@@ -196,14 +196,14 @@ def book(folder: Path, start: int) -> VoteBook:
 
 def test_votes_and_incarnation_survive(tmp_path: Path) -> None:
     first = book(tmp_path, 7)
-    first.write(VoteRecord(sha256(b"head"), promised=3))
+    first.write(VoteRecord(sha256(b"head"), locked_ballot=3))
     again = book(tmp_path, 8)
-    assert (again.record, again.incarnation) == (VoteRecord(sha256(b"head"), promised=3), 7)
+    assert (again.record, again.incarnation) == (VoteRecord(sha256(b"head"), locked_ballot=3), 7)
 
 
 @pytest.mark.parametrize("damage", ["votes lost", "votes cut", "incarnation lost", "incarnation cut"])
 def test_without_a_whole_record_it_is_a_newcomer(tmp_path: Path, damage: str) -> None:
-    book(tmp_path, 7).write(VoteRecord(sha256(b"head"), promised=3))
+    book(tmp_path, 7).write(VoteRecord(sha256(b"head"), locked_ballot=3))
     what, how = damage.split()
     path = tmp_path / what
     path.unlink() if how == "lost" else path.write_bytes(path.read_bytes()[:0])
@@ -214,7 +214,7 @@ def test_without_a_whole_record_it_is_a_newcomer(tmp_path: Path, damage: str) ->
 
 def test_to_forget_is_to_begin_anew(tmp_path: Path) -> None:
     first = book(tmp_path, 7)
-    first.write(VoteRecord(sha256(b"head"), promised=3))
+    first.write(VoteRecord(sha256(b"head"), locked_ballot=3))
     first.forget()
     assert (first.record, first.incarnation) == (VoteRecord(NO_HASH), 8)
     assert book(tmp_path, 9).incarnation == 8
@@ -223,6 +223,6 @@ def test_to_forget_is_to_begin_anew(tmp_path: Path) -> None:
 def test_a_vote_on_a_full_disk_is_not_noted(tmp_path: Path) -> None:
     first = book(tmp_path, 7)
     with file_size_limit(1), pytest.raises(StorageFull):
-        first.write(VoteRecord(sha256(b"head"), promised=3))
+        first.write(VoteRecord(sha256(b"head"), locked_ballot=3))
     assert first.record == VoteRecord(NO_HASH)
     assert book(tmp_path, 9).record == VoteRecord(NO_HASH)

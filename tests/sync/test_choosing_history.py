@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.peer.organising import Parted, decide, histories_of
@@ -116,7 +116,7 @@ async def parted(swarm: MemorySwarm) -> AsyncIterator[tuple[Surroundings, Hash, 
     await until(lambda: b.round >= stood + 3, 300.0)
     pairs = zip(*([chain.commit(at).certificate for at in range(b.chain.length)] for chain in (a.chain, b.chain)))
     alone, majority = next(pair for pair in pairs if pair[0].manifest != pair[1].manifest)
-    assert (alone.kind, majority.kind) == (DEGRADED, MAJORITY)
+    assert (alone.kind, majority.kind) == (DEGRADED, QUORUM)
     swarm.network.heal()
     await until(lambda: all("parted" in kinds(peer(swarm, name)) for name in "abc"), SETTLED_SECONDS)
     await until(lambda: any("has gone on twice" in text for text in swarm.organiser_said), SETTLED_SECONDS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, Manifest
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit, Manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId
@@ -75,11 +75,11 @@ def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str)
                 assert said == [True]
             assert said[::2] == [True] * len(said[::2])
             assert not any(said[1::2])
-            assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm, "a")[1:])
+            assert all(commit.certificate.kind == QUORUM for commit in commits(swarm, "a")[1:])
             assert "b" in {member.peer for member in commits(swarm, "a")[-1].manifest.members}
         await until(counts(swarm, "b"))
         reached = full.round
-        await until(lambda: (vote := full.votes.record.accepted) is not None and vote.value.manifest.round > reached)
+        await until(lambda: any(content.manifest.round > reached for content in full.votes.record.contents))
         await until(lambda: "room again" in [notice.text for notice in full.notices if notice.kind == "disk"][-1])
         recorder.check(commits(swarm))
         check_agreement(swarm)
@@ -195,7 +195,7 @@ def test_a_crash_between_certificate_and_state(folder: Path, names: str, step: s
         await crash_in(swarm, names, step, after)
         assert all(peer(swarm, name).round == newest + (step == "publish" or after) for name in names)
         await swarm.until_round(newest + 4)
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
         assert all(life.driver.core.state.own.incarnation <= 3 for life in swarm.up)
         recorder.check(commits(swarm))
         check_agreement(swarm)
@@ -269,9 +269,9 @@ def test_what_an_elector_signed_for_outlives_later_writes(folder: Path) -> None:
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(2)
         life = peer(swarm, "b")
-        while life.votes.record.accepted is None or life.votes.record.parent != life.driver.core.tip_hash:
+        while not life.votes.record.contents or life.votes.record.parent != life.driver.core.tip_hash:
             await asyncio.sleep(0.001)
-        manifest = life.votes.record.accepted.value.manifest
+        manifest = life.votes.record.contents[0].manifest
         bench = life.driver._candidate
         bench.open()
         bench.write(0, [b"\1" * 4 * swarm.layout.tiles[0].size])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.consensus.membership import leader_order
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, manifest_hash
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, manifest_hash
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync.surroundings import Applied
@@ -58,7 +58,7 @@ def test_a_killed_peer_stalls_nobody_for_long(folder: Path, moment: int) -> None
         await asyncio.sleep(2 * swarm.up[0].driver.core.state.pace.suspect_seconds)
         await one_more_round(swarm)
         assert len(commits(swarm)[-1].manifest.members) == 3
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
@@ -124,7 +124,7 @@ def test_all_are_killed_and_come_back(folder: Path, moment: float) -> None:
             await life.kill()
         await asyncio.gather(*(swarm.add(name) for name in "abc"))
         await swarm.until_round(newest + 3)
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
@@ -202,7 +202,7 @@ def test_a_majority_that_is_gone_is_waited_for(folder: Path, silent: bool) -> No
         assert chain[stood + 1].certificate.kind == DEGRADED
         assert chain[stood + 1].certificate.heard == ("a",)
         await swarm.until_round(stood + 3)
-        assert commits(swarm)[-1].certificate.kind == MAJORITY
+        assert commits(swarm)[-1].certificate.kind == QUORUM
         recorder.check(commits(swarm))
         check_leases(swarm)
 

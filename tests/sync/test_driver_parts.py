@@ -11,7 +11,7 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.state import Key
-from spes_p2p.consensus.votes import VoteRecord
+from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import StorageFull
 from spes_p2p.sync.dispatcher import RETRY_HEARTBEATS, Dispatcher
 from spes_p2p.testing.sim import Weather, World

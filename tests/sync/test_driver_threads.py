@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.messages import Commit, Prevote
 from spes_p2p.consensus.parts import Cast
-from spes_p2p.consensus.votes import VoteRecord, promise
+from spes_p2p.consensus.vote_record import VoteRecord, prevote
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer, PretendWork
+from spes_p2p.testing.sim_state import FakeSealer
 from tests.sync.swarm_cases import commits, in_swarm, small_config
 
 T = TypeVar("T")
@@ -92,7 +94,7 @@ def test_the_state_machine_is_asked_on_the_loop_alone(folder: Path, monkeypatch:
     assert called == set()
 
 
-def test_a_promise_that_is_given_while_another_history_is_taken_up_is_never_given_twice(
+def test_a_vote_that_is_given_while_another_history_is_taken_up_is_never_given_twice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who comes back to the manifest that it left then is a new incarnation, without a vote there."""
@@ -100,18 +102,19 @@ def test_a_promise_that_is_given_while_another_history_is_taken_up_is_never_give
     switch = Chain.switch
 
     async def play(swarm: MemorySwarm) -> None:
-        def promising(chain: Chain, line: Sequence[Commit]) -> None:
-            """As if somebody had asked for a promise in the middle of it."""
+        def voting(chain: Chain, line: Sequence[Commit]) -> None:
+            """As if a deadline had passed in the middle of it."""
             core = peer(swarm, "d").driver.core
             if chain is peer(swarm, "d").chain:
-                assert core.state.own.record == VoteRecord(core.tip_hash)
-                record = promise(core.state.own.record, 1)
-                core.state.own.record = record
+                assert core.state.record == VoteRecord(core.tip_hash)
+                vote = Prevote(core.state.rules.fingerprint, core.tip_hash, 1, NIL)
+                record = prevote(core.state.record, FakeSealer(core.me).seal(vote))
+                core.state.round.vote.record = record
                 peer(swarm, "d").votes.write(record)
                 left.append(record.parent)
             switch(chain, line)
 
-        monkeypatch.setattr(Chain, "switch", promising)
+        monkeypatch.setattr(Chain, "switch", voting)
         await switch_of(swarm, "d")
         votes = peer(swarm, "d").votes
         before = votes.incarnation

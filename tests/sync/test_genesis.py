@@ -69,13 +69,13 @@ def test_genesis_of_the_organiser_is_taken() -> None:
         (RUN.genesis(sha256(b"state"), signer=B), "not signed by the organiser"),
         (Commit(GOOD.certificate, replace(GOOD.manifest, state_root=sha256(b"other"))), "names another manifest"),
         (Commit(replace(GOOD.certificate, seals=()), GOOD.manifest), "names another manifest"),
-        (Commit(replace(GOOD.certificate, kind="majority"), GOOD.manifest), "not the genesis"),
+        (Commit(replace(GOOD.certificate, kind="quorum"), GOOD.manifest), "not the genesis"),
         (Commit(GOOD.certificate, replace(GOOD.manifest, round=1)), "not the genesis"),
         (MadeRun(small_config("run.run_id=x", peers=1)).genesis(sha256(b"state")), "not the genesis"),
     ],
 )
 def test_any_other_genesis_is_refused(bad: Commit, complaint: str) -> None:
-    assert bad.certificate.kind in (GENESIS, "majority")
+    assert bad.certificate.kind in (GENESIS, "quorum")
     with pytest.raises(RemoteProtocolError, match=complaint):
         check_genesis(bad, RUN.info, RUN.keys.verify)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, Contribution, Manifest
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit, Contribution, Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
@@ -120,7 +120,7 @@ def test_a_round_made_alone_is_counted_by_the_others_next_one(
         switch = switch_of(life)
         newest = switch.commit.manifest
         kept = life.machine.work.tokens
-        assert switch.commit.certificate.kind == MAJORITY
+        assert switch.commit.certificate.kind == QUORUM
         assert newest.parent == alone.manifest.parent
         assert kept >= own.tokens
         assert said(life) == [f"{kept:,} tokens of this peer's own are kept, for the next round to count"]

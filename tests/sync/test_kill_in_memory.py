@@ -10,7 +10,7 @@ import pytest
 
 from spes_p2p import failpoints
 from spes_p2p.checkpoint.load import load_latest
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY
+from spes_p2p.consensus.messages import DEGRADED, QUORUM
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, Fault, MemoryFaults
@@ -42,7 +42,7 @@ def bound_seconds(swarm: MemorySwarm) -> float:
 
 def is_leader(life: PretendPeer) -> bool:
     current = life.driver.core.state.round
-    return current.order[current.view % len(current.order)] == life.name
+    return current.order[current.vote.ballot % len(current.order)] == life.name
 
 
 def is_member(life: PretendPeer, name: str) -> bool:
@@ -100,7 +100,7 @@ def test_a_peer_is_killed_at_a_step(folder: Path, step: str) -> None:
         await bring_back(swarm, victim)
         if step not in LEADER_STEPS:
             await kill_one(swarm, Fault(step), lambda life: not is_leader(life))
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
@@ -203,7 +203,7 @@ def test_who_saves_a_checkpoint_is_killed(folder: Path, step: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", ["plan", failpoints.COLLECTED, failpoints.STREAM + " tiles", "accept", failpoints.APPENDED]
+    "step", ["plan", failpoints.COLLECTED, failpoints.STREAM + " tiles", "prevote", failpoints.APPENDED]
 )
 def test_two_peers_are_killed_at_once(folder: Path, step: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
@@ -212,7 +212,7 @@ def test_two_peers_are_killed_at_once(folder: Path, step: str) -> None:
         await swarm.until_round(FIRST - 1)
         await kill_one(swarm, Fault(step), beside=lambda victim: [next(name for name in "abcde" if name != victim)])
         assert len(swarm.up) == 3
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
         await swarm.until_round(swarm.up[0].round + 1)
         recorder.check(commits(swarm))
         check_agreement(swarm)
@@ -221,7 +221,7 @@ def test_two_peers_are_killed_at_once(folder: Path, step: str) -> None:
     in_swarm(folder, play, small_config(peers=5))
 
 
-@pytest.mark.parametrize("step", ["close", "plan", failpoints.STAGED, "accept", failpoints.APPENDED])
+@pytest.mark.parametrize("step", ["close", "plan", failpoints.STAGED, "prevote", failpoints.APPENDED])
 def test_every_peer_but_one_is_killed_at_once(folder: Path, step: str) -> None:
     """The one that is left waits for a majority as long as for any, and goes on alone."""
 
@@ -256,7 +256,7 @@ def test_the_leader_that_alone_knows_of_the_certificate_is_killed(folder: Path, 
 
         with MemoryFaults(swarm, [Fault(step, peer=leader.name, round=FIRST)]) as faults:
             async with asyncio.timeout(60):
-                while not leader.driver.core.state.round.proposals and leader.is_up:
+                while not leader.driver.core.state.round.vote.heard.proposals and leader.is_up:
                     await asyncio.sleep(0.001)
                 keep_apart(1.0)
                 await faults.struck.wait()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.messages import Acceptance, Ballots, Envelope, Intent, Report, Status, Work
+from spes_p2p.consensus.messages import Ballots, Envelope, Intent, Prevote, Report, Status, Votes, Work
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -25,7 +25,7 @@ A, B = PeerId("a"), PeerId("b")
 def envelope(sealer: KeySealer, sequence: int, reports: int = 0) -> Envelope:
     status = Status(NO_HASH, A, 1, sequence, 0, NO_HASH, Work(), Intent(), Ballots())
     said = tuple(sealer.seal(Report(NO_HASH, at, A, (A,), (NO_HASH,) * 4)) for at in range(reports))
-    vote = sealer.seal(Acceptance(NO_HASH, NO_HASH, 0, NO_HASH))
+    vote = Votes(sealer.seal(Prevote(NO_HASH, NO_HASH, 0, NO_HASH)))
     return Envelope(A, (sealer.seal(status),), reports=said, votes=(vote,))
 
 

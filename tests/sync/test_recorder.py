@@ -52,7 +52,7 @@ def test_what_was_recorded_is_decided_again(folder: Path, tmp_path: Path) -> Non
     played = list(replay(recording, swarm.rules))
     assert [step.frame for step in played if not step.same] == []
     assert max(step.round for step in played) >= 4
-    assert {"certify", "adopt", "accept", "verify"} <= {rule for step in played for rule in step.rules}
+    assert {"certify", "adopt", "vote", "verify"} <= {rule for step in played for rule in step.rules}
 
 
 def test_the_script_tells_the_rounds(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import MAJORITY
+from spes_p2p.consensus.messages import QUORUM
 from spes_p2p.exchange.requests import ChainRequest, Request, TilesRequest, unpack_request
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import VALUE_BYTES
@@ -119,7 +119,7 @@ def test_where_the_organiser_was_wrong_the_majority_goes_on(folder: Path) -> Non
         assert commits(swarm, "d")[parted + 1].certificate.by_organiser
         await swarm.until_round(parted + 2, ["a", "b", "c"])
         ours = commits(swarm, "a")[parted + 1]
-        assert ours.certificate.kind == MAJORITY
+        assert ours.certificate.kind == QUORUM
         swarm.network.heal()
         chains = [swarm.organiser.chain, *(swarm.peers[PeerId(name)].chain for name in "de")]
         await until(lambda: all(chain.commit(parted + 1).manifest == ours.manifest for chain in chains), 300.0)

@@ -107,7 +107,7 @@ def test_a_run_in_progress_with_its_signatures_checked(tmp_path: Path) -> None:
         return await scene.report()
 
     report = run_virtual(main())
-    assert (report.certificate, report.checked, report.degraded) == ("majority", True, False)
+    assert (report.certificate, report.checked, report.degraded) == ("quorum", True, False)
     assert (report.round, report.seals, report.electors, report.head_age_seconds) == (2, 1, 1, 9.0)
     assert {peer.peer: peer.state for peer in report.peers} == {A: "member", NEWCOMER: "joining", B: "left"}
     assert report.uncovered == ()
@@ -199,9 +199,9 @@ def test_who_stands_on_another_history_is_told_from_who_is_behind(tmp_path: Path
     tokens = scene.ours[1].manifest.tokens
     child = scene.ours[2].certificate.manifest.hex()
     assert (fork.round, fork.parent) == (1, scene.ours[1].certificate.manifest.hex())
-    assert fork.sides[child] == Side(child, "majority", 6, 5, 5 * tokens, 1, 1, (A, NEWCOMER), NOW - 9)
+    assert fork.sides[child] == Side(child, "quorum", 6, 5, 5 * tokens, 1, 1, (A, NEWCOMER), NOW - 9)
     child = scene.theirs[2].certificate.manifest.hex()
-    assert fork.sides[child] == Side(child, "majority", 4, 3, 3 * tokens, 1, 1, (B,), NOW - 30)
+    assert fork.sides[child] == Side(child, "quorum", 4, 3, 3 * tokens, 1, 1, (B,), NOW - 30)
     assert (report.round, report.to_json()["forks"][0]["round"]) == (6, 1)
 
 

@@ -7,7 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.consensus.messages import Acceptance, Ballots, Envelope, Intent, Signed, Status, Work, signing_bytes
+from spes_p2p.consensus.messages import (
+    Ballots,
+    Envelope,
+    Intent,
+    Polka,
+    Prevote,
+    Proposal,
+    Signed,
+    Status,
+    Votes,
+    Work,
+    signing_bytes,
+)
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.fake_keys import FakeKeys
@@ -17,7 +29,7 @@ from spes_p2p.wire import pack
 KEYS = FakeKeys()
 A, B = PeerId("a"), PeerId("b")
 SEALER = KeySealer(KEYS.signer(A))
-VOTE = SEALER.seal(Acceptance(NO_HASH, NO_HASH, 0, NO_HASH))
+VOTE = SEALER.seal(Prevote(NO_HASH, NO_HASH, 0, NO_HASH))
 
 
 class CountingKeys:
@@ -36,7 +48,7 @@ def status(sequence: int) -> Signed[Status]:
 
 
 def test_an_envelope_with_good_signatures_comes_out_as_it_was() -> None:
-    envelope = Envelope(A, (status(1), status(2)), votes=(VOTE,))
+    envelope = Envelope(A, (status(1), status(2)), votes=(Votes(VOTE),))
     assert EnvelopeChecker(KEYS).open(A, pack(envelope)) == envelope
 
 
@@ -49,9 +61,11 @@ def test_an_envelope_with_good_signatures_comes_out_as_it_was() -> None:
         replace(VOTE, value=replace(VOTE.value, ballot=1)),
     ],
 )
-def test_one_bad_signature_refuses_the_whole_envelope(wrong: Signed[Acceptance]) -> None:
-    with pytest.raises(RemoteProtocolError, match="a Acceptance without a good signature"):
-        EnvelopeChecker(KEYS).open(A, pack(Envelope(A, (status(1),), votes=(wrong,))))
+def test_one_bad_signature_refuses_the_whole_envelope(wrong: Signed[Prevote]) -> None:
+    shown = SEALER.seal(Proposal(NO_HASH, NO_HASH, 1, NO_HASH, Polka(0, NO_HASH, (VOTE, wrong))))
+    for votes in (Votes(prevote=wrong), Votes(polka=Polka(0, NO_HASH, (VOTE, wrong))), Votes(proposal=shown)):
+        with pytest.raises(RemoteProtocolError, match="a Prevote without a good signature"):
+            EnvelopeChecker(KEYS).open(A, pack(Envelope(A, (status(1),), votes=(votes,))))
 
 
 def test_an_envelope_of_another_sender_is_refused() -> None:
@@ -62,7 +76,7 @@ def test_an_envelope_of_another_sender_is_refused() -> None:
 def test_a_signature_for_one_kind_of_message_is_none_for_another() -> None:
     """The fields alone may look alike; the name of the type is signed with them."""
     assert not KEYS.verify(A, VOTE.public_key, pack(VOTE.value), VOTE.signature)
-    assert KEYS.verify(A, VOTE.public_key, pack(("Acceptance", VOTE.value)), VOTE.signature)
+    assert KEYS.verify(A, VOTE.public_key, pack(("Prevote", VOTE.value)), VOTE.signature)
 
 
 def test_a_good_signature_is_verified_once_a_bad_one_each_time() -> None:
@@ -101,7 +115,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_checks_from_several_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_p2p.sync.sealing._REMEMBERED", 3)
     checker = EnvelopeChecker(KEYS)
-    votes = [SEALER.seal(Acceptance(NO_HASH, NO_HASH, ballot, NO_HASH)) for ballot in range(8)]
+    votes = [SEALER.seal(Prevote(NO_HASH, NO_HASH, ballot, NO_HASH)) for ballot in range(8)]
 
     def check(at: int) -> bool:
         vote = votes[at % 8]

@@ -25,9 +25,13 @@ def test_a_disk_from_a_copy_does_not_vote_for_what_it_has_forgotten(folder: Path
         copy = shutil.copytree(folder / "c", folder / "copy")
         before = (await swarm.add("c")).votes.incarnation
         stood = swarm.peers[PeerId("c")].round
-        await until(lambda: swarm.peers[PeerId("c")].driver.core.state.own.record.accepted is not None)
-        await swarm.until_round(stood + rounds)
-        await until(lambda: swarm.peers[PeerId("c")].driver.core.state.own.record.accepted is not None)
+
+        def has_voted() -> bool:
+            """As somebody else has heard."""
+            contact = swarm.peers[PeerId("a")].driver.core.state.others.contacts[PeerId("c")]
+            return contact.status.round >= stood + rounds and contact.status.ballots.prevoted >= 0
+
+        await until(has_voted)
         await swarm.peers[PeerId("c")].kill()
         shutil.rmtree(folder / "c")
         shutil.move(copy, folder / "c")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p import failpoints
-from spes_p2p.consensus.messages import MAJORITY
+from spes_p2p.consensus.messages import QUORUM
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.testing.faults import FREEZE, Fault, MemoryFaults
@@ -89,7 +89,7 @@ def test_a_peer_that_was_slow_for_one_round_does_not_make_rounds_longer_for_good
 
 
 @pytest.mark.parametrize(
-    "step", [failpoints.READY, failpoints.COLLECTED, failpoints.STREAM + " values", "accept", failpoints.APPENDED]
+    "step", [failpoints.READY, failpoints.COLLECTED, failpoints.STREAM + " values", "prevote", failpoints.APPENDED]
 )
 def test_a_frozen_peer_notices_that_it_is_behind_and_catches_up(folder: Path, step: str) -> None:
     async def play(swarm: MemorySwarm) -> None:
@@ -106,7 +106,7 @@ def test_a_frozen_peer_notices_that_it_is_behind_and_catches_up(folder: Path, st
             assert swarm.peers[PeerId(victim)].round <= stood + 1
             await until(counts(swarm, victim))
         assert not swarm.peers[PeerId(victim)].failures
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)
@@ -135,7 +135,7 @@ def test_a_link_that_drops_to_a_tenth_of_its_rate_half_way(folder: Path, moment:
             await until(lambda: bool(slowed))
         await swarm.until_round(6)
         for commit in commits(swarm)[3:]:
-            assert commit.certificate.kind == MAJORITY
+            assert commit.certificate.kind == QUORUM
             assert len(commit.manifest.roster) == 3
         recorder.check(commits(swarm))
         check_agreement(swarm)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY, Commit, manifest_hash
+from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit, manifest_hash
 from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
@@ -72,7 +72,7 @@ def test_a_minority_that_went_on_alone_comes_back(folder: Path, seed: int) -> No
         swarm.network.partition(["a", "b", "c"], ["d"])
         await asyncio.sleep(LONG_SECONDS)
         alone, kept = branch(peer(swarm, "d")), branch(peer(swarm, "a"))
-        assert all(commit.certificate.kind == MAJORITY for commit in kept[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in kept[1:])
         common = parted_after(alone, kept)
         assert alone[common + 1].certificate.kind == DEGRADED
         swarm.network.heal()
@@ -162,7 +162,7 @@ def test_a_router_that_reboots_makes_no_fork(folder: Path, seconds: float) -> No
         swarm.network.heal()
         await together(swarm)
         assert switches(swarm) == []
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
         check_one_history(swarm)
 
     in_swarm(folder, play, small_config(peers=4))
@@ -180,7 +180,7 @@ def test_a_slow_download_makes_no_fork(folder: Path) -> None:
         swarm.network.set_link(None, "c", LinkShape())
         await together(swarm)
         assert switches(swarm) == []
-        assert all(commit.certificate.kind == MAJORITY for commit in commits(swarm)[1:])
+        assert all(commit.certificate.kind == QUORUM for commit in commits(swarm)[1:])
 
     in_swarm(folder, play, small_config("model.vocab_size=8192", "model.embedding_rows=8192", "sync.tile_values=8192"))
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, MAJORITY
+from spes_p2p.consensus.messages import DEGRADED, QUORUM
 from spes_p2p.testing.chaos_report import ChaosOptions, Findings, Sample, judge, report
 
 
 def good() -> Findings:
     """A hundred rounds, four of them degraded, with flat memory and nine tokens of ten counted."""
     found = Findings(ChaosOptions(Path("unused")))
-    kinds = [MAJORITY] * 97 + [DEGRADED] * 4
+    kinds = [QUORUM] * 97 + [DEGRADED] * 4
     commits: list[Any] = [SimpleNamespace(certificate=SimpleNamespace(kind=kind, ballot=0)) for kind in kinds]
     found.commits = commits
     found.tokens_trained, found.tokens_counted = 1000, 901

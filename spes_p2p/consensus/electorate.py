@@ -1,8 +1,7 @@
-"""What electors say to each other to decide the child of one manifest, in the words of Tendermint (arXiv 1807.04938).
+"""Who votes on the child of one manifest, in the words of Tendermint (arXiv 1807.04938), and what is a quorum of them.
 
-Frozen dataclasses. A height of the paper is the child of a parent manifest, a round of the paper is a ballot, a value
-is the hash of a manifest. Votes and proposals travel as `Signed`; whoever takes them in has checked the signatures,
-those inside a polka too.
+A height of the paper is the child of a parent manifest, a round of the paper is a ballot, a value is the hash of a
+manifest.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from spes_p2p.consensus.messages import Signed
+from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Signed
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 NIL = NO_HASH
@@ -48,71 +47,10 @@ class Electorate:
         return len(self.order) - self.quorum + 1 if self.faults is Faults.BYZANTINE else 1
 
     def leader(self, ballot: int) -> PeerId:
-        return self.order[ballot % len(self.order)]
-
-
-@dataclass(frozen=True)
-class Prevote:
-    """The first vote of an elector in a ballot: for the proposed value, or nil."""
-
-    fingerprint: Hash
-    parent: Hash
-    ballot: int
-    value: Hash
-
-
-@dataclass(frozen=True)
-class Precommit:
-    """The second vote of an elector in a ballot: for a value that has a polka there, or nil.
-
-    A quorum of them for one value is the certificate.
-    """
-
-    fingerprint: Hash
-    parent: Hash
-    ballot: int
-    value: Hash
+        return self.order[ballot % len(self.order)] if self.order else PeerId("")
 
 
 AnyVote = TypeVar("AnyVote", Prevote, Precommit)
-
-
-@dataclass(frozen=True)
-class Polka:
-    """A quorum of prevotes for one value in one ballot."""
-
-    ballot: int
-    value: Hash
-    prevotes: tuple[Signed[Prevote], ...]
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """The leader of a ballot asks for a value. `polka` is of an earlier ballot; a *first* proposal has none."""
-
-    fingerprint: Hash
-    parent: Hash
-    ballot: int
-    value: Hash
-    polka: Polka | None = None
-
-    @property
-    def polka_ballot(self) -> int:
-        """validRound in the paper; -1 in a first proposal."""
-        return self.polka.ballot if self.polka else -1
-
-
-@dataclass(frozen=True)
-class Votes:
-    """All that an elector tells of a vote: its own newest votes, the newest proposal and the newest polka it knows.
-
-    It may be lost, repeated and overtaken: a later one says all that still matters of an earlier one.
-    """
-
-    prevote: Signed[Prevote] | None = None
-    precommit: Signed[Precommit] | None = None
-    proposal: Signed[Proposal] | None = None
-    polka: Polka | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""The vote inside the state machine: words of an earlier life, of ballots far ahead, and of an elector that lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spes_p2p.consensus import events as on
+from spes_p2p.consensus.actions import Action, Forget
+from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.electorate import Electorate, Faults, make_polka
+from spes_p2p.consensus.machine import Consensus, Start
+from spes_p2p.consensus.membership import Member, leader_order
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    Certificate,
+    DegradedProposal,
+    DegradedVote,
+    Envelope,
+    Intent,
+    Prevote,
+    Proposal,
+    Seal,
+    Votes,
+    manifest_hash,
+)
+from spes_p2p.consensus.rules import genesis_manifest
+from spes_p2p.consensus.state import MOST_TURNS, Identity
+from spes_p2p.consensus.timing import Pace
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ownership.assign import OwnershipRequest
+from spes_p2p.testing.sim_state import FakeSealer, initial_state, root_of, run_rules
+
+
+class Elector:
+    """The first leader of a round of `count` electors, and what it does of what it hears."""
+
+    def __init__(self, count: int, faults: Faults = Faults.CRASH, incarnation: int = 1) -> None:
+        self.rules = replace(run_rules(columns=0), faults=faults)
+        names = [PeerId(f"p{index}") for index in range(count)]
+        members = [Member(name, 1, True, 0) for name in names]
+        requests = {name: OwnershipRequest(0) for name in names}
+        self.tip = genesis_manifest(self.rules, root_of(initial_state(self.rules)), members, requests)
+        self.order = leader_order(manifest_hash(self.tip), members)
+        me = self.order[0]
+        identity = Identity(me, self.rules, FakeSealer(me), lambda *signed: True)
+        self.core = Consensus.begin(identity, Start(incarnation, self.tip, intent=Intent(True)), Pace(1.0), 0.0)
+
+    def hears(self, envelope: Envelope, now: float) -> list[Action]:
+        return self.core.handle(on.MessageReceived(envelope), now)
+
+    def prevote(self, author: PeerId, ballot: int, value: Hash) -> Votes:
+        vote = Prevote(self.rules.fingerprint, self.core.tip_hash, ballot, value)
+        return Votes(prevote=FakeSealer(author).seal(vote))
+
+
+def test_words_of_an_earlier_incarnation_are_no_reason_for_another_one() -> None:
+    """It hears at each heartbeat a polka in which the life before, of whose record nothing is left, has voted."""
+    elector = Elector(3, incarnation=5)
+    signed = [elector.prevote(peer, 0, sha256(b"value")).prevote for peer in elector.order[:2]]
+    polka = make_polka([vote for vote in signed if vote is not None], Electorate(elector.order, Faults.CRASH))
+    envelope = Envelope(elector.order[1], votes=(Votes(polka=polka),))
+    for beat in range(20):
+        assert not any(isinstance(action, Forget) for action in elector.hears(envelope, float(beat)))
+
+
+def test_a_word_of_a_ballot_that_turns_do_not_lead_to_moves_nobody() -> None:
+    elector = Elector(3)
+    for beat in range(11):  # it asks first what became of the run
+        elector.core.handle(on.ClockTicked(), float(beat))
+    most = MOST_TURNS * 3
+    for ballot, reached in ((2**31 - 1, 0), (most + 1, 0), (most, most)):
+        elector.hears(Envelope(elector.order[2], votes=(elector.prevote(elector.order[2], ballot, NO_HASH),)), 10.0)
+        elector.core.handle(on.ClockTicked(), 10.0)
+        assert elector.core.state.round.vote.ballot == reached
+
+
+@pytest.mark.parametrize("how", ["degraded", "future"])
+def test_a_liar_does_not_hold_up_deadlines(how: str) -> None:
+    elector = Elector(4, Faults.BYZANTINE)
+    liar, core, moved = elector.order[3], elector.core, 0
+    seal, head = FakeSealer(liar).seal, core.tip_hash
+    for beat in range(200):
+        if how == "degraded":
+            asked = DegradedProposal(head, beat, liar, (liar,), -1, sha256(b"x"))
+            envelope = Envelope(liar, degraded_proposals=(seal(asked),))
+        else:
+            proposal = Proposal(elector.rules.fingerprint, head, 3 + 4 * beat, sha256(b"%d" % beat))
+            envelope = Envelope(liar, votes=(Votes(proposal=seal(proposal)),))
+        elector.hears(envelope, float(beat))
+        moved += core.state.round.progress_at == float(beat)
+    assert moved < 5
+
+
+def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> None:
+    elector = Elector(4, Faults.BYZANTINE)
+    liar, head = elector.order[3], elector.core.tip_hash
+    child = replace(elector.tip, parent=head, round=1)
+    name = manifest_hash(child)
+    signed = FakeSealer(liar).seal(DegradedVote(elector.rules.fingerprint, head, (liar,), 99, name))
+    certificate = Certificate(head, DEGRADED, 99, name, (liar,), (Seal(liar, signed.public_key, signed.signature),))
+    with pytest.raises(RemoteProtocolError, match="only 1 good seals of 4 electors"):
+        check_certificate(elector.tip, child, certificate, lambda *signed: True, faults=Faults.BYZANTINE)
+    check_certificate(elector.tip, child, certificate, lambda *signed: True, faults=Faults.CRASH)
