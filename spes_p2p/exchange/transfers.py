@@ -65,7 +65,7 @@ class Transfers:
     LEAST_SECONDS = 60.0
     """What a fetch may take where nothing else is said."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is another part of the peer)
         self,
         transport: Transport,
         layout: Layout,

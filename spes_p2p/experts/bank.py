@@ -38,7 +38,7 @@ class ExpertBank(nn.Module):
 
     _slot_E: Tensor
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the shape of a layer, and who computes it)
         self,
         num_experts: int,
         d_model: int,

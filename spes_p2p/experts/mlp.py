@@ -50,7 +50,7 @@ class Trained(NamedTuple):
 
 class _Experts(Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 (autograd sees tensors that are arguments alone)
         ctx: Any,
         x_TD: Tensor,
         weight_TK: Tensor,

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202 (the arguments of kernels are pointers and numbers of Triton)
+# ruff: noqa: ANN001, ANN202, PLR0913 (the arguments of kernels are pointers and numbers of Triton)
 """Grouped matrix products in Triton, for GPUs for which torch has none of its own.
 
 Below compute capability 9.0, and on consumer cards above it, torch's grouped_mm copies the group sizes to the host and

@@ -64,7 +64,7 @@ class Result:
 class World:
     """One simulated run of up to `len(names)` first members; more may join."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a simulated run may vary in)
         self,
         seed: int,
         founders: int,

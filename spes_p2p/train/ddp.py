@@ -62,7 +62,7 @@ class Ranks:
     """The numbers of all ranks' GPUs, where they were chosen here."""
 
 
-def connect(
+def connect(  # noqa: PLR0913 (what torchrun tells a rank)
     rank: int,
     world_size: int,
     device: torch.device,
