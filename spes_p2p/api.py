@@ -61,7 +61,7 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """Of what all peers must agree on in the config, hexadecimal. A run's own has dataset and organiser too."""
+        """Hex hash of the config fields that all peers must share. A run's also covers dataset and organiser."""
         return fingerprint(self.config).hex()
 
     @contextmanager
@@ -73,7 +73,7 @@ class Run:
         init_from: Path | None = None,
         say: Say = _nothing,
     ) -> Iterator[str]:
-        """A bootstrap node in this process while the block runs; gives the address for peers."""
+        """Runs a bootstrap node in this process while the block runs; yields the address at which peers join."""
         network = NetworkOptions(host_maddrs=host_maddrs)
         options = BootstrapOptions(
             network, Path(folder), self.path, None if data is None else str(data), self.overrides, init_from=init_from,
@@ -109,10 +109,10 @@ class Peer:
         host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS,
         **options: Any,
     ) -> None:
-        """`initial_peers`: addresses, or an invitation.
+        """`initial_peers`: addresses of live nodes, or an invitation.
 
         `options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `resume`, `max_experts`.
-        Where the run trains a model of its organiser's own, `model` is the same one.
+        If the run trains a custom model of its organiser, pass the same one as `model`.
         """
         words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         run = meeting((), words, options.pop("run_id", None), options.pop("fingerprint", None))
@@ -128,7 +128,7 @@ class Peer:
         return self._options.output
 
     def train(self, on_event: Callable[[Event], None] = lambda event: None, say: Say = _nothing) -> None:
-        """Trains until `rounds` of the options are committed, or Ctrl-C. `on_event` hears of every step and round."""
+        """Trains until `rounds` of the options are committed, or Ctrl-C. `on_event` gets every event."""
         bus = EventBus(_Caller(on_event))
         try:
             run_peer(self._options, bus, say, lambda running: None)
@@ -183,4 +183,4 @@ class _Caller:
         self._on_event(event)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""

@@ -1,11 +1,11 @@
 """The error tree of the project: every error that a user can meet, each with the fix.
 
-A known error is raised with what was wrong (the value) and what mends it; the CLI prints both in one line and no
-traceback. What is not in this tree is a bug of ours and keeps its traceback.
+A known error carries what was wrong (with the value) and how to fix it; the CLI prints both on one line, without a
+traceback. Any other exception is a bug of ours and keeps its traceback.
 
     SpesError
     ├── ConfigError          the user's YAML, overrides or flags
-    │   └── PermanentError     what the same command would meet again, however often it is started
+    │   └── PermanentError     the same command would fail again, however often it is started
     ├── DataError            corpus, tokenizer, shards
     │   └── DataNotReady         pieces of the dataset that have not come from other peers yet
     ├── CheckpointError      a saved file is missing, cut short or does not fit
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 
 class SpesError(Exception):
-    """Base of all known errors. `str(error)` says what was wrong with the value; `fix` says what mends it."""
+    """Base of all known errors. `str(error)` names the value and what is wrong with it; `fix` says how to fix it."""
 
     def __init__(self, message: str, fix: str = "") -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ class PeerSilent(NetworkError):
 
 
 class LinkTooSlow(NetworkError):
-    """This machine's link takes longer for what a round hands out than a round takes."""
+    """Sending this peer's share of a round takes longer over this machine's link than the round itself."""
 
 
 class IdentityInUse(SpesError):
@@ -111,5 +111,5 @@ class Stopped(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another project says, as far as it fits one line; its name where it says nothing."""
+    """The first line of an exception's message, or its class name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

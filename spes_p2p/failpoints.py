@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 INNER_STEP = "inner step"
-"""The trainer has made one; `seconds` it took."""
+"""The trainer has completed an inner step, which took `seconds`."""
 READY = "ready"
-"""Training is over and its snapshot taken; nobody has heard of it."""
+"""Training of the round is over and its snapshot is taken; no other peer has been told yet."""
 PERSIST = "persist"
 """A voting record is about to be written."""
 PERSISTED = "persisted"
@@ -28,7 +28,7 @@ STAGED = "staged"
 SERVE = "serve "
 """Bytes are about to be handed out; a kind of request follows (see `sync.requests`). `caller` asks."""
 STREAM = "stream"
-"""A piece of what is handed out has left, its end has not; `to` whom, the packed `request`, `sent` of `size` bytes."""
+"""Part of a blob has been sent, but not all: `to` (peer), packed `request`, `sent` of `size` bytes."""
 APPENDED = "appended"
 """A certificate is on disk; its state is not published yet."""
 PUBLISHED = "published"
@@ -57,7 +57,7 @@ def reached(step: str, **facts: Any) -> None:
 
 
 def listen(listener: Listener | None) -> Listener | None:
-    """From now on `listener` is told, in all threads, nobody with None; gives back who was told before."""
+    """Makes `listener` (None: nobody) be called for each step, in all threads. Returns the previous listener."""
     global _listener
     before, _listener = _listener, listener
     return before

@@ -1,7 +1,7 @@
-"""Files and folders that are whole or not there: temporary name, fsync, rename, fsync of the folder; and their room.
+"""Atomic files and folders: temporary name, fsync, rename, fsync of the parent folder; and reserving disk space.
 
-A folder that is replaced or removed is renamed first as well, and `recover_folders` ends what a crash left between two
-such steps. A full disk is StorageFull, and leaves what was there before.
+A folder that is replaced or removed is renamed first, too, and `recover_folders` completes or undoes what a crash left
+between two such steps. A full disk raises StorageFull and leaves the old file or folder in place.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def recover_folders(parent: Path) -> None:
-    """Ends what a crash interrupted: a replacement that did not come is undone, a removal is finished."""
+    """Cleans up after a crash in `parent`: an unfinished replacement is undone, an unfinished removal is completed."""
     for aside in sorted(parent.glob(f"{_REPLACED}*")):
         target = aside.with_name(aside.name.removeprefix(_REPLACED))
         if target.exists():

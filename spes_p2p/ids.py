@@ -26,5 +26,5 @@ def sha256(*parts: bytes | memoryview) -> Hash:
 
 
 def short(identifier: str | bytes) -> str:
-    """The few characters that tell one id from another in a line of text (the end of a libp2p id differs first)."""
+    """An id shortened for messages: the last 6 characters of a peer id (where ids differ), 10 hex digits of bytes."""
     return identifier.hex()[:10] if isinstance(identifier, bytes) else identifier[-6:]

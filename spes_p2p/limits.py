@@ -1,4 +1,4 @@
-"""What the operating system lets this process have; raised as far as it may be without rights."""
+"""Raises the operating system's resource limits of this process as far as an unprivileged user may."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _no_map(pairs: Any) -> Any:
 
 
 class _Mismatch(Exception):
-    """Something else than what was expected; `path` has the fields that lead there, the innermost first."""
+    """Something other than what was expected; `path` lists the fields that lead to it, innermost first."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -187,7 +187,7 @@ def _list(plain: Any) -> list[Any]:
 
 
 def _peer_id(plain: Any) -> Any:
-    """They are kept for as long as a run has its chain: nobody may make them long."""
+    """Checks a peer id. Its length is bounded because ids stay in the chain for as long as the run exists."""
     if type(plain) is str and len(plain) <= MAX_PEER_ID:
         return plain
     raise _Mismatch(f"expected a peer id of at most {MAX_PEER_ID} characters, got {_brief(plain)}")

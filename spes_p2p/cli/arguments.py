@@ -16,7 +16,7 @@ MADDR = "MADDR"
 
 
 def optional(text: str, metavar: str, *names: str) -> Any:
-    """An option without which things go as its help `text` says."""
+    """A typer option that may be left out; its help `text` says what then happens."""
     return typer.Option(*names, metavar=metavar, help=text, show_default=False)
 
 
@@ -56,7 +56,7 @@ Fingerprint = Annotated[str | None, optional("Only the run with this fingerprint
 
 
 class Device(StrEnum):
-    """Where a model computes."""
+    """The device that a model is computed on."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -78,7 +78,7 @@ TokenizerOption = Annotated[
 def met(
     invitation: str | None, initial_peers: Sequence[str] | None, run_id: str | None, fingerprint: str | None
 ) -> JoinTarget:
-    """Where the run is found. Raises ConfigError where neither an invitation nor an address is given."""
+    """The run to join and the addresses to find it at. Raises ConfigError if no invitation or address was given."""
     from spes_p2p.errors import ConfigError
     from spes_p2p.peer.options import meeting
 

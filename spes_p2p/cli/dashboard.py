@@ -1,4 +1,4 @@
-"""`spes-p2p dashboard`: flags, and a clear word where the web packages are missing; the work is in `dashboard/`."""
+"""`spes-p2p dashboard`: flags, and a clear error where the web packages are missing; the work is in `dashboard/`."""
 
 from __future__ import annotations
 

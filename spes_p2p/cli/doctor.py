@@ -67,7 +67,7 @@ def line_of(check: Check, colours: bool = False) -> str:
 
 
 def verdict(checks: list[Check]) -> str:
-    """What it comes to."""
+    """The doctor's closing line: whether this machine can train, and which checks failed."""
     failed = [check.name for check in checks if check.level == "failure"]
     warned = sum(check.level == "warning" for check in checks)
     if failed:

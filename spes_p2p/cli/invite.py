@@ -1,4 +1,4 @@
-"""`spes-p2p invite`: prints the word with which volunteers join. Only flags; the work is in `peer/inviting.py`."""
+"""`spes-p2p invite`: prints the invitation for volunteers. Only flags; the work is in `peer/inviting.py`."""
 
 from __future__ import annotations
 

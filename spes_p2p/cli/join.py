@@ -27,7 +27,7 @@ from spes_p2p.data.web_url import WebAccess
 
 
 class LogFormat(StrEnum):
-    """How a running peer tells what happens."""
+    """The form in which a running peer reports what happens."""
 
     AUTO = "auto"
     TEXT = "text"

@@ -49,7 +49,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 """Commands with commands of their own: (help, command to function)."""
 
 LASTING = 3
-"""Exit code after an error that no restart mends: a service manager should not try again."""
+"""Exit code after an error that a restart cannot fix; a service manager should not try again."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
 
@@ -81,7 +81,7 @@ def _add(app: typer.Typer, commands: Mapping[str, str]) -> None:
 
 
 def _show_warnings() -> None:
-    """What the package logs and no event carries, as a line of text; other packages keep what they have."""
+    """Prints the package's log records, which no event carries, as text; leaves other packages' logging alone."""
     logging.addLevelName(logging.WARNING, "warning")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))

@@ -90,7 +90,7 @@ def _checked_columns(config: Config, owned: int | None) -> int:
 
 
 def _of_gpu(config: Config, name: str | None, owned: int) -> tuple[int | None, float | None]:
-    """(memory, tokens a second) of a GPU by name, the latter at a usual utilisation."""
+    """(memory in bytes, tokens per second) of the GPU called `name`, the speed at a typical utilisation."""
     from spes_p2p.planning.gpus import USUAL_MFU, gpu_named
     from spes_p2p.planning.sizes import flops_per_token
 

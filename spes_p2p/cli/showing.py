@@ -10,15 +10,15 @@ from contextlib import contextmanager
 import typer
 
 PLAIN_LINE_SECONDS = 10.0
-"""Without a terminal, progress is a line this often."""
+"""Without a terminal, one line of progress is printed this often."""
 
 Report = Callable[[str, int, int], None]
-"""Is told of (what is being done, bytes done, bytes in all); `what` may change on the way."""
+"""Called with (what is being done, bytes done, bytes in total); the first may change along the way."""
 
 
 @contextmanager
 def shown_bytes() -> Iterator[Report]:
-    """Shows what it is told while the block runs."""
+    """Gives a `Report` that shows progress on standard error while the block runs."""
     if not sys.stderr.isatty():
         yield _PlainLines()
         return

@@ -1,4 +1,4 @@
-"""`spes-p2p status`: what the DHT says of a run, for people and for scripts. Reads records and certificates only."""
+"""`spes-p2p status`: what the DHT says about a run, for people and for scripts. Reads records and certificates only."""
 
 from __future__ import annotations
 

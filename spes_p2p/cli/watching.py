@@ -1,4 +1,4 @@
-"""What somebody sees of their running peer: the full screen on a terminal, lines of text elsewhere, or JSON lines."""
+"""What the user of a running peer sees: the full screen on a terminal, lines of text elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Watching:
-    """Gives `run_peer` what it tells: `bus`, `say`, `show` and `pause`. A context manager: leaving it closes all."""
+    """The `bus`, `say`, `show` and `pause` arguments of `run_peer`. A context manager: leaving it closes them."""
 
     def __init__(self, log_format: str) -> None:
         self.bus = EventBus()
@@ -76,5 +76,5 @@ class Watching:
 
 
 def _leave() -> None:
-    """As Ctrl-C does: the second time at once."""
+    """Leaves as Ctrl-C does; a second call ends the process at once."""
     os.kill(os.getpid(), signal.SIGINT)

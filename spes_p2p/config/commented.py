@@ -1,4 +1,4 @@
-"""A config as a file that people go on with: what was chosen, each field under its explanation from the schema."""
+"""A config as a file for people to edit: the chosen fields, each below its explanation from the schema."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ class Section(BaseModel):
 
 
 def agreed(description: str, default: Any = ..., **limits: Any) -> Any:
-    """A field that all peers must have equal (`limits`: ge, gt, le, lt, pattern, ...)."""
+    """Declares a field that must be the same on all peers (`limits`: ge, gt, le, lt, pattern, ...)."""
     return Field(default, description=description, **limits)
 
 
 def local(description: str, default: Any = ..., private: bool = False, **limits: Any) -> Any:
-    """A field that each peer may choose; `private` ones are left out of what an organiser publishes."""
+    """Declares a field that each peer may choose; a `private` one is left out of the config that is published."""
     extra: dict[str, Any] = {"local": True, "private": private}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 

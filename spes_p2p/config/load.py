@@ -113,7 +113,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-4 is a number, and a key that stands twice is a mistake."""
+    """A YAML loader that reads 1e-4 as a number and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -140,7 +140,7 @@ def _parse(text: str, origin: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Any:
-    """The same few texts are read again and again, each for some 10 ms."""
+    """Parses YAML with a cache, since the same few texts are read again and again, at some 10 ms each."""
     return yaml.load(text, Loader=_Loader)
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Config(Section):
-    """One run, whole. `config.model.num_experts` in code is `model.num_experts` on the command line."""
+    """The whole config of a run. `config.model.num_experts` in code is `model.num_experts` on the command line."""
 
     run: RunConfig = agreed("Which run this is.", RunConfig())
     model: ModelConfig = agreed("The model.")

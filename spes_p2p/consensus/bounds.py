@@ -25,7 +25,7 @@ def is_sane_work(work: Work) -> bool:
 
 
 def told(work: Work) -> Work:
-    """What we tell of our own work: a machine that slept for days must not fall silent by it."""
+    """Our own work as we announce it, within bounds: after days of sleep, others must still accept our statuses."""
     if is_sane_work(work):
         return work
     seconds = min(max(work.seconds, 0.0), MAX_TRAINED_SECONDS)

@@ -46,7 +46,7 @@ class Contacts:
         return self._others.placed.get(status.head, False)
 
     def not_placed(self, statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:
-        """(tip, round) of those who stand no further than `tip`, where it is not known whether that is our history."""
+        """(tip, round) of peers that are not further than `tip` and may or may not be on our history."""
         placed = self._others.placed
         return [(head, round) for head, round in _behind(statuses, tip) if head not in placed]
 
@@ -64,7 +64,7 @@ class Contacts:
                 del placed[head]
 
     def electors_here(self) -> list[Status]:
-        """Statuses of other electors that stand on our head, in the incarnation that may vote."""
+        """The newest statuses of other electors whose head is ours, in the incarnation that may vote."""
         found, head, contacts = [], self._state.round.tip_hash, self._others.contacts
         for peer, incarnation in self._state.electors.items():
             contact = contacts.get(peer)
@@ -103,7 +103,7 @@ class Contacts:
         return any(s.head == self._state.round.tip_hash and index < len(s.staged) and s.staged[index] for s in statuses)
 
     def has_room_for(self, peer: PeerId, now: float) -> bool:
-        """Members always have; of strangers a silent one makes room for a new one."""
+        """Whether to keep a contact for `peer`: members always; a new stranger may replace a silent one."""
         named = {member.peer for member in self._state.tip.members}
         if peer in named:
             return True

@@ -1,4 +1,4 @@
-"""What a peer does where no live quorum was heard for long: degraded children are made, and those of others taken.
+"""What a peer does if it has heard no live quorum for long: makes degraded children, and accepts those of others.
 
 The guard stands over both: a live quorum is never overruled (`liveness` measures it, `forks` chooses between
 histories)."""
@@ -137,7 +137,7 @@ class Degraded:
         return proposal if name in self._state.round.verified and kept in (NO_HASH, name) else None
 
     def electors(self, now: float) -> Heard:
-        """Who makes a degraded child: the live electors on our tip, where no live quorum was heard for W; else none."""
+        """The electors to make a degraded child: those alive on our tip if no live quorum was heard for W."""
         decided = self._state.round.decided
         is_bound = decided is not None and not self._proposals.is_lost(decided, now)
         if self._rules.faults is Faults.BYZANTINE:  # there only the organiser goes on without a quorum

@@ -134,7 +134,7 @@ class HistorySwitched:
 
 @dataclass(frozen=True)
 class ForkRejected:
-    """We do not go over to the history that ends in `tip_hash`; it is looked at again after a while, or never."""
+    """This peer does not switch to the history that ends in `tip_hash`; it will look at it again later, or never."""
 
     tip_hash: Hash
     look_again: bool
@@ -152,7 +152,7 @@ class AdoptFailed:
 
 @dataclass(frozen=True)
 class IncarnationBegun:
-    """What we voted for is forgotten on disk too: this incarnation is a newcomer (see action `Forget`)."""
+    """The voting record has been deleted from disk: this incarnation is a newcomer (see the action `Forget`)."""
 
     incarnation: int
 
@@ -185,7 +185,7 @@ class PeersFound:
 
 @dataclass(frozen=True)
 class UplinkMeasured:
-    """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
+    """This peer's measured uplink in the last round; due with READY at the latest, for the next plan."""
 
     bytes_per_second: int
 

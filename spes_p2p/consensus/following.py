@@ -1,4 +1,4 @@
-"""How a peer gets to the newest committed state: its own child, or a later manifest that another stands on."""
+"""How a peer reaches the newest committed state: through the child of its tip, or a later manifest of another peer."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class Following:
         return True
 
     def _promise_of(self, contact: Contact) -> tuple[bool, int, int, PeerId]:
-        """Sorts whom to catch up with: anybody can claim a round, so members first, and who did not fail us."""
+        """Sort key for whom to catch up with: first members that did not fail us, since anybody can claim a round."""
         status = contact.status
         is_member = any(member.peer == status.peer for member in self._state.tip.members)
         return is_member, -self._others.asked_in_vain[status.peer], status.round, status.peer
 
     def _may_ask(self, peer: PeerId, now: float) -> bool:
-        """Once a deadline; less often who could not give what it says it has, more often than any member failed us.
+        """Whether to ask `peer` now: once per deadline, and less often if it failed us more often than all members did.
 
-        Where all of them fail alike it is our own link: that is no reason to wait once it is better.
+        If all of them fail alike, our own link is to blame, and there is no reason to wait once it recovers.
         """
         vain, tip = self._others.asked_in_vain, self._state.tip
         others = (member.peer for member in tip.members if member.peer in self._others.contacts)

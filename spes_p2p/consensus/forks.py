@@ -1,8 +1,8 @@
-"""Where two histories of one run differ: which way a peer goes. Pure, and the same at all who know the same.
+"""Decides which of two diverging histories a peer follows. Pure, and the same for all peers that know the same.
 
-One guard stands over all of it: a live quorum is never overruled. So a child that no quorum has certified (a degraded
-one) is taken only where no live quorum of its parent's electors was heard for long, which `liveness` measures. What is
-left is lost, so a history that went on for long is final: only somebody's word ends it (design section 4).
+One rule guards all of it: a live quorum is never overruled. So a child without a quorum's certificate (a degraded one)
+is accepted only if no live quorum of its parent's electors was heard for long, which `liveness` measures. The history
+that is left is lost, so a long one is final: only an explicit choice ends it (design section 4).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Way(Enum):
     WAIT = "wait"
     """It may be taken later: a quorum of our tip's electors lives, or lived until a while ago."""
     PARTED = "parted"
-    """One is the better one and the other is final: both train on until somebody chooses."""
+    """The better history is not ours, but ours is final: both train on until somebody chooses."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def is_final(ours: Line, theirs: Line, standing: Standing) -> bool:
 
 
 def best(lines: Sequence[Line], final_rounds: int) -> Line:
-    """The line before which no other goes, of lines on top of one manifest. Raises ValueError without any line."""
+    """The best of several lines on top of one manifest. Raises ValueError if there are none."""
     if not lines:
         raise ValueError("no line to choose from")
     found = lines[0]

@@ -95,9 +95,9 @@ class Gossip:
         )
 
     def envelope(self, peer: PeerId, beat_at: float | None) -> Envelope:
-        """Our status and what `peer`, by its last word, lacks; nothing twice between two heartbeats.
+        """Our status and what `peer` lacks according to its last status; nothing is sent twice between two heartbeats.
 
-        With `beat_at` also what others have said: at the heartbeat at that time.
+        `beat_at`: the time of the heartbeat, which also carries the messages of others; None between heartbeats.
         """
         current = self._state.round
         contact = self._others.contacts.get(peer)

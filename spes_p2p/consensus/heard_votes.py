@@ -39,7 +39,7 @@ class HeardVotes:
     evidence: dict[PeerId, Equivocation] = field(default_factory=dict)
 
     def copy(self) -> HeardVotes:
-        """One that goes its own way."""
+        """An independent copy."""
         return replace(
             self,
             prevotes=dict(self.prevotes),
@@ -77,7 +77,7 @@ class HeardVotes:
         return heard != (record.prevote, record.precommit, record.proposal) or elector in self.evidence
 
     def forget(self, elector: PeerId, prevote: Signed[Prevote] | None) -> None:
-        """What this elector said is as if it had not; nor may a polka show a prevote of it after this one."""
+        """Treats all that this elector said as unsaid. No polka may contain a later prevote of it than this one."""
         for kept in (self.prevotes, self.precommits, self.proposals):
             kept.pop(elector, None)
         later = self.polka if self.polka is not None and self.polka.ballot > ballot_of(prevote) else None

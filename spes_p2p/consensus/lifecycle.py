@@ -79,7 +79,7 @@ class Lifecycle:
             current.offered[commit.certificate.manifest] = commit
 
     def notice_sleep(self, now: float) -> None:
-        """A late event (the machine slept) makes the silence of others ours: their time starts again, and we ask."""
+        """After a late event (the machine slept), takes the silence for our own: restarts all waits, and asks."""
         asleep = now - self._state.last_event
         self._state.last_event = now
         if asleep <= 5 * self._pace.heartbeat_seconds:
@@ -132,7 +132,7 @@ class Lifecycle:
         self._others.seeds = tuple(sorted(strangers, key=lambda peer: peer in self._others.seeds)[:MAX_SEEDS])
 
     def uplink_measured(self, bytes_per_second: int) -> None:
-        """Of the round that is over; told with READY at the latest, so that the next plan is made from it."""
+        """Notes our measured uplink in the last round; due with READY at the latest, for the next plan."""
         self._own.uplink_bytes_per_second = bytes_per_second
 
 

@@ -41,7 +41,7 @@ class Liveness:
         self.failing_since = None
 
     def ask(self, now: float) -> None:
-        """We have just started, or slept: whom we did not hear says nothing of the others."""
+        """Starts to ask what became of the run, after a start or sleep, when silence does not mean anything yet."""
         self.quorum_at = self.asking_since = now
         self.asked_at = NEVER
         self.failing_since = None
@@ -66,7 +66,7 @@ class Liveness:
         self.failing_since = now if self.failing_since is None else self.failing_since
 
     def can_be_counted_on(self, pace: Pace, now: float) -> bool:
-        """Whether others may wait for our vote: we have asked, and what must be staged can be had."""
+        """Whether others can count on our vote: we are done asking, and what must be staged can be fetched."""
         since = self.failing_since
         is_failing = since is not None and now - since > FAILED_DEADLINES * pace.deadline_seconds(0)
         return self.asking_since is None and not is_failing

@@ -129,7 +129,7 @@ class Consensus:
         return actions
 
     def _receive(self, event: on.MessageReceived, now: float) -> None:
-        """What says nothing new (most heartbeats) is noted and costs no more; time alone is looked at in a tick."""
+        """Takes a message in. One without news (most heartbeats) does not cause the rules to be tried."""
         parts = self._parts
         parts.contacts.place(event.placed)
         parts.lifecycle.notice_sleep(now)
@@ -243,9 +243,9 @@ class Consensus:
         return self._parts.degraded.still_takes(child)
 
     def tips_to_place(self, event: on.Event) -> list[tuple[Hash, int]]:
-        """(tip, round) of others that an event is about to be held against: whether our history has them.
+        """(tip, round) of other peers for which this event needs to know whether they are in our history.
 
-        Who keeps our history answers with the event itself, in `placed`.
+        The keeper of our history answers by setting `placed` of the event.
         """
         contacts = self._parts.contacts
         match event:

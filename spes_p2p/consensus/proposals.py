@@ -67,7 +67,7 @@ class Proposals:
             self._state.round.in_vain[manifest_hash(content.manifest)] += 1
 
     def is_hopeless(self, content: Content) -> bool:
-        """Whether nobody gave its tiles, or they do not hash to its root, time and again: then another may do."""
+        """Whether staging it failed again and again (no tiles, or a wrong root); then another may replace it."""
         return self._state.round.in_vain.get(manifest_hash(content.manifest), 0) >= HOPELESS
 
     def stands_by_a_state(self) -> bool:

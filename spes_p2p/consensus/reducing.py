@@ -32,7 +32,7 @@ from spes_p2p.consensus.state import (
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 SURE = 2
-"""So many reducers must have found that nobody's values are fit; where fewer can be asked, all of them."""
+"""How many reducers must find nobody's values fit before a slice is given up (or all, if fewer can be asked)."""
 LOST = "lost"
 """Reason of a contributor that a reducer could not reach: another reducer may."""
 
@@ -68,7 +68,7 @@ class Reducing:
         return started
 
     def build(self, now: float) -> bool:
-        """All slices that can come about are staged: the leader computes the new state."""
+        """If we lead and all slices that can still be reduced are staged, asks for the new state to be computed."""
         current = self._state.round
         target = self._proposals.target()
         is_bound = bool(self._state.degraded_set) and self._proposals.bound()[0]

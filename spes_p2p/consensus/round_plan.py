@@ -106,7 +106,7 @@ class RoundPlan:
         return elapsed > self._pace.close_after_seconds(seconds, most=2 * len(ready) >= len(here))
 
     def _coming(self, now: float) -> int:
-        """Tokens to be expected of living members that are about to have our tip: they may be READY then (overlap)."""
+        """Expected tokens of live members that are about to reach our tip and may be READY then (overlap)."""
         if now - self._state.round.started_at > self._pace.arrival_seconds():
             return 0
         counted = {entry.peer: entry.tokens for entry in self._state.tip.roster}
@@ -133,10 +133,10 @@ class RoundPlan:
         )
 
     def _trained_by_now(self, here: list[Status], now: float) -> tuple[float, float]:
-        """(tokens of all, seconds until the next one is ready), from the speed that those who still train told of.
+        """(tokens trained by all so far, seconds until the next peer is ready), from the speeds that peers announce.
 
-        Not the tokens that they would have if they were waited for: then a round would be given the time that the
-        slowest took in the one before, and stay that long.
+        Counts tokens trained by now, not by the end of a wait; otherwise a round would last as long as the slowest peer
+        took in the one before, and stay that long.
         """
         counted = {entry.peer: entry.tokens for entry in self._state.tip.roster}
         full = self._state.tip.steps_per_round * self._rules.batch_sequences * self._rules.sequence_tokens
@@ -181,7 +181,7 @@ class RoundPlan:
         return now - closed_at > 2 * self._pace.heartbeat_seconds + min(2 * longest, most)
 
     def _note_late(self, now: float) -> None:
-        """Who was waited for in vain is believed again when it has been READY: else it could delay every round."""
+        """Notes peers that were waited for in vain; until READY they are not waited for again in any round."""
         here = (status for status in self._members.members_here(now) if status.peer != self._me)
         late = {status.peer for status in here if not status.work.ready and status.work.ready_in_seconds > 0}
         for peer in sorted(late - self._others.kept_waiting):

@@ -32,7 +32,7 @@ from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
 
 NOBODY = PeerId("")
 IDLE_TURNS = 3
-"""So often a column may have no new version before owners that train nothing lose it, as if they were gone."""
+"""How many turns a column may go without a new version before owners that train nothing lose it."""
 MOST_ROUNDS = 8
 """Rounds of work that one claim may be worth. An honest peer brings two at most (its own, and what it trained ahead
 while the last one was synced), and more only after rounds that did not count it."""
@@ -183,7 +183,7 @@ def neglected_columns(rules: RunRules, parent: Manifest, idle: Collection[PeerId
 
 
 def _without_more(wish: OwnershipRequest, owned: Collection[int], neglected: Collection[int]) -> OwnershipRequest:
-    """The wish of one that is idle: what it has, less what it neglects; else it would be the first to be given more."""
+    """An idle peer's wish: only the columns that it has and does not neglect, or it would be the first to get more."""
     left = set(owned) - set(neglected)
     releases = tuple(sorted({*wish.releases, *set(owned) & set(neglected)}))
     return replace(wish, max_columns=min(wish.max_columns, len(left)), releases=releases)

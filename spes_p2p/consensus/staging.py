@@ -181,11 +181,11 @@ class Staging:
         self._state.note_progress(now)
 
     def fetch_failed(self, key: Key, now: float) -> None:
-        """No holder could give the tiles: what was reported of them is forgotten, until somebody says it again.
+        """No holder could provide the tiles: forgets the report of them until somebody repeats it.
 
-        Only who has the tiles repeats a report, so one of a lost reducer is gone for good and its slice is done again.
-        So it is with one that repeats what it never hands out. A report of other tiles than those that a proposal wants
-        stays: heard again, it would pass for progress.
+        Only peers that have the tiles repeat a report, so that of a lost reducer is gone for good and its slice is
+        reduced again; likewise if a reducer repeats a report but never serves the tiles. A report of tiles other than a
+        proposal wants is kept, since hearing it again would count as progress.
         """
         current = self._state.round
         tried = current.fetching.pop(key, None)

@@ -38,7 +38,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 MAX_NEWCOMERS = 64
 MOST_VOTES = 8
-"""Votes of a kind, and proposals, that are kept of one elector in a round; beside those that somebody is bound to."""
+"""Most votes of one kind, and most proposals, kept per elector and round, besides those that bind somebody."""
 MOST_PLANS = 16
 """Plans of one elector that are taken up in a round; a leader makes one in each of its lives."""
 MOST_TURNS = 64
@@ -47,7 +47,7 @@ MAX_SEEDS = 16
 HOPELESS = 8
 """A proposal that could not be staged in so many tries gives way to another."""
 MAX_FAILED_FETCHES = 2
-"""So often the tiles of a report may be asked for in vain; once is enough of a peer that this has happened with."""
+"""Failed fetches after which a report is dropped; one is enough for a peer whose report was dropped before."""
 MOST_REMEMBERED = 256
 """Tips of others of which we remember whether they belong to our history."""
 MAX_NOTICE = 300
@@ -280,13 +280,13 @@ class State:
         return self.electors.get(self.me) == self.own.incarnation
 
     def note_progress(self, now: float) -> None:
-        """Something came of the round here."""
+        """Notes that the round has made progress here, which restarts the deadline."""
         if self.round.plan is not None:
             self.pace.observe_quiet(now - self.round.progress_at)
         self.round.progress_at = now
         self.round.extended_wait_seconds = 0.0
 
     def notify(self, kind: str, text: str, peer: PeerId | None = None) -> None:
-        """Cleaned and cut: words of others may be part of it, and it goes to a terminal."""
+        """Emits a Notice, with its text cleaned and shortened: it may quote other peers, and is shown on a terminal."""
         plain = "".join(sign if sign.isprintable() else "?" for sign in text[:MAX_NOTICE])
         self.out.append(Notice(kind, plain, peer))

@@ -24,7 +24,7 @@ from spes_p2p.ids import NO_HASH, PeerId
 MOST_LACKED = 8
 """Contents that somebody may ask for at once."""
 MAX_WAIT_EXTENSIONS = 16
-"""So many deadlines a round waits for bytes that move at others, by their word, while nothing comes of it here."""
+"""Most deadlines that a round waits because others report moving bytes, while nothing arrives here."""
 
 
 class Statuses:
@@ -120,7 +120,7 @@ class Statuses:
         return any(m.peer == status.peer and m.incarnation == status.incarnation for m in self._state.tip.members)
 
     def _moved_at(self, peer: PeerId, now: float) -> None:
-        """Bytes move at a peer: neither it nor the leader is to be blamed, as long as something comes of it."""
+        """Notes that bytes move at a peer, which extends the deadlines as long as something comes of it."""
         current = self._state.round
         if peer in self._others.moving_in_vain:
             return

@@ -19,10 +19,10 @@ LEADING = 4
 """We may act as leader: of our ballot, or of a degraded set."""
 PLANNED = 8
 UNPLANNED = 16
-"""There is a plan for this round, or not yet."""
+"""There is no plan for this round yet."""
 ALONE = 32
 TOGETHER = 64
-"""We are one of those who make a degraded child, or not."""
+"""We are among the electors that make a degraded child."""
 WRITABLE = 128
 """The disk takes what is staged."""
 TICK = 256

@@ -167,7 +167,7 @@ class Tendermint:
         return True
 
     def _rule_follow(self) -> bool:
-        """Lines 55 and 56: others are in a later ballot. Or nothing can be decided in this one: nobody waits for it."""
+        """Lines 55 and 56: moves to a later ballot if others are there, or if nothing can be decided in this one."""
         reached = self.vote.heard.reached()
         if self.vote.heard.nil_quorum(self.vote.heard.precommits, self.vote.ballot):
             reached = max(reached, self.vote.ballot + 1)

@@ -47,7 +47,7 @@ class Pace:
     HALF = 0.5
     WAIT_SHARE = 0.1
     LOST_WAITS = 12
-    """It also closes when they have half, and the next to be ready would take longer than this share of the round."""
+    """It also closes if they have half, and the next peer to be ready would take over 1 / LOST_WAITS of the round."""
 
     def __init__(self, heartbeat_seconds: float) -> None:
         self.heartbeat_seconds = heartbeat_seconds
@@ -67,7 +67,7 @@ class Pace:
         self._learn(self._quiet, min(seconds, self._deadline))
 
     def _learn(self, window: Window, seconds: float) -> None:
-        """Deadlines are asked for with every message, and change rarely."""
+        """Updates the cached deadlines, which are needed with every message and change rarely."""
         if window.observe(seconds):
             self.suspect_seconds = min(max(4 * self.heartbeat_seconds, 3 * self._gap.high), self.SUSPECT_CAP_SECONDS)
             self._deadline = max(6 * self.heartbeat_seconds, 1.5 * self.suspect_seconds, 3 * self._quiet.high)
@@ -104,13 +104,13 @@ class Pace:
         return self.LOST_WAITS * self.degraded_wait_seconds()
 
     def arrival_seconds(self) -> float:
-        """For so long after a commit members that have not got it yet are counted as training on it."""
+        """For this many seconds after a commit, members that have not received it yet count as training on it."""
         return max(2 * self.heartbeat_seconds, self.WAIT_SHARE * self.round_seconds)
 
     def last_step_seconds(self, trained_seconds: float) -> float:
-        """The longest that a round which was trained for so long waits, after its close, for steps that still run.
+        """Longest wait for running steps after the close of a round that was trained for `trained_seconds`.
 
-        Four rounds: a step may well be longer than a round, but who says so need not be right.
+        Four rounds: a step may well take longer than a round, but peers that say so may be wrong.
         """
         return 4 * max(trained_seconds, self.round_seconds, self.deadline_seconds(0))
 

@@ -129,7 +129,7 @@ class Accuse:
 
 @dataclass(frozen=True)
 class RecordIsOld:
-    """We have said what our record does not know: it must not be voted by. Begin a new incarnation."""
+    """Others heard votes of ours that our record lacks, so it must not be used any more. Begin a new incarnation."""
 
 
 Action = Persist | Tell | StartDeadline | Stage | Decide | Accuse | RecordIsOld

@@ -226,7 +226,7 @@ class Voting:
         return Content(child_manifest(self._rules, self._state.tip, outcome, members, wishes), build.hashes)
 
     def _ahead(self, outcome: Outcome) -> frozenset[PeerId]:
-        """Who has trained columns that the round does not hand out: if it leaves, then with the next, which does."""
+        """Peers with trained columns that this round does not hand out; leavers among them stay for the next."""
         if self._rules.expert_rounds == 1:
             return frozenset()
         done = {piece.block - 1 for piece in outcome.slices}

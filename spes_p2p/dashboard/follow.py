@@ -1,6 +1,6 @@
 """Turns what a `Source` finds into history: rounds from commits, samples and events from what peers say of themselves.
 
-A swarm that does not answer changes nothing but the word about it: the history stays, and it is asked again.
+If the swarm does not answer, only that is noted: the history stays, and the swarm is asked again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from spes_p2p.sync.report import PeerLine, RunReport
 
 LOOK_SECONDS = 2.0
 MOST_FAILURES = 3
-"""After so many looks in a row that nobody answered, the network is joined anew."""
+"""After this many looks in a row without any answer, the network is joined afresh."""
 THIN_SECONDS = 600.0
 MOST_PEERS = 500
 DAY_SECONDS = 24 * 3600.0
 WARNING_SECONDS, MOST_WARNINGS = 3600.0, 20
-"""In that time no more warnings of one peer are taken down."""
+"""At most MOST_WARNINGS of one peer are recorded within WARNING_SECONDS."""
 _MOST_CHARACTERS = 400
 
 Open = Callable[[], Coroutine[Any, Any, Source]]
@@ -69,7 +69,7 @@ class Follower:
             self._tell(now, "")
 
     def fail(self, why: str, now: float) -> None:
-        """Nobody answered, or what they said cannot be."""
+        """Notes that nobody answered, or that the answers were invalid, and `why`."""
         with self._history.writing():
             self._tell(now, why)
 
@@ -181,7 +181,7 @@ class Follower:
             self._history.add_load(vitals.timed_round, line.peer, now, tokens, load)
 
     def _note_warnings(self, line: PeerLine, before: dict[str, Any] | None, now: float) -> None:
-        """Those that the peer did not tell last time, in its words, at its time where that can be."""
+        """Records the peer's new warnings, in its own words, at the time that it gives if that is plausible."""
         told = (before or {}).get("warnings", [])
         lately = self._warned.setdefault(line.peer, deque(maxlen=MOST_WARNINGS))
         for warning in line.vitals.warnings:
@@ -209,7 +209,7 @@ class Follower:
             self._history.add_event(now, "pause", line.peer, f"{name} {'is paused' if paused[1] else 'trains again'}")
 
     def _note_absent(self, before: dict[str, dict[str, Any]], report: RunReport, now: float) -> None:
-        """Whose record is gone stays in the list, as gone."""
+        """Keeps peers whose record has disappeared in the list, marked as gone."""
         for peer in set(before) - {line.peer for line in report.peers}:
             if before[peer]["state"] != "gone":
                 self._history.set_peer(peer, {**before[peer], "state": "gone", "tokens_per_second": 0.0, "phase": ""})
@@ -240,7 +240,7 @@ async def follow(
     look_seconds: float = LOOK_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Looks for ever. `source` is one that is open already. What is not a matter of the network is raised."""
+    """Looks at the run for ever. `source`: one that is already open. Raises all errors but those of the network."""
     follower, failures = Follower(history), 0
     try:
         while True:

@@ -81,7 +81,7 @@ class History:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """All of the block or nothing of it. Raises StorageFull."""
+        """A transaction: all writes of the block are kept, or none. Raises StorageFull."""
         with self._lock:
             self._base.execute("BEGIN IMMEDIATE")
             try:
@@ -113,7 +113,7 @@ class History:
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     def claim(self, run_id: str, fingerprint: str) -> None:
-        """This file is of that run from now on. Raises ConfigError where it is of another one."""
+        """Ties this file to a run. Raises ConfigError if it already belongs to another one."""
         kept = self.get("run")
         if kept is not None and kept["fingerprint"] != fingerprint:
             raise ConfigError(
@@ -126,7 +126,7 @@ class History:
     # ---- what is kept ----
 
     def add_round(self, **row: Any) -> None:
-        """A round, and none after it: those were of another history."""
+        """Adds a round and removes all from it on, which belonged to another history."""
         self.run("DELETE FROM rounds WHERE round >= ?", (row["round"],))
         self.run("DELETE FROM peer_rounds WHERE round >= ?", (row["round"],))
         self.run("DELETE FROM held_out WHERE round >= ?", (row["round"],))
@@ -137,14 +137,14 @@ class History:
         self._insert("peer_rounds", {**row, "seconds": json.dumps(row["seconds"])})
 
     def add_held_out(self, **row: Any) -> None:
-        """The first word about a round stands."""
+        """Records the held-out loss of a round; the first value reported for a round is kept."""
         self._insert("held_out", row, "IGNORE")
 
     def add_load(self, round: int, peer: str, at: float, weight: float, load: Load) -> None:
-        """What one peer says of the load of the experts in a round; its first word about it stands.
+        """Adds one peer's report of the experts' load in a round; only its first report counts.
 
-        Of the round the mean over the peers so far is kept, weighted, and the extremes. Another number of experts than
-        the others have is passed over.
+        Kept are the weighted mean over the peers so far, and the extremes. A report with a different number of experts
+        than the others is ignored.
         """
         before = self.rows("SELECT * FROM loads WHERE round = ?", (round,))
         peers: list[str] = json.loads(before[0]["peers"]) if before else []

@@ -20,7 +20,7 @@ from spes_p2p.swarm.vitals import PHASES
 
 
 def replay(paths: Sequence[Path], history: History) -> None:
-    """Writes all that the files tell. Raises ConfigError where one is not there or holds no events."""
+    """Writes the events of these files into `history`. Raises ConfigError if one is missing or holds no events."""
     events: list[tuple[float, str, Event]] = []
     for name, path in zip(_names(paths), map(_file, paths)):
         found = EventReader(path).read()

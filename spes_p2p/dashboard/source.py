@@ -1,8 +1,8 @@
 """Where the dashboard looks: a `Source` gives what a run is like now, and the commits that are new since the last look.
 
-`SwarmSource` reads the DHT and the chain through the ports of `swarm`, so that it runs on any network. It believes a
-commit when all signatures from genesis on lead to it: whoever announces one that nothing leads to is passed over. That
-the content follows the rules of the run is left to those who signed it.
+`SwarmSource` reads the DHT and the chain through the ports of `swarm`, so that it runs on any network. It accepts a
+commit if a chain of valid signatures leads to it from genesis, and ignores peers that announce any other. Whether the
+content of a commit follows the rules of the run is left to those who signed it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spes_p2p.sync.report import RunReport, read_run
 from spes_p2p.sync.sealing import EnvelopeChecker
 
 DOUBT_SECONDS = 60.0
-"""So long a peer is not asked again that proved nothing of what it announced."""
+"""A peer that could not prove what it announced is not asked again for this long."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ TIMED_ROUNDS = 60
 """Newest rounds of which the phases of each peer are shown."""
 SHOWN_EVENTS = 400
 LOAD_ROUNDS, LOAD_NUMBERS = 60, 20_000
-"""So many rounds show the load of the experts, fewer where there are very many experts."""
+"""Number of rounds for which the experts' load is shown, fewer if LOAD_NUMBERS would be exceeded."""
 
 
 def page_state(history: History, now: float, hours: float | None = None) -> dict[str, Any]:

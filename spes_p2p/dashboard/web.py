@@ -106,7 +106,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """`value` with every non-finite number, which JSON cannot hold, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -120,7 +120,7 @@ async def _news(request: Request, history: History) -> Response:
 
 
 async def _versions(request: Request, history: History) -> AsyncIterator[str]:
-    """The version of the history whenever it is another one, and a comment now and then to keep the line open."""
+    """Yields the version of the history whenever it changes, and a comment now and then to keep the stream open."""
     told, quiet = -1, 0.0
     while not request.app.state.stopping and not await request.is_disconnected():
         if history.version != told:

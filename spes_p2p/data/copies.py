@@ -23,9 +23,9 @@ from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.ids import PeerId
 
 SPAN_PIECES = 32
-"""About so many at least are in a span: one answer."""
+"""Least number of pieces in a span, roughly; as many as one answer brings."""
 NEAR_SPANS = 64
-"""So many of the next spans that too few have are compared."""
+"""How many of the next spans with too few copies are compared."""
 
 
 class Spans:
@@ -204,7 +204,7 @@ class Copies:
         self._room_taken -= int((self._uses[pieces] == 0).sum())
 
     def _is_surplus(self, span: int) -> bool:
-        """Enough others have it, each with a lower lot, so that not all drop it at once."""
+        """Whether enough other peers have the span and drew a lower lot, so that not all drop it at once."""
         mine = _lot(self._me, span)
         able = (peer for peer in self._counted if self._others[peer].has(span))
         return sum(_lot(peer, span) < mine for peer in able) >= self._wanted

@@ -20,7 +20,7 @@ from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.errors import DataNotReady, StorageFull
 
 PATIENCE_SECONDS = 2.0
-"""A shorter wait is not worth a word."""
+"""A wait shorter than this is not reported."""
 SAY_AGAIN_SECONDS = 60.0
 FULL_SECONDS = 60.0
 """So long after a full disk it is tried again."""
@@ -56,9 +56,9 @@ class Feed:
         self._kept = _NOTHING
         """For others: what is left of the room when this peer has what it needs itself."""
         self._at_hand: dict[int, bytes] = {}
-        """Pieces of the batch that is read next: checked, and not to be lost again before it is read."""
+        """Checked pieces of the batch that is read next, held in memory until it has been read."""
         self.is_tight = False
-        """The last `need` asked for more than there is room for: ask again when some of it was used."""
+        """Whether the last `need` asked for more than fits; then it must be repeated once some was used."""
         self.trouble = ""
         """Why data could not be had of late, by who fetches."""
         self._said_at = float("-inf")
@@ -100,7 +100,7 @@ class Feed:
         return not left
 
     def _fill(self, wanted: list[int]) -> int:
-        """Takes from the disk what is there; how many pieces are not, which become urgent."""
+        """Loads from disk the wanted pieces that are there. Marks the others as urgent and returns their number."""
         for piece in wanted:
             if piece not in self._at_hand and (joined := self.cache.find(piece)) is not None:
                 self._at_hand[piece] = joined

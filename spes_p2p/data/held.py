@@ -1,4 +1,4 @@
-"""What nodes say that they have of the run's data, and what it means: how many copies there are, and who is not spared.
+"""What nodes say they hold of the run's data, and what follows: how many copies there are, and who is indispensable.
 
 The stream of sequences is cut into spans (`copies.py`), at most MOST_SPANS an epoch. A node says with one bit a span
 that it has all of it; so all that is known of who has what takes MOST_SPANS bits a node, however large the dataset is.
@@ -44,7 +44,7 @@ class Coverage:
     copies: int
     """Nodes that have all of the span that fewest have: no piece of the data is at fewer."""
     needed: tuple[PeerId, ...]
-    """Of these each alone has some of it, ordered by when that is trained on: without it training would stop."""
+    """Nodes that alone hold some data, ordered by when it is trained on; without any one, training would stop."""
     safe_part: float
     """Of the epoch: what lies before the first span that fewer than two have."""
     web: bool = False

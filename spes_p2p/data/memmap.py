@@ -28,7 +28,7 @@ class Tokens(Protocol):
 
     @property
     def is_tight(self) -> bool:
-        """Not all that was `need`ed fits at once: say again what is needed when some of it was read."""
+        """Whether the last `need` asked for more than fits at once, so that it must be repeated once some was read."""
         ...
 
     def need(self, starts: NDArray[np.int64], length: int, always: bool = False) -> None: ...
@@ -92,7 +92,7 @@ class MappedTokens:
         self._map = lru_cache(OPEN_FILES)(self._open_map)
 
     def need(self, starts: NDArray[np.int64], length: int, always: bool = False) -> None:
-        """It is all here."""
+        """Does nothing: all tokens are on this machine."""
 
     def wait(self, starts: NDArray[np.int64], length: int, should_stop: Callable[[], bool]) -> bool:
         return True

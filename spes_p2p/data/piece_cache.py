@@ -23,7 +23,7 @@ SLOTS = "pieces.bin"
 NUMBERS = "numbers.bin"
 _NUMBER_BYTES = 8
 _FREED_AT_ONCE = 64
-"""Part of the slots that are looked for when room is needed: finding the oldest takes a pass over all of them."""
+"""One in this many slots is freed at a time, since finding the oldest takes a pass over all slots."""
 
 
 class PieceCache:

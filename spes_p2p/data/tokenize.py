@@ -36,7 +36,7 @@ MAX_EXAMPLES = 20
 SEQUENCE_LENGTH = 128
 """Of the bundled config with the shortest sequences."""
 Report = Callable[[int, int], None]
-"""Is told of (bytes done, bytes in all) of the input, as stored."""
+"""Called with (bytes done, bytes in total) of the input files, as stored on disk."""
 
 
 @dataclass(frozen=True)

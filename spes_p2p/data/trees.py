@@ -34,7 +34,7 @@ from spes_p2p.wire import pack, unpack
 
 TREES = "pieces.hashes"
 LONG_BYTES = 2**30
-"""Hashing more takes seconds: that is said."""
+"""Hashing more than this many bytes takes seconds and is announced."""
 _MAGIC = b"spes-p2p pieces\n"
 _SIZE_BYTES = 8
 HEAD_START_BYTES = len(_MAGIC) + _SIZE_BYTES
@@ -247,7 +247,7 @@ def _leaves(file: TokenFile, grid: PieceGrid) -> Iterator[bytes]:
 
 
 def _remove_left_ones(path: Path) -> None:
-    """What processes that were ended hard had begun."""
+    """Removes unfinished files of processes that were killed."""
     for left in path.parent.glob(f"{path.name}.*{PARTIAL}"):
         number = left.name.removeprefix(f"{path.name}.").removesuffix(PARTIAL)
         if number.isdecimal() and not psutil.pid_exists(int(number)):

@@ -39,7 +39,7 @@ LEAST_BYTES_PER_SECOND = 4_000
 """A server that is slower for long is given up for this range."""
 MAX_REDIRECTS = 5
 MAX_UNRANGED_BYTES = 16 * 2**20
-"""A server that ignores ranges is borne with for files up to this size."""
+"""A server that ignores range requests is tolerated for files up to this size."""
 MAX_KNOWN_REDIRECTS = 4096
 REDIRECT_SECONDS = 300.0
 """So long a redirect is taken to be valid: hosts of many files answer each request with one."""
@@ -258,7 +258,7 @@ _CONSENT = "if you trust who runs it, allow it: join --web-data any"
 
 
 class _Passing(NetworkError):
-    """What another try may mend."""
+    """A passing error, which another attempt may get past."""
 
     def __init__(self, message: str, wait_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -306,5 +306,5 @@ def _origin(parts: SplitResult) -> str:
 
 
 def _host(url: str) -> str:
-    """All that is said of a URL: in the rest of one that a redirect gave may be a key."""
+    """The host of a URL, the only part that messages show: the rest may hold a key after a redirect."""
     return urlsplit(url).hostname or ""

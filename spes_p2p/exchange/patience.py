@@ -1,9 +1,9 @@
 """How long one fetch may take as a whole, so that nobody can hold others up for ever.
 
-A stream that pauses is given up by the transport. What never pauses and never ends, a byte now and then, or word after
-word that a place in the line will be free soon, is given up here. A link may be slow: an honest fetch may take half a
-round, or as long as 32 KiB a second take. Who did not come to an end in that time has half of it in the next try, and
-so on, until it ends one: all that a liar can cost is twice the first wait.
+The transport gives up a stream that pauses. What is given up here never pauses and never ends: it sends a byte now and
+then, or keeps promising a free slot. Links may be slow, so an honest fetch may take half a round, or as long as it
+takes at 32 KiB per second. A peer that exceeds its time gets half of it for the next fetch, and so on until it
+completes one; so a liar can cost us at most twice the first wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spes_p2p.swarm.ports import Transport
 
 LEAST_BYTES_PER_SECOND = 32 * 2**10
 LONGEST_STALLS = 6
-"""What a small fetch may take, in times that a stream may pause."""
+"""Longest time for a small fetch, as a multiple of the time that a stream may pause."""
 _LOOK_SECONDS = 1.0
 
 

@@ -29,19 +29,20 @@ from spes_p2p.wire import unpack
 
 T = TypeVar("T")
 AT_ONCE = 32
-"""Pieces of one answer that are hoped for: large enough for the way, small enough to be shared among holders."""
+"""Pieces to ask for at once: enough to make up for latency, few enough to spread over several holders."""
 STREAMS_EACH = 2
 MOST_HOLDERS = 6
 """Asked at a time; with STREAMS_EACH and MAX_GIVEN the bound of the memory: 7 MB with the usual pieces."""
 LATE_SECONDS = 2.0
-"""What one holder was asked for so long ago, and for four times as long as is usual, another one may be asked for."""
+"""After this many seconds, and four times the usual, pieces asked of one holder may be asked of another, too."""
 UNKNOWN_SECONDS = 1.25
 """How long an answer takes, as long as none has come."""
 ASKED_BEFORE_ORGANISER = 3
 EXPECTED_AT_LEAST = 8
-"""Who should have had so many of the pieces it was asked for, by what it says of itself, and has none, rests too."""
+"""A holder that gave none of the pieces asked for, although by its own record it should have at least this many of
+them, is left alone for a while, too."""
 REST_SECONDS = (1.0, 60.0)
-"""Who fails is left alone for so long, twice as long each time, up to the second number."""
+"""Seconds for which a holder that fails is left alone: the first number, doubling each time up to the second."""
 LEAST_SECONDS = 60.0
 HEADER_BYTES = 64 * 2**10
 WEB = PeerId("web")
@@ -50,7 +51,7 @@ WEB_STREAMS = 3
 WEB_RUN = 64
 """Pieces one behind the other that the same peer fetches first."""
 WEB_SECONDS = 10.0
-"""So long the others wait for that peer, unless their training waits."""
+"""Seconds that other peers wait for the one that fetches from the web first, unless their training is waiting."""
 Take = Callable[[Sequence[tuple[int, bytes]]], None]
 """Is given checked pieces as (number, bytes and proof); called in a thread."""
 Tell = Callable[[PeerId, str], None]
@@ -347,7 +348,7 @@ class _Job:
         self._wake()
 
     def answered(self, peer: PeerId, asked: Sequence[int], found: Sequence[int]) -> None:
-        """What it did not give, of those before the last that it could give, it has not."""
+        """Notes an answer. Pieces that it skipped, up to the last one that it could give, count as not held there."""
         for number in found:
             self.left.pop(number, None)
         given = set(found)

@@ -1,10 +1,10 @@
 """Which transfer goes next, and whom to ask. Knows no network.
 
-Next is what a holder has that sends us least now, so that no uplink idles while we wait for another; of these the
-rarest. It is asked of whoever will be done first.
+The next transfer is one that the holder with the fewest streams to us has, so that no uplink idles; among those, the
+rarest. It is requested from the holder that will finish first.
 
-A holder's rate is what came from it while it sent, all its streams together, smoothed; what it still has to send us
-counts. Who was not asked yet is taken to be as fast as the best, so that everybody is tried.
+A holder's rate is the smoothed rate of all its streams together while it was sending; bytes that it still owes us are
+taken into account. A holder that was not asked yet is assumed to be as fast as the best, so that everybody is tried.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 
 SMOOTHING = 0.3
-"""What the newest observation counts."""
+"""Weight of the newest observation in the moving average."""
 FAILURE = 0.25
 """Of the bytes that a fetch which broke off was for: so many might have come in that time."""
 LEAST_FAILURE_SECONDS = 1.0
 MOST_REMEMBERED = 1024
 MOST_PLACES = 64
-"""So many places in the queue are compared, of those that came first: a large model has hundreds of slices."""
+"""How many of the oldest places in the queue are compared, since a large model has hundreds of slices."""
 Place = tuple[int, int]
 """Where a transfer stands in the queue, smallest first: see `Rates.place`."""
 FIRST: Place = (0, 0)
@@ -55,10 +55,9 @@ class Rates:
 
     @contextmanager
     def asking(self, peer: PeerId, size: int) -> Iterator[Callable[[int], None]]:
-        """Around one fetch of at most `size` bytes; what it gives is to be called with what came.
+        """Wraps one fetch of at most `size` bytes; yields a function to call with the number of bytes received.
 
-        A small part of what might have come says nothing of the rate. One that breaks off counts as much slower than it
-        was to be.
+        A small part of `size` says nothing about the rate. A fetch that breaks off counts as much slower than expected.
         """
         holder, began = self._known(peer), self._now()
         holder.streams += 1

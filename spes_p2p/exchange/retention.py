@@ -1,9 +1,9 @@
 """What a donor keeps for those who are fetching a state from it, although the run has gone on.
 
-Who asks for the hashes or tiles of a state takes a lease on it, and renews it with each request; a newer state takes
-its place. While a lease lives the state stays on disk, and what was handed out in the rounds after it, by which its
-holder comes up to date. Bounded: a few states, whatever is asked for; by time; and nothing where the disk gets full.
-Decides only; the driver drops the rest after each commit.
+A peer that asks for the hashes or tiles of a state takes a lease on it and renews it with each request; a lease on a
+newer state replaces it. While a lease lives, the state stays on disk, and so does what the rounds after it handed out,
+with which the leaseholder catches up. Bounded in the number of states and in time, and void when the disk gets full.
+Only decides; the driver drops everything else after each commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_SECONDS = 24 * 3600.0
 MOST_STATES = 2
 """States that are kept for others, beside the two newest."""
 MOST_ROUNDS = 64
-"""Rounds of which is kept what they handed out."""
+"""Most rounds for which the tiles that they handed out are kept."""
 MOST_LEASES = 64
 
 

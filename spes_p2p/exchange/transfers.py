@@ -157,10 +157,10 @@ class Transfers:
     ) -> None:
         """Fetches tiles by id and hash, a few at a time, and hands them to `take`: of the state, or `wire` tiles.
 
-        Those who are `sure` to have them are asked before the others, who will be done soonest first: by default the
-        first holder, with `spread` all of them. What somebody has who sends us little now goes before what others wait
-        for here, and of that what fewest are sure to have. Who failed once is asked last from then on. Raises
-        NetworkError when nobody has some of them, and what `take` raises.
+        Holders that are `sure` to have the tiles (by default the first, with `spread` all) are asked before the others,
+        in the order in which they will finish. Tiles of holders that send us little now go first, and among them the
+        rarest. A holder that failed is asked last from then on. Raises NetworkError when nobody has some of the tiles,
+        and what `take` raises.
         """
         ids, poor = list(wanted), set[PeerId]()
         have = sure or (lambda: holders if spread else holders[:1])

@@ -62,7 +62,7 @@ class Guests(nn.Module):
         super().__init__()
         self.rank = rank
         self.active = True
-        """Whether the forward pass takes the changes in; not where the committed model is evaluated."""
+        """Whether the forward pass adds the changes; off while the committed model is evaluated."""
         for which, (out, width) in shapes.items():
             self.register_parameter(which, nn.Parameter(torch.zeros(experts, out, rank, device=device)))
             basis_EKr = torch.zeros(experts, width, rank, device=device, dtype=dtype)

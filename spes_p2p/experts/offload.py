@@ -44,7 +44,7 @@ class HostPrefetcher:
         return self.device.type == "cuda"
 
     def register(self, layer: object, source: Mapping[Any, tuple[Tensor, ...]]) -> None:
-        """`source` holds the layer's tensors by part, and stays its own: it may put others in their place."""
+        """Registers a layer. `source`: its host tensors by part, which it may replace later (see `forget`)."""
         self._layers.append(layer)
         self._sources.append(source)
 

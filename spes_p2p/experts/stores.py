@@ -220,7 +220,7 @@ class QuantizedStore(nn.Module):
             self._changed(part)
 
     def _foreign_of(self, part: Part, slot: int) -> tuple[Tensor, ...]:
-        """One expert as foreign ones are held; exactly what it was, where it was foreign before."""
+        """One expert in the form in which foreign experts are held; bit-identical if it was foreign before."""
         owned = self._owned(part)
         if slot >= len(owned):
             return tuple(tensor[slot - len(owned)] for tensor in self._foreign[part])

@@ -95,7 +95,7 @@ class StartModel:
 
     @classmethod
     def open(cls, folder: Path) -> StartModel:
-        """Raises ConfigError for a model that ours cannot be, CheckpointError for files that are not all there."""
+        """Opens a folder. Raises ConfigError if our model cannot represent it, CheckpointError if files are missing."""
         config = read_config(folder)
         if config.model_type not in QK_NORMS:
             known = ", ".join(QK_NORMS)

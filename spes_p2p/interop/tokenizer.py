@@ -56,7 +56,7 @@ def _loaded(name: str, ours: object) -> PreTrainedTokenizerBase:
 
 
 def _is_bare(folder: Path) -> bool:
-    """Only a tokenizer.json, which AutoTokenizer does not know what to make of."""
+    """Whether the folder has only a tokenizer.json, which AutoTokenizer cannot load."""
     return folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
 
 

@@ -37,7 +37,7 @@ class OwnModel(nn.Module):
         return self._owned
 
     def set_owned(self, owned: Sequence[int]) -> None:
-        """Changes them."""
+        """Changes which columns are trained here."""
         self._owned = tuple(owned)
         for block, names in enumerate(self._blocks):
             for name in names:

@@ -52,7 +52,7 @@ class Round:
     """Tokens that this round counted, all peers together."""
     bytes_sent: int
     bytes_received: int
-    """Both: of this peer, in this round."""
+    """`bytes_sent` and `bytes_received`: by this peer, in this round."""
     seconds: Mapping[str, float]
     """Duration of each phase."""
     model_hash: str
@@ -60,7 +60,7 @@ class Round:
     merge_alpha: float = 0.0
     stale_columns: tuple[int, ...] = ()
     deadline_seconds: float = 0.0
-    """How long without progress the next leader would have waited: learnt, see `consensus/timing.py`."""
+    """Seconds without progress until the next leader would have taken over; adapts, see `consensus/timing.py`."""
     refused: tuple[str, ...] = ()
     """Peers whose values for some slice were not fit (not finite, far too large, of a wrong size), as known here."""
     lost_tokens: int = 0
@@ -109,7 +109,7 @@ class Columns:
     round: int
     adopted: tuple[int, ...]
     fresh: tuple[int, ...]
-    """Those of them that begin with fresh optimizer moments: no former owner handed its own over."""
+    """The adopted columns that start with fresh optimizer moments, since no former owner handed over its own."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Warning:  # noqa: A001 (the name of the event)
-    """Something that mended itself, or that somebody should look at."""
+    """A problem that was solved without help, or that somebody should look at."""
 
     event: ClassVar[str] = "warning"
     message: str
@@ -157,7 +157,7 @@ class Warning:  # noqa: A001 (the name of the event)
 
 @dataclass(frozen=True)
 class Error:
-    """Something that did not mend itself, and what to do."""
+    """A problem that was not solved by itself, with a fix."""
 
     event: ClassVar[str] = "error"
     message: str
@@ -228,7 +228,7 @@ class EventBus:
         self._lock = threading.Lock()
 
     def add(self, sink: Sink, with_early: bool = False) -> None:
-        """`with_early`: it gets what was said until now, too; only the first such sink does."""
+        """`with_early`: the sink also gets the events emitted so far; works only for the first such sink."""
         with self._lock:
             early, self._early = (self._early or (), None) if with_early else ((), self._early)
             self._sinks.append(sink)

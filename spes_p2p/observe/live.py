@@ -89,7 +89,7 @@ class LiveState:
     seconds_to_sync: float | None = None
     messages: tuple[str, ...] = ()
     keys: bool = False
-    """Whether keys are heard."""
+    """Whether key presses are read, so that the screen may offer them."""
     invite: str = ""
     """The command that prints the newest invitation."""
 
@@ -247,11 +247,11 @@ class LiveModel:
             self._note(time, line(event))
 
     def say(self, text: str) -> None:
-        """A line that is no event."""
+        """Adds a line of text that is not an event to the messages."""
         self._note(wall_time.time(), text)
 
     def last_words(self) -> str:
-        """What is left on the terminal when the screen is gone."""
+        """The summary that stays on the terminal after the screen is closed."""
         view = self._view
         trained = f"{count_text(self._tokens)} tokens trained here in {seconds_text(self._clock() - self._started)}"
         return f"round {view.round}, step {view.step:,}: {trained}"

@@ -1,6 +1,6 @@
-"""What a bootstrap node knows of its run, for Prometheus: it trains nothing and has no events, so it is looked at.
+"""Prometheus metrics of a bootstrap node. It trains nothing and emits no events, so its state is polled.
 
-docs/metrics.md explains each metric. What is not known (a DHT node without a run, no archive) is left out.
+docs/metrics.md explains each metric. Unknown ones (a DHT node without a run, no archive) are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NodeMetrics(Collector):
         self.registry.register(self)
 
     def show(self, state: NodeState | None) -> None:
-        """`state` is what is answered from now on; None: nothing."""
+        """Makes `state` what is served from now on; None serves nothing."""
         self._state = state
 
     def collect(self) -> Iterator[Metric]:

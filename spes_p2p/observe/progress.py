@@ -32,7 +32,7 @@ def row(view: PeerView) -> list[str]:
 
 
 def render(views: Mapping[str, PeerView]) -> RenderableType:
-    """A table with a row for each named peer, and their newest messages under it."""
+    """A table with one row per peer of `views` (by name), and their newest messages below it."""
     table = Table("peer", *_COLUMNS, box=None, pad_edge=False)
     for name, view in views.items():
         table.add_row(name, *row(view))

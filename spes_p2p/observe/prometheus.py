@@ -80,7 +80,7 @@ class Metrics:
         """The numbers stay as they are."""
 
     def names(self) -> Iterator[str]:
-        """Of all series that Prometheus may see, with the endings that it gives them."""
+        """Names of all series that Prometheus may see, with the suffixes that it adds."""
         for metric in self.registry.collect():
             endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(metric.type, ("",))
             yield from (metric.name + ending for ending in endings)

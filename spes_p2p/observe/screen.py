@@ -1,6 +1,6 @@
 """The terminal of a running peer: the full screen, the keys, and everything put back as it was at the end.
 
-What is drawn is decided in `live.py`. Keys are read only where standard input is a terminal that we are in front of.
+What is drawn is decided in `live.py`. Keys are read only from a terminal in whose foreground we run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Keys:
 
 
 def can_hear_keys(stream: TextIO | None = None) -> bool:
-    """Whether `stream` (standard input) is a terminal, and this process is in front of it."""
+    """Whether `stream` (default: standard input) is a terminal and this process is in its foreground."""
     stream = sys.stdin if stream is None else stream
     try:
         return stream.isatty() and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
@@ -109,7 +109,7 @@ class LiveScreen:
         self._console.print(self._model.last_words(), markup=False, highlight=False, soft_wrap=True)
 
     def abandon(self) -> None:
-        """The process ends at once: nothing but the terminal itself is put back."""
+        """Restores only the terminal, for a process that is about to be ended at once."""
         if self._keys is not None:
             self._keys.restore()
         with contextlib.suppress(OSError, ValueError):
@@ -117,7 +117,7 @@ class LiveScreen:
 
 
 class _LogLines(logging.Handler):
-    """While the screen is up, what the package logs goes there instead of through it."""
+    """Shows the package's log records on the screen while it is up; printed, they would garble it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()

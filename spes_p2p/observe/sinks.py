@@ -51,7 +51,7 @@ class JsonLines:
         os.close(self._file)
 
     def _take_back(self, written: int) -> None:
-        """Removes the beginning of a line that did not fit, where nobody has appended behind it."""
+        """Removes the beginning of a line that did not fit, unless another process has appended to the file since."""
         end = os.lseek(self._file, 0, os.SEEK_CUR)  # of what we wrote last
         if written and os.fstat(self._file).st_size == end:
             os.ftruncate(self._file, end - written)
@@ -100,9 +100,9 @@ class EventReader:
 
 
 def unfailing(say: Callable[[str], None]) -> Callable[[str], None]:
-    """The same, but a line that cannot be written (a full disk, a pipe that nobody reads) is left out.
+    """Wraps `say` so that a line that cannot be written (full disk, closed pipe) is dropped.
 
-    What runs for weeks must not end because of what it says.
+    A process that runs for weeks must not end because of its output.
     """
 
     def say_if_possible(text: str) -> None:
@@ -127,7 +127,7 @@ class PlainLines:
 
 
 class JsonStream:
-    """The lines of `metrics.jsonl` on a stream, for whoever collects logs; what is no event as `note`."""
+    """Writes the lines of `metrics.jsonl` to a stream, for log collectors; other text becomes a `note` object."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

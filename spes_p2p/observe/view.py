@@ -34,7 +34,7 @@ class PeerView:
         self.tokens = 0
         """Counted by the rounds that this view has seen, all peers together."""
         self.deadline_seconds: float | None = None
-        """What the newest round was given without progress: learnt, so that it shows how the network fares."""
+        """Seconds without progress that the newest round allowed its leader; it adapts, so it reflects the network."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.eval_loss: float | None = None

@@ -68,13 +68,13 @@ class _Table:
         self.kept = {peer: held & frozenset(kept) for peer, held in self.held.items()}
 
     def shed(self) -> None:
-        """Who owns more than fits gives up what is missed least, claimed columns last."""
+        """Makes peers that own more than fits give up the columns that are missed least, claimed ones last."""
         for peer in self.wishes:
             while self._room(peer) < 0 and (loose := self.held[peer] - self.kept[peer]):
                 self._take(peer, self._least_missed(peer, self._unclaimed(peer) or loose))
 
     def grant_claims(self) -> None:
-        """Beside the present owners. Who has no room makes it, if it owns what it did not claim."""
+        """Adds claimants to the owners of their columns. One without room gives up a column that it did not claim."""
         for peer, claims in self.claims.items():
             for column in sorted(claims - self.held[peer]):
                 if not 0 <= column < len(self.owners):
@@ -124,7 +124,7 @@ class _Table:
             column = wanted
 
     def relieve(self, target_replicas: int) -> bool:
-        """Who named its columns gives up others as soon as somebody who named none has room; whether anybody did."""
+        """Moves unclaimed columns from peers with claims to peers without that have room. Returns whether any moved."""
         extras = [(peer, column) for peer in self.wishes if self.claims[peer] for column in self._unclaimed(peer)]
         return sum(self._relieve(peer, column, target_replicas) for peer, column in sorted(extras)) > 0
 

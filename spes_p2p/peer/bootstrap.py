@@ -93,7 +93,7 @@ def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], No
 async def serve_until(
     stop: asyncio.Event, options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None
 ) -> None:
-    """The same on the running loop, until `stop` is set. Goes on where `say` raises OSError, and so does the rest."""
+    """As `run_bootstrap`, but on the running loop and until `stop` is set. Ignores an OSError from `say`."""
     say, ready = unfailing(say), unfailing(ready)
     _check(options)
     make_folder(options.folder)
@@ -119,7 +119,7 @@ def _check(options: BootstrapOptions) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """`data` None: peers bring data of their own. `mirror`: of a run that somebody else began."""
+    """The run to serve. `data`: None if peers bring their own. `mirror`: set if somebody else started the run."""
 
     config: Config
     data: PieceSource | None
@@ -170,9 +170,9 @@ async def _mirror(
 
 
 async def _open(options: BootstrapOptions) -> HivemindNetwork:
-    """In the DHT of those that are given, and of those that this node knew in an earlier life.
+    """Joins the DHT of the given initial peers and of the nodes that this node knew before its last restart.
 
-    Who has a run here can do without them, and founds another DHT where none of them answers.
+    A node that already holds a run can do without them: if none of them answers, it starts a new DHT.
     """
     identity, fingerprint = options.folder / "identity.key", options.mirror.fingerprint if options.mirror else None
     given, known = options.network.initial_peers, kept_addresses(options.folder, fingerprint)
@@ -275,12 +275,12 @@ def _duty(options: BootstrapOptions) -> Duty:
 def _measuring(
     options: BootstrapOptions, run_id: str, network: HivemindNetwork, look: Callable[[], NodeState], say: Say
 ) -> contextlib.AbstractAsyncContextManager[None]:
-    """With `--metrics-port`."""
+    """Serves this node's metrics to Prometheus while the block runs, if `--metrics-port` was given."""
     return measuring(options.metrics_port, options.metrics_host, run_id, network.signer.peer_id, look, say)
 
 
 def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
-    """What becomes of what `spes-p2p run stop` and `run choose` have signed."""
+    """A callback that reports the orders signed with `spes-p2p run stop` and `spes-p2p run choose`."""
     before = Words()
 
     def told(words: Words) -> None:
@@ -311,7 +311,7 @@ async def _make_initial(store: StateStore, layout: Layout, config: Config, optio
 
 
 async def _herald(chain: Chain, say: Say) -> None:
-    """Says what is new in the chain."""
+    """Reports each new commit of the chain through `say`, for ever."""
     told = chain.length
     while True:
         for round in range(told, chain.length):

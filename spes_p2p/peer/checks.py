@@ -22,7 +22,7 @@ from spes_p2p.planning.units import gib_text
 Level = Literal["ok", "warning", "failure"]
 LEAST_PYTHON = (3, 11)
 IN_USE_SHARE = 0.15
-"""Of a GPU's memory, taken by others, from which on it is worth saying."""
+"""Share of a GPU's memory in use by other programs from which the doctor warns."""
 SLOW_BYTES_PER_SECOND = 250_000
 """2 Mbit/s: below it a round of any published shape takes hours."""
 
@@ -65,7 +65,7 @@ class Gpu:
 
 
 def machine_checks(machine: Machine, on_gpu: bool = True) -> list[Check]:
-    """Python, torch with its driver, GPU and memory. `on_gpu`: whether it is a GPU that shall train."""
+    """Checks of Python, torch and its driver, GPUs and memory. `on_gpu`: whether training is to run on a GPU."""
     return [_python(machine), _torch(machine), *_gpus(machine, on_gpu), _memory(machine)]
 
 
@@ -199,7 +199,7 @@ def of_error(name: str, error: SpesError) -> Check:
 
 
 def insist(checks: Iterable[Check], say: Callable[[str], None]) -> None:
-    """Says warnings, and raises the first failure as a known error with the same words."""
+    """Passes warnings to `say`, and raises SpesError for the first failed check, with its text and fix."""
     for check in checks:
         if check.level == "failure":
             raise SpesError(f"{check.name}: {check.text}", check.fix)

@@ -86,7 +86,7 @@ class Connection:
         self._driver: Driver | None = None
         self._disk: Disk | None = None
         self.last_round: int | None = None
-        """After which the organiser has ended the run."""
+        """The run's last round, if the organiser has ended the run."""
 
     @classmethod
     def open(
@@ -99,7 +99,7 @@ class Connection:
     ) -> Connection:
         """Joins the DHT, finds the run and checks its config; the run itself is entered by `enter`.
 
-        Raises Stopped, here and in `enter`, when the gate says stop.
+        Raises Stopped, here and in `enter`, when this peer is asked to stop.
         """
 
         async def come() -> Connection:
@@ -154,21 +154,21 @@ class Connection:
         return dict(self._announcer.known) if self._announcer is not None else {}
 
     def lost_round(self) -> int | None:
-        """The newest round by the word of the bootstrap node, where nobody who is heard has its state."""
+        """The newest round according to the bootstrap node, if no reachable peer has its state; else None."""
         core = self.driver.core
         known = max([core.tip.round, *(status.round for status in self.others())])
         return core.state.others.told_round if core.state.others.told_round > known else None
 
     def are_others_behind(self, round: int) -> bool:
-        """Whether others stay, an archive among them, and none of them has the state of `round` yet."""
+        """Whether other nodes (peers or an archive) remain in the run, none of which has the state of `round` yet."""
         others = [status for status in self.others() if not status.intent.leaving]
         return bool(others) and all(status.round < round for status in others)
 
     def fetch_moments(self, holder: PeerId, head: Hash, column: int, until: float) -> Moments | None:
-        """Optimizer moments as `holder` had them on top of `head`, unchecked; NO_MOMENTS where it has none to give.
+        """Unchecked optimizer moments of `column` from `holder`, as of commit `head`; NO_MOMENTS if it has none.
 
-        None, after a pause, where it may offer them yet. Takes no longer than `until` (monotonic seconds), and not on
-        when the gate says stop.
+        Returns None, after a pause, if `holder` may still offer them. Gives up at `until` (monotonic seconds), or
+        once this peer is asked to stop.
         """
         try:
             within = until - self._node.clock.now()
@@ -262,7 +262,7 @@ def has_company(others: Sequence[Status]) -> bool:
 
 
 async def unless_stopped(gate: TrainerBridge, work: Coroutine[Any, Any, T]) -> T:
-    """`work`, broken off and unwound when the gate says stop. Raises what the peer failed with, or Stopped."""
+    """Runs `work`, and cancels it once this peer is asked to stop. Raises the peer's own failure, or Stopped."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     with gate.on_stop(lambda: loop.call_soon_threadsafe(stop.set)):
         try:

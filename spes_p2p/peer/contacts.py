@@ -1,7 +1,7 @@
-"""Where the nodes of a run are, as one node knows it, kept in its folder: for others as the newest invitation, and for
-itself when it comes back and those who invited it are gone.
+"""The addresses of a run's nodes that one node knows, kept in its folder: as the newest invitation for others, and for
+itself when it restarts and those who invited it are gone.
 
-Two small text files, written when something in them changes. Nothing is decided by them.
+Two small text files, rewritten when their content changes. No decision rests on them.
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ from spes_p2p.sync.catch_up import InThread
 
 T = TypeVar("T")
 REST = 3
-"""Times the time of an answer."""
+"""After an answer, fetching rests for this many times as long as the answer took."""
 LOOK_SECONDS = 5.0
 """How often the others' records are read again."""
 PAUSE_SECONDS = 1.0
-"""After a vain try."""
+"""Seconds to wait after an attempt that fetched nothing."""
 GLANCE_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 120.0
-"""So long nothing is fetched at most: there may be a round on the way at all times (`sync.overlap`)."""
+"""Longest time without any fetch, since with `sync.overlap` a round may be under way all the time."""
 
 
 @dataclass(frozen=True)

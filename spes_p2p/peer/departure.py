@@ -25,7 +25,7 @@ class Departure:
         self._connection = loop.connection
 
     def run(self) -> None:
-        """Leaves, or where the run is over stays until the others have its end too."""
+        """Leaves the run; if the run is over, first serves the others until they have its last round."""
         if not self._loop.limits.is_over():
             self._leave()
             return
@@ -40,9 +40,9 @@ class Departure:
             self._loop.save(turn.manifest, self._loop.values.base, self._machine.work, final=True)
 
     def _do_others_go_on(self) -> bool:
-        """Serves the others until they have the last round too; the bootstrap node hears of it with a heartbeat.
+        """Serves the others until they have the last round, too; a heartbeat tells the bootstrap node.
 
-        True as soon as one trains on: then it was the last round by our own choice alone, and we leave as always.
+        Returns True as soon as one of them trains on: the round was then last only for us, and we leave as usual.
         """
         now, end = time.monotonic(), self._machine.newest
         told, until = now + 2 * self._loop.config.swarm.heartbeat_seconds, now + LINGER_SECONDS
@@ -120,10 +120,10 @@ class Departure:
                 self._depart(action, until)
 
     def _depart(self, action: Depart, until: float) -> None:
-        """Keeps what a later life goes on from: the state that we leave behind, and moments as new as it.
+        """Saves what a restart continues from: the state that we leave behind, and moments of the same age.
 
-        With turns also what our columns are ahead: where nobody stays, nobody has taken them over. And work that is
-        saved as uncounted is in the values, too: a later life would hand in its tokens without it.
+        If columns are handed out in turns (`sync.expert_rounds`), also saves how far ours are ahead of the committed
+        state, since nobody has taken them over if nobody stays. Values include work that is saved as uncounted.
         """
         loop, newest = self._loop, action.newest
         values = loop.values.masters(newest) if action.rebase is None else loop.values.rebased(newest, action.rebase)
@@ -134,7 +134,7 @@ class Departure:
             self._gate.wait(time.monotonic() + LOOK_SECONDS, heed_stop=False)  # the others get it from who has it
 
     def _nobody_counts_on_us(self, newest: Manifest) -> bool:
-        """The manifest does not name us, or names nobody who stays: the last to leave stay named."""
+        """Whether the manifest no longer names us, or names only leavers: the last ones are never dropped from it."""
         members, me = {member.peer for member in newest.members}, self._connection.peer_id
         leaving = {status.peer for status in self._connection.others() if status.intent.leaving}
         return me not in members or members <= leaving | {me}

@@ -1,4 +1,4 @@
-"""On what a peer computes: the device that was asked for, and which of several GPUs its ranks use.
+"""Chooses the device that a peer computes on, and which of several GPUs its ranks use.
 
 Training computes in bf16, which GPUs below compute capability 8.0 (RTX 20xx, T4, V100 and older) do not have.
 """
@@ -79,7 +79,7 @@ def choose_cards(
 
 
 def _troubles(numbers: Sequence[int]) -> dict[int, str]:
-    """Of each GPU; one of a kind is tried, since that costs memory on it for as long as this process lives."""
+    """By GPU number, why it cannot train. Tries one GPU per model, since a trial holds GPU memory until we exit."""
     kinds = {number: _kind_of(number) for number in numbers}
     first = {kind: number for number, kind in reversed(kinds.items())}
     tried = {kind: why_it_cannot_train(number) for kind, number in first.items()}

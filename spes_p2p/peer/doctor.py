@@ -1,6 +1,6 @@
-"""`examine`: everything that `checks` knows of this machine, and of its way to a run, before anything is downloaded.
+"""`examine`: runs all `checks` of this machine and of its connection to a run, before anything is downloaded.
 
-Takes part in nothing: the identity is thrown away, and the run's config is all that is fetched.
+Takes no part in the run: it uses a throw-away identity and fetches nothing but the run's config.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from spes_p2p.sync.web_sources import SourceKeeper
 
 Tell = Callable[[Check], None]
 NETWORK_SECONDS = 22.0
-"""For everything that needs others; with the machine's own checks that is below half a minute."""
+"""Time limit of all checks that need other nodes; with the local checks, the doctor takes less than 30 s."""
 ANSWER_SECONDS = 5.0
 BUSY_PAUSE_SECONDS = 1.0
 MOST_ASKED = 2
@@ -194,7 +194,7 @@ async def web_check(urls: Sequence[str], access: WebAccess, grid: PieceGrid) -> 
 
 
 async def _why_not(url: str, access: WebAccess, grid: PieceGrid) -> str:
-    """Empty where it gives data."""
+    """Why `url` cannot provide the run's data; "" if it can."""
     if access is not WebAccess.ANY and needs_consent(url):
         return "not of the open web, asked only with join --web-data any"
     try:
@@ -218,7 +218,7 @@ async def _speed(network: HivemindNetwork, note: Tell) -> tuple[float, float, Pe
 
 
 async def _measured(network: HivemindNetwork, peer: PeerId, upload: bool) -> float:
-    """Asks a second time: it may still be busy with the end of the measurement before."""
+    """Bytes per second to or from `peer`. Asks twice: `peer` may still be busy with the previous measurement."""
     try:
         return await network.transport.measure_speed(peer, upload, ANSWER_SECONDS)
     except RemoteProtocolError:

@@ -17,7 +17,7 @@ from spes_p2p.observe.events import Eval, Event, Warning
 from spes_p2p.peer.learning import Learning
 
 WAIT_SECONDS = 10.0
-"""So long the held-out data is waited for, where it comes from others."""
+"""Longest wait for held-out data that comes from other peers."""
 
 
 class Evaluator:
@@ -69,7 +69,7 @@ class Evaluator:
             self._emit(Eval(manifest.round, manifest.step, loss, tokens))
 
     def _is_ours(self, manifest: Manifest, has_it: bool) -> bool:
-        """One peer's turn; without exchange everybody's, since each has a model of its own."""
+        """Whether it is this peer's turn; without exchange it always is, since each peer has its own model."""
         if not self._config.sync.enabled:
             return True
         order = leader_order(manifest_hash(manifest), trainers(manifest.members))

@@ -49,7 +49,7 @@ class ExportOptions:
 
 
 def run_export(options: ExportOptions, say: Say, report: Report = lambda what, done, total: None) -> Facts:
-    """Makes `options.output`; what is known of the state in it.
+    """Writes the model to `options.output` and returns the facts about its state.
 
     Raises ConfigError, CheckpointError, DataError (the tokenizer), NetworkError, StorageFull.
     """

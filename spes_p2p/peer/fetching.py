@@ -74,7 +74,7 @@ async def fetch_newest(
 async def fetch_chain(
     network: Network, folder: Path, run_id: str | None = None, fingerprint: str | None = None
 ) -> Chain:
-    """The same without any state: all certificates of a live run, checked, in `folder`."""
+    """Fetches and checks all certificates of a live run into `folder`, but no state."""
     info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
     with _following(network, info, config, folder) as fetching:
         await fetching.newest()
@@ -82,7 +82,7 @@ async def fetch_chain(
 
 
 async def fetch_forks(network: Network, folder: Path, info: RunInfo, config: Config) -> list[Fork]:
-    """Where histories part from that of the newest commit, all of which is fetched and checked into `folder`."""
+    """All forks from the history of the newest commit, whose commits are fetched into `folder` and checked."""
     with _following(network, info, config, folder) as fetching:
         return await fetching.forks()
 
@@ -113,7 +113,7 @@ class _Fetching:
         self._transfers = Transfers(network.transport, run.layout, lambda: run.stall_seconds, patient=True)
         self._check = EnvelopeChecker(network.verifier).check
         self._heads: Mapping[PeerId, HeadRecord] = {}
-        """As they were when the newest commit was looked for."""
+        """The peers of the run at the time when the newest commit was looked up."""
         self._headers = CatchUp(run.info, run.rules, self._check, chain, store, self._transfers, asyncio.to_thread)
 
     async def run(self) -> tuple[Commit, Version]:
@@ -132,7 +132,7 @@ class _Fetching:
         )
 
     async def newest(self) -> tuple[Commit, tuple[PeerId, ...], list[PeerId]]:
-        """The newest commit that somebody proves, with all before it; who announces it, and who else is there."""
+        """(the newest commit that somebody can prove, the peers that announce it, all other peers that are online)."""
         peers, _ = parse_all(parse_peer, await self._directory.read(peers_key(self._info.run_id), ANSWER_SECONDS))
         heads, _ = parse_all(parse_head, await self._directory.read(heads_key(self._info.run_id), ANSWER_SECONDS))
         self._heads = heads
@@ -156,7 +156,7 @@ class _Fetching:
         )
 
     async def forks(self) -> list[Fork]:
-        """Who cannot be asked is left out: what it has may be had from others of its history."""
+        """All forks. Peers that cannot be reached are skipped: others on the same history have what they have."""
         newest, publishers, _ = await self.newest()
         found = await find_forks(self._transport, self._check, self._heads, newest, publishers, self._info.organiser)
         return [fork for fork in found if self.chain.has(Hash(bytes.fromhex(fork.parent)), fork.round)]

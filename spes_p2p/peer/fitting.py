@@ -1,4 +1,5 @@
-"""What this machine takes on: measures its memory and lets `planning.budget` choose. Runs before the model is made."""
+"""Decides how much this machine trains: measures its memory and lets `planning.budget` choose. Runs before the model
+is made."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def eight_bit_would_help(config: Config, options: PeerOptions, device: Device) -
 
 
 def wanted_columns(config: Config, options: PeerOptions) -> int:
-    """What was claimed by number, else what the organiser asks of everybody; at most `--max-experts`."""
+    """Columns to train: the number claimed, else `swarm.experts_per_peer`; at most `--max-experts`."""
     wanted = len(options.owned_experts or ()) or config.swarm.experts_per_peer
     return wanted if options.max_experts is None else min(wanted, options.max_experts)
 

@@ -37,9 +37,9 @@ def make_folder(output: Path, flag: str = "--output") -> None:
 
 
 def prepare_folder(output: Path, resume: bool) -> bool:
-    """Makes it; whether there is anything in it to go on from.
+    """Creates the output folder. Returns whether it holds anything to resume.
 
-    Raises ConfigError where it cannot be written, or holds a run and is not to be resumed.
+    Raises ConfigError if it cannot be written, or if it holds a run and `resume` is False.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def holds_run(output: Path) -> bool:
 
 
 def claim_folder(folder: Path, info: RunInfo, layout: Layout) -> None:
-    """Makes the run's folder that of `info`, from the first start on.
+    """Claims `folder` for the run of `info`.
 
     Raises PermanentError where another run has begun in it: it would take part in two, or begin twice. Where nothing
     has begun, an initial state that was computed for another run is removed; StateError while another process uses it.

@@ -1,7 +1,7 @@
-"""Optimizer moments from owner to owner: offering those of columns that others now own too, taking over those of ours.
+"""Hands optimizer moments from a column's old owners to its new ones: offers ours, and fetches those that we need.
 
-Runs in the training thread. Moments forget within some tens of steps, so the wait for them is short, and worth no more
-than the steps in which fresh ones would find their way; whoever does not get them begins afresh and says so.
+Runs in the training thread. Moments decay within some tens of steps, so waiting for them is only worth as long as fresh
+ones take to settle. A new owner that does not get them starts with fresh ones and says so.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from spes_p2p.train.trainer import Trainer
 
 SHORTEST_WAIT_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 10.0
-"""A peer that leaves has gone by then."""
+"""Longest wait for moments; a peer that is leaving has exited by then."""
 OFFER_SECONDS = 4.0
-"""A leaver that could write no more in this time could send no more either."""
+"""Longest time to write moments to offer; a leaving peer has no more time to send them, either."""
 LOOK_SECONDS = 0.05
 
 
@@ -42,7 +42,7 @@ def former_owners(before: Ownership, after: Manifest, column: int, me: PeerId) -
 
 
 def _may_ask(status: Status, newest: Manifest) -> bool:
-    """Whether a peer may still ask for moments: they are not those of a round before its newest, and it stays."""
+    """Whether a peer may still ask for moments: it is not leaving, and has no later round than `newest`."""
     return not status.intent.leaving and status.round <= newest.round
 
 
@@ -89,7 +89,7 @@ class HandOver:
         shelf.offer(head, ((column, moments_of(column)) for column in columns))
 
     def still_stand(self, applied: Iterable[Applied]) -> None:
-        """Rounds were committed in which a leaver trained nothing more."""
+        """Moves our offers to the newest of `applied`: while leaving, we trained nothing in those rounds."""
         for event in applied:
             if self._connection.disk.moments is not None:
                 self._connection.disk.moments.stands(manifest_hash(event.commit.manifest))
@@ -115,9 +115,9 @@ class HandOver:
     # ---------------------------------------------------------------- taking
 
     def take(self, manifest: Manifest, columns: Collection[int]) -> None:
-        """Moments of these newly owned columns, from whoever owned them by the manifest before; says how it went.
+        """Fetches moments of newly owned columns from their former owners, and emits an event about the outcome.
 
-        Those who may offer them are asked in turn, so that one that does not costs the other columns little.
+        Former owners are asked in turn, so that one that does not answer costs the other columns little.
         """
         if not columns or not manifest.round:
             return
@@ -137,7 +137,7 @@ class HandOver:
         self._emit(Columns(manifest.round, tuple(waiting), fresh))
 
     def _take_column(self, head: Hash, column: int, holders: list[PeerId], until: float) -> bool:
-        """Asks each of `holders` once; who has none to give, or none that are sound, is struck from the list."""
+        """Asks each of `holders` once, and removes from the list those that have no moments or send unusable ones."""
         for holder in tuple(holders):
             moments = self._connection.fetch_moments(holder, head, column, until)
             if moments is None:

@@ -31,7 +31,7 @@ def expected_coverage(config: Config) -> str | None:
 
 
 def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[str]:
-    """Which run it is, and how far."""
+    """Lines that name the run, and say at which round it is or for what it waits."""
     named = f"run {info.run_id}, fingerprint {info.fingerprint.hex()}"
     if newest is not None:
         return [named, f"it goes on at round {newest.manifest.round}, step {newest.manifest.step:,}"]
@@ -95,5 +95,5 @@ def _named(peers: Set[PeerId]) -> str:
 
 
 def peers_text(count: int) -> str:
-    """The word, without the number."""
+    """The word "peer" or "peers", without the number."""
     return "peer" if count == 1 else "peers"

@@ -1,6 +1,6 @@
-"""A new invitation to a run, by somebody who reaches a live node of it and takes no part.
+"""Makes a new invitation to a run for somebody who can reach a live node but takes no part in the run.
 
-Leaves out what an invitation looks like (`swarm/invite.py`), and which one a node keeps (`peer/contacts.py`).
+The format is in `swarm/invite.py`; the one that a node keeps, in `peer/contacts.py`.
 """
 
 from __future__ import annotations

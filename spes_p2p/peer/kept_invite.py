@@ -11,7 +11,7 @@ INVITE_FILE = "invite.txt"
 
 
 def kept_invite(folder: Path) -> str:
-    """The newest one that the node of this folder knew. Raises ConfigError where there is none."""
+    """The newest invitation in the output folder of a node. Raises ConfigError if there is none."""
     try:
         return (folder / INVITE_FILE).read_text().strip()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What learns in a peer, and from what."""
+"""A peer's trainer and the config, loader and dataset that it learns from."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SMI_SECONDS = 5.0
 
 
 def find_machine() -> Machine:
-    """What is here; a GPU that cannot train, or cannot even be asked, is there with its trouble."""
+    """Describes this machine. A GPU that cannot train, or not be queried, is listed with the reason in `trouble`."""
     free, total = free_and_total_bytes(torch.device("cpu"))
     return Machine(
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
@@ -69,7 +69,7 @@ def _gpus() -> list[Gpu]:
 
 
 def _driver() -> str:
-    """What NVIDIA's own tool says of its driver; empty where there is none."""
+    """The NVIDIA driver's version as nvidia-smi reports it; "" if there is none."""
     command = [NVIDIA_SMI, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)

@@ -45,12 +45,12 @@ from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack, unpack
 
 INFO_FILE = "info"
-"""In `run/` of a mirror: what the run's fingerprint stands for."""
+"""File in a mirror's `run/` folder with the RunInfo that the run's fingerprint is the hash of."""
 LOOK_SECONDS = 5.0
 FULL_SECONDS = 60.0
-"""So long after a full disk it is tried again."""
+"""Seconds after which a full disk is tried again."""
 WINDOW = 2**16
-"""Pieces that are looked through at a time for those that are not here."""
+"""Number of pieces that are checked at a time for missing ones."""
 Say = Callable[[str], None]
 
 
@@ -167,7 +167,7 @@ class Mirror:
     # ---------------------------------------------------------------- the run
 
     async def fetch_initial(self, store: StateStore) -> None:
-        """What a run starts from that does not start from its seed; see `fetch_start`."""
+        """Fetches the initial state of a run that does not start from its seed; see `fetch_start`."""
         root = Hash(bytes.fromhex(self.config.run.initial_state))
         await fetch_start(
             store, root, self._transfers(store), self.sources, self._tasks.in_thread, self._say,

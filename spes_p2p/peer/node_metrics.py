@@ -23,9 +23,9 @@ LOOK_SECONDS = 1.0
 async def measuring(
     port: int | None, host: str, run_id: str, peer: str, look: Callable[[], NodeState], say: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Meanwhile what `look` finds, on this loop, is served; without a `port` nothing is done.
+    """Serves what `look` returns, called on this loop, while the block runs; does nothing if `port` is None.
 
-    Raises ConfigError where the port is taken. A look that fails ends the metrics and nothing else.
+    Raises ConfigError if the port is taken. If `look` fails, the metrics end and nothing else does.
     """
     if port is None:
         yield

@@ -58,9 +58,9 @@ def meeting(
     run_id: str | None = None,
     fingerprint: str | None = None,
 ) -> JoinTarget:
-    """From invitations and addresses (among which may be invitations too), and what was said beside them.
+    """The run and the addresses meant by invitations, `initial_peers` (which may hold invitations, too) and flags.
 
-    Raises ConfigError for a mistyped invitation, and where two of them, or the flags, mean different runs.
+    Raises ConfigError for a mistyped invitation, and if invitations or flags name different runs.
     """
     found = [decode(word) for word in (*invites, *filter(looks_like_invite, initial_peers))]
     addresses = [word for word in initial_peers if not looks_like_invite(word)]
@@ -187,10 +187,10 @@ def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
 
 
 def column_budget(options: PeerOptions, experts_per_peer: int, fit: int, num_experts: int) -> int:
-    """Most columns that this peer may be given. `fit`: how many its memory has room for, by arithmetic.
+    """The most columns that this peer may be given. `fit`: the number that fits into memory according to the plan.
 
-    What the organiser asks of everybody, and what was claimed by number, is believed to fit. Raises PermanentError
-    where more is claimed than `--max-experts` allows.
+    `experts_per_peer` and the columns claimed with --owned-experts are assumed to fit. Raises PermanentError if more
+    are claimed than --max-experts allows.
     """
     claimed = len(options.owned_experts or ())
     if options.max_experts is None:

@@ -32,7 +32,7 @@ from spes_p2p.wire import pack
 
 ANSWER_SECONDS = 10.0
 HEARD_SECONDS = 3 * LOOK_SECONDS
-"""How long to wait until a node of the run repeats what was told."""
+"""How long to wait for a node of the run to repeat, and so confirm, what the organiser announced."""
 
 
 # ---------------------------------------------------------------- the organiser's words
@@ -83,7 +83,7 @@ def choose_history(identity: Path, meeting: JoinTarget, parted: Parted, fork: Fo
 
 
 async def decide(network: Network, info: RunInfo, fork: Fork, side: Side, sealer: Sealer) -> Words:
-    """The same on any network. It counts before what was chosen there earlier, also where a clock was set back."""
+    """As `choose_history`, on any network. Overrides earlier choices at this fork, even if a clock was set back."""
     words = await read_words(network.directory, info, EnvelopeChecker(network.verifier).check)
     before = [signed.value.at_seconds for signed in together(words.values()).choices]
     at_seconds = max([int(time.time()), *(seconds + 1 for seconds in before)])
@@ -107,9 +107,9 @@ def _sealer_of(identity: Path, info: RunInfo) -> KeySealer:
 
 
 async def tell(network: Network, info: RunInfo, word: Words) -> Words:
-    """Publishes a word of the organiser until a node of the run repeats it; all that it has said by then.
+    """Publishes an order of the organiser until a node of the run repeats it. Returns all orders in force by then.
 
-    Raises NetworkError where nobody does: then it is forgotten.
+    Raises NetworkError if nobody does; the order is then without effect.
     """
     check, now = EnvelopeChecker(network.verifier).check, asyncio.get_running_loop().time
     until = now() + HEARD_SECONDS
@@ -147,11 +147,11 @@ class HistoryLine:
     state_root: str
     seals: int
     received_at: float
-    """Unix seconds, by the clock of whoever's disk it is; 0 where it was fetched just now."""
+    """When the commit arrived, in Unix seconds by the clock of the node that kept it; 0 if it was fetched just now."""
 
 
 def kept_history(folder: Path) -> list[HistoryLine]:
-    """Of a node's output folder. Raises ConfigError where no run has begun in it."""
+    """The history kept in a node's output folder. Raises ConfigError if no run has begun in it."""
     path = folder / RUN / CHAIN
     if not path.is_dir() or not any(path.glob("*.commit")):
         raise ConfigError(

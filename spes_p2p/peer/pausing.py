@@ -56,9 +56,9 @@ class Schedule:
 
 
 class PauseSwitch:
-    """Why this peer does not train, if it does not. Thread-safe; `on_change` is called by whoever changes it.
+    """Collects the reasons why this peer is paused, if it is. Thread-safe; listeners run in the thread that changes it.
 
-    Who resumes by hand overrides the reasons that hold at that moment, until they are gone.
+    Resuming by hand overrides the reasons that hold at that moment, until they no longer do.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class PauseSwitch:
 
     @property
     def why(self) -> str:
-        """Empty: train."""
+        """The reasons for the pause, as text for people; "" while the peer trains."""
         return ", ".join(text for name, text in self._why.items() if name not in self._overridden)
 
     @property
@@ -84,7 +84,7 @@ class PauseSwitch:
         self._listeners.append(listener)
 
     def close(self) -> None:
-        """Nobody listens any more: what they would do it to is about to end."""
+        """Removes the listener, whose peer is about to end."""
         self._listeners = []
 
     def set(self, name: str, why: str) -> None:
@@ -101,7 +101,7 @@ class PauseSwitch:
             self._tell(text)
 
     def toggle(self) -> None:
-        """Somebody pressed the key."""
+        """Pauses or resumes by hand, when the user presses the key."""
         with self._lock:
             if self.active:
                 self._overridden = set(self._why) - {BY_KEY}

@@ -1,4 +1,4 @@
-"""Where a round stands for one peer, in a word. Pure."""
+"""The phase of a round as one peer sees it, as one word. Pure."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Saver:
         self._paused = False
 
     def __call__(self, manifest: Manifest, version: Version, uncounted: Uncounted, final: bool = False) -> None:
-        """Saves the state of `manifest` beside the present training state; a final one in any case."""
+        """Saves the committed state of `manifest` with the current training state, if one is due or `final` is set."""
         if manifest.round % self._config.output.checkpoint_every_rounds and not final:
             return
         commit = self._commit_of(manifest)
@@ -142,11 +142,11 @@ class Resumed:
     def values_ahead(
         self, tip: Manifest, me: PeerId, layout: Layout, disk: Disk, trainer: Trainer, sync: SyncConfig
     ) -> RebasedState | None:
-        """The state of `tip` with what the trainer, restored, is ahead in what has not had its turn since.
+        """The state of `tip` plus the restored trainer's lead in columns that have had no turn since the checkpoint.
 
-        None where the checkpoint is of another history, or holds work that no round had counted, whose data was leased
-        to others; with overlap, where each checkpoint does, a few steps on data that others train on again are less of
-        a loss than the rest.
+        None if the checkpoint belongs to another history, or holds work that no round counted and whose data was leased
+        to others. With overlap every checkpoint holds such work and is used all the same: repeating a few steps of data
+        is a smaller loss than dropping the rest.
         """
         if self.uncounted.tokens and not sync.overlap:
             return None

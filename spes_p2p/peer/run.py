@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Running:
-    """A peer that is in: its id, the run's, its folder, H by step, and what a live view asks it."""
+    """A peer that has joined: peer id, run id, folder, steps per round (a function of the step), and its live facts."""
 
     peer: PeerId
     run_id: str

@@ -1,4 +1,4 @@
-"""The data of a run as its organiser opens it: on this disk or on the web, enough, and cut with the run's tokenizer."""
+"""Opens the data of a run for its organiser, on disk or on the web, and checks its amount and its tokenizer."""
 
 from __future__ import annotations
 

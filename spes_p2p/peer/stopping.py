@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a node: the first asks it to leave, a second one ends it at once, and so does its time.
+"""SIGINT and SIGTERM: the first asks the node to leave; a second one, or EXIT_SECONDS, ends it at once.
 
 `until_stopped` breaks off what is under way on the network's loop.
 
@@ -26,13 +26,13 @@ T = TypeVar("T")
 EXIT_SECONDS = 9.5
 """From the first signal to the end of the process, whatever it is doing (an inner step may take longer)."""
 SAY_SECONDS = 0.5
-"""What is said then is not waited for any longer."""
+"""Longest wait for a last message to be written."""
 INTERRUPTED = 130
 """Exit code after a second signal, as shells have it (128 + SIGINT)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 before_hard_end: list[Callable[[], object]] = []
-"""Called before the process is ended at once: who has changed the terminal puts it back."""
+"""Functions to call before the process is ended at once, such as one that restores the terminal."""
 
 
 async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
@@ -89,7 +89,7 @@ def _watch(read: int, asked: threading.Event, leave: Callable[[], object], say: 
 
 
 def _try_to_say(say: Callable[[str], None], text: str) -> None:
-    """In a thread of its own: where the words go may be gone (`| tee` ends with Ctrl-C, too) or stuck."""
+    """Calls `say` in its own thread, since the output may be closed (`| tee` also ends with Ctrl-C) or blocked."""
     saying = threading.Thread(target=unfailing(say), args=(text,), name="last words", daemon=True)
     saying.start()
     saying.join(SAY_SECONDS)

@@ -55,7 +55,7 @@ from spes_p2p.train.values import TrainedValues
 
 REPORT_SECONDS = 1.0
 PATIENCE_SECONDS = 15.0
-"""A newcomer that has waited so long is told why."""
+"""A newcomer that has waited this long is told why."""
 
 
 class Save(Protocol):
@@ -107,7 +107,7 @@ class TrainingLoop:
         self._evaluator = Evaluator(connection.peer_id, learning, emit, lambda: self.gate.stopping)
         turns, is_lossy = config.sync.column_rounds > 1, connection.layout.codec_of(1) != "fp32"
         self._is_ahead = config.sync.enabled and (turns or config.sync.overlap or is_lossy)
-        """What is trained on is not what the run has; without exchange each peer has nothing but its own."""
+        """Whether trained values may be ahead of committed ones: with turns of columns, overlap or a lossy codec."""
         self._load = LoadMeter()
         self._began = 0.0
         self._seconds = 0.0
@@ -131,7 +131,7 @@ class TrainingLoop:
                 self._do(action)
 
     def run(self) -> None:
-        """Trains until the gate says stop or the last round is committed."""
+        """Trains until this peer is asked to stop or the last round is committed."""
         while not self.gate.stopping and not self.limits.is_over():
             if self.machine.stage is Stage.TRAINING:
                 self._train()
@@ -144,7 +144,7 @@ class TrainingLoop:
                 self._explain_waiting()
 
     def _explain_waiting(self) -> None:
-        """Who is no member can only wait; says once for what."""
+        """Tells the user once why this peer, which is not a member yet, is waiting."""
         text = "this peer trains as soon as a round names it as a member"
         if (lost := self.connection.lost_round()) is not None:
             text = (
@@ -186,7 +186,7 @@ class TrainingLoop:
         self.do(self.machine.handle(RoundEnded()))
 
     def train_one_step(self, until: float) -> None:
-        """Where columns would not be handed out without one, and there is time for it."""
+        """Makes one more step if, without it, columns would not be handed out and there is time until `until`."""
 
         def is_late() -> bool:
             return time.monotonic() > until
@@ -211,7 +211,7 @@ class TrainingLoop:
             self._lead_seconds += work.seconds
 
     def _look_at_memory(self, steps: int) -> None:
-        """Owns no more from now on than the steps that were made leave room for."""
+        """Lowers the limit of owned columns to what fits beside the activations that the first steps showed."""
         fit = self.trainer.columns_that_fit() if steps else None
         if fit is not None and self.connection.wishes.limit_columns(fit):
             self.emit(Warning(f"activations leave memory for {fit} expert columns: no more will be taken over"))

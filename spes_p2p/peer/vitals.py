@@ -92,7 +92,7 @@ class VitalsKeeper:
 
 
 def shareable(message: str) -> str:
-    """What of `message` strangers may read, on one short line: of a path on this machine only the last part."""
+    """`message` made safe for strangers, on one short line: paths on this machine are cut to their last part."""
     without = _FOLDERS.sub("…/", message.replace(str(Path.home()), "~"))
     plain = "".join(sign if sign.isprintable() else " " for sign in without)
     short = " ".join(plain.split())
@@ -104,5 +104,5 @@ def _percents(loads: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _bounded(value: float, most: float) -> float:
-    """What is not finite counts as the most: it should be seen."""
+    """`value`, at most `most`; also `most` if it is not finite, so that this shows."""
     return min(max(0.0, value), most) if math.isfinite(value) else most

@@ -17,7 +17,7 @@ from spes_p2p.planning.units import gib_text
 MARGIN_SHARE = 0.08
 """Of all memory, kept free because a prediction may be wrong by that much."""
 FRAGMENT_SHARE = 0.05
-"""The same once a peak has been seen."""
+"""Share of all memory kept free once a peak has been measured."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Device:
 
     @property
     def paid_bytes(self) -> int:
-        """Of `Memory.total`, when free memory was measured: CUDA's context, not yet what ranks need to talk."""
+        """Bytes of `Memory.total` that were in use when free memory was measured: CUDA's context only."""
         return CONTEXT_BYTES if self.is_gpu else 0
 
     @property

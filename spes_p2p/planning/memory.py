@@ -69,7 +69,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Workload:
-    """Whose memory is asked for. `owned`: columns trained here."""
+    """The training setup whose memory is predicted. `owned`: number of columns trained."""
 
     model: ModelConfig
     options: Options

@@ -45,9 +45,9 @@ class Rung:
     memory: Memory
     """Of the wanted columns."""
     most_columns: int | None
-    """That fit; None where not even none does."""
+    """Most columns that fit with these options; None if not even a peer without columns fits."""
     largest_micro_batch: int
-    """That fits with the wanted columns; 0 where none does."""
+    """Largest micro-batch (in sequences) that fits with the wanted columns; 0 if none does."""
 
 
 @dataclass(frozen=True)

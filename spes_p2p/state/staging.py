@@ -226,7 +226,7 @@ class Staging:
 
     @contextmanager
     def _room_or_gone(self) -> Iterator[None]:
-        """What other threads meet after the disk was full is the same StorageFull, not its consequences."""
+        """After a full disk, raises the same StorageFull in other threads instead of errors that follow from it."""
         try:
             yield
         except StorageFull as error:

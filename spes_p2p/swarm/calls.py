@@ -1,7 +1,7 @@
-"""Answers of one small call as bytes: a payload, or a refusal with its words.
+"""Encodes the answer to a small call: a payload, or a refusal with its reason.
 
-Both backends send answers in this form, so that what a handler refused reaches the caller with its own words instead of
-the text that a network library makes of an exception. Leaves out how the bytes travel.
+Both backends send answers in this form, so that a handler's reason reaches the caller instead of the text that a
+network library makes of an exception. How the bytes are sent is not decided here.
 """
 
 from __future__ import annotations

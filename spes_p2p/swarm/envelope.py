@@ -15,7 +15,7 @@ from spes_p2p.swarm.ports import Signer, Verifier
 from spes_p2p.swarm.records import MAX_VALUE_BYTES, bounds_of
 
 MAX_TTL_SECONDS = 3600.0
-"""No record lives longer: its publisher repeats it. One that ended later could not be changed by its own publisher."""
+"""Longest life of a record; its publisher republishes it. With a later end, not even its publisher could replace it."""
 CLOCK_SLACK_SECONDS = 10.0
 """Two clocks in one DHT are at most 3 s apart; more than this beyond the longest life is nonsense."""
 MAX_ENVELOPE_BYTES = MAX_VALUE_BYTES + 4096
@@ -96,10 +96,11 @@ def key_of(data: bytes) -> str:
 
 
 class Ends:
-    """When the records of one publisher end, by key: of two the one that ends later wins, so each ends a bit later.
+    """Expiry times of one publisher's records, by key. Of two records the one that expires later wins, so each new
+    one must expire a bit later than the one before it.
 
-    What was to end later than anybody takes is forgotten: it was made by a clock that was ahead and went back, and
-    whatever followed it would be refused, too, until that time has come.
+    Ends that no node would accept are forgotten: they were made by a clock that was ahead and has been set back, and
+    any successor would be refused, too, until that time had come.
     """
 
     def __init__(self) -> None:

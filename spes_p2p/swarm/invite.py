@@ -1,4 +1,4 @@
-"""An invitation: one word that holds all that a newcomer must know of a run, so that nobody copies addresses.
+"""An invitation: one string with everything that a newcomer must know about a run, so that nobody copies addresses.
 
 `spes1` and base58 (letters and digits that cannot be taken for each other, so that a double click selects all) of a
 packed record and its checksum. It holds no secret. The run's fingerprint covers config, dataset and organiser; the
@@ -30,12 +30,12 @@ MAX_NODES = 3
 """Bootstrap nodes and mirrors."""
 MAX_PEERS = 4
 MAX_NAMES = 2
-"""Names that are in it although no node that is there now says them."""
+"""Most DNS names in an invitation that none of the live nodes announces."""
 ADDRESSES_EACH = 2
 """Of one node: IPv4 and IPv6, say."""
 MAX_CHARACTERS = 2000
 LEAST_CHARACTERS = 40
-"""No shorter word is taken for an invitation: a folder may be named `spes1`."""
+"""A shorter string is not taken for an invitation: a folder may be named `spes1`."""
 _SHAPE = re.compile(rf"{MARK}(\d)(\w+)", re.IGNORECASE | re.ASCII)
 _TCP = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,7 +72,7 @@ class _Record:
 
 
 def looks_like_invite(word: str) -> bool:
-    """Whether somebody who typed this meant an invitation, be it a damaged one."""
+    """Whether `word` is meant to be an invitation, though it may be damaged."""
     return len(word) >= LEAST_CHARACTERS and _SHAPE.fullmatch("".join(word.split())) is not None
 
 
@@ -120,7 +120,7 @@ def _upgrade(found: re.Match[str]) -> str:
 
 
 def _invite(record: _Record) -> Invite:
-    """Raises ValueError for a record that whoever made it had better not."""
+    """The invitation in `record`. Raises ValueError for one that should never have been made."""
     if len(record.fingerprint) != FINGERPRINT_BYTES or not record.nodes or not _RUN_ID.fullmatch(record.run_id):
         raise ValueError("no fingerprint, no address, or no name of a run")
     addresses = tuple(
@@ -165,10 +165,10 @@ def to_be_shown(addresses: Iterable[str]) -> Sequence[str]:
 
 
 def invited_to(records: Iterable[PeerRecord], organiser: PeerId, known: Iterable[str] = ()) -> tuple[str, ...]:
-    """The addresses of a run's invitation: bootstrap nodes, names, and peers that can be dialled and are there longest.
+    """The addresses for a run's invitation: bootstrap nodes, names, and the dialable peers that have been up longest.
 
-    `records`: what its nodes say of themselves now. `known`: other addresses, of which names are taken, since who comes
-    in the place of a lost node may take over its name.
+    `records`: the current records of the run's nodes. `known`: other addresses, of which only names are used, since the
+    successor of a lost node may take over its name.
     """
     there = sorted((one for one in records if one.addresses), key=lambda one: (one.joined_at_seconds, one.peer))
     nodes = sorted((one for one in there if one.role == "bootstrap"), key=lambda one: one.peer != organiser)

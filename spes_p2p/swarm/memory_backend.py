@@ -1,8 +1,8 @@
-"""The ports inside one event loop: a whole swarm with seeded delays, losses, cuts, kills and partitions.
+"""An implementation of the ports inside one event loop: a whole swarm with seeded delays, losses, kills and partitions.
 
-Runs on any asyncio loop, best on a virtual clock. What can go wrong is more than what TCP does: a lost answer leaves a
-request that was carried out, a request may be carried out twice, and after its caller has given up. Leaves out the
-processes: a test that kills a peer cancels that peer's own tasks itself.
+Runs on any asyncio loop, best on a virtual clock. It fails in more ways than TCP: a request may be carried out although
+its answer is lost, twice, or after its caller has given up. There are no processes: a test that kills a peer must
+cancel that peer's own tasks itself.
 """
 
 from __future__ import annotations

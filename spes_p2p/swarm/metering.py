@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 STRETCH_SECONDS = 2.0
 STRETCH_BYTES = 16 * 2**20
-"""A stretch that is measured has both."""
+"""The least bytes and seconds of a stretch for it to be measured."""
 SMOOTHING = 0.3
-"""What the newest best stretch counts."""
+"""Weight of the newest best stretch in the moving average, between 0 and 1."""
 
 
 class Meter:
@@ -42,7 +42,7 @@ class Meter:
             self._streams -= 1
 
     def sent(self, size: int) -> None:
-        """A stream got rid of so many bytes; others' bytes in that time count as well."""
+        """Counts `size` bytes that a stream has sent; bytes of other streams in the same time count as well."""
         if self._streams:
             self._count(size)
 

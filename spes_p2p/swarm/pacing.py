@@ -16,9 +16,9 @@ LEAST_BYTES_PER_SECOND = 32_000
 PIECE_SECONDS = 0.05
 """A limited stream sends pieces that take about this long, so that many streams share a slow link smoothly."""
 BURST_SECONDS = 0.1
-"""What an idle time may be made up for."""
+"""Seconds of idle time that may be made up for by sending faster afterwards."""
 PATIENT_SHARE = 0.1
-"""Of the rate, for what is not urgent, while there is something urgent: a joiner must not take us for dead."""
+"""Share of the rate that patient traffic gets while urgent traffic waits, lest a joiner take us for dead."""
 
 
 class Pacer:
@@ -47,7 +47,7 @@ class Pacer:
             self._book(size, asyncio.get_running_loop().time())
 
     async def take(self, size: int, urgent: bool = True) -> None:
-        """Waits until `size` bytes may go. In turn; the urgent before the others, but for a tenth of the rate."""
+        """Waits until `size` bytes may be sent: in turn, but urgent ones first, save for PATIENT_SHARE of the rate."""
         if self._rate is None:
             return
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What the rest of the project may ask of a network, as small Protocols; implementations stand beside this file.
+"""The interface between the project and a network, as small Protocols; the implementations are beside this file.
 
 `hivemind_backend` speaks libp2p through hivemind, `memory_backend` runs a whole swarm inside one event loop on a
 virtual clock. Nothing here knows rounds, tensors or files. All coroutines run on one asyncio loop.
@@ -82,7 +82,7 @@ class Handler(Protocol):
 
 
 def anybody(peer: PeerId) -> bool:
-    """Where nobody is a stranger."""
+    """An `is_member` that accepts every peer."""
     return True
 
 
@@ -106,7 +106,7 @@ class Transport(Protocol):
         ...
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
-        """Answers through `handler` from now on; who is no member has streams of others, fewer, and waits longer."""
+        """Answers requests through `handler` from now on. Non-members share fewer streams and wait longer."""
         ...
 
     async def call(self, peer: PeerId, request: bytes, timeout_seconds: float) -> bytes:
@@ -162,10 +162,10 @@ class Directory(Protocol):
         ...
 
     async def acquaint(self, peers: Collection[PeerId]) -> None:
-        """Takes those of `peers` that can be reached into the directory, where they are not in it; never raises.
+        """Adds those of `peers` that can be reached to the directory unless they are in it; never raises.
 
-        A directory falls apart where the nodes that held it together were restarted: they know nobody, and who has
-        missed them asks them no more.
+        A directory falls apart when the nodes that held it together are restarted: they know nobody, and peers that
+        could not reach them no longer ask them.
         """
         ...
 

@@ -46,13 +46,13 @@ def heads_key(run_id: str) -> str:
 
 
 def words_key(run_id: str) -> str:
-    """What its organiser has said."""
+    """The directory key for the orders that the run's organiser has signed."""
     return f"spes-p2p/{run_id}/words"
 
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """What may stand under one key of the directory, in bytes: in a record, and in all those of strangers together."""
+    """Bounds in bytes for one key of the directory: of a single record, and of all records of strangers together."""
 
     record_bytes: int
     strangers_bytes: int
@@ -128,7 +128,7 @@ class PeerRecord:
     data_pieces: int = 0
     """How many pieces of the run's dataset it gives to others."""
     held: Held = Held()  # noqa: RUF009 (frozen)
-    """Which ones, by spans of what is trained on next."""
+    """Which pieces of the dataset it holds, as spans of the data that is trained on next."""
     vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:

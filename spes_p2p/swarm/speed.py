@@ -1,7 +1,7 @@
 """How fast bytes go to and from one peer: a few seconds on one byte stream, for `spes-p2p doctor`.
 
-Who serves is asked by strangers: one at a time, at most MAX_BYTES each, a budget an hour, no longer than SERVE_SECONDS,
-and as somebody who can wait where the peer has a limit. On the wire:
+Strangers may ask for it, so serving is bounded: one asker at a time, at most MAX_BYTES each, an hourly budget, at most
+SERVE_SECONDS, and at low priority if the peer has an upload limit. On the wire:
 
     asker   ASK (upload or download)
     server  REFUSED words | GO, then

@@ -43,7 +43,7 @@ KEEPALIVE_SECONDS = 1.0
 NOBODY = PeerId("")
 _CHECKED_PER_TURN = 16
 _NO_WORDS = 2
-"""Where so many times more are open than there may be, a further stream is closed without being read."""
+"""If more than this many times the allowed number of streams are open, a new one is closed without being read."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class StreamLimits:
     max_open_per_peer: int = 64
     """Streams of one asker that are served or wait, or whose request has not come: above what a peer ever asks for."""
     max_waiting: int = 256
-    """Beside those that are served: of members. Strangers have places of their own."""
+    """Most streams of members that may wait, in addition to those being served. Strangers have a queue of their own."""
     max_patient: int = 4
     """Streams at once to members that can wait: the others are for the running round."""
     max_strangers: int = 8
@@ -150,7 +150,7 @@ class StreamServer:
             await self._in_time(stream.read(1))  # the asker closes when it has everything
 
     async def _found(self, caller: PeerId, stream: ByteStream, request: FetchRequest) -> Blob:
-        """Tells the asker while the blob is made: some must be read or encoded first."""
+        """The blob for a request. Sends WAIT frames while it is made, since some must be read or encoded first."""
         search = asyncio.ensure_future(self._find(caller, request))
         try:
             async with asyncio.timeout(self._limits.stall_seconds):

@@ -1,6 +1,6 @@
-"""What a peer lets others watch beside its place in the run: a few numbers of fixed size in its own record.
+"""Vitals: a few numbers of bounded size that a peer publishes in its own record for others to watch.
 
-Nothing is decided by them, and nobody checks that they are true. 0 and "" stand for what is not known.
+No decision rests on them, and nobody checks that they are true. 0 and "" mean unknown.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Vitals:
     """Of each expert: the tokens that went to it in percent of an even share, mean over the layers; or nothing."""
     highest_load_percent: tuple[int, ...] = ()
     lowest_load_percent: tuple[int, ...] = ()
-    """In the layer where it is most, and least."""
+    """As `load_percent`, but in the layers with the highest (above) and the lowest load of each expert."""
     warnings: tuple[PeerWarning, ...] = ()
     """The newest, the oldest of them first."""
 

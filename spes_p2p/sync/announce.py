@@ -39,7 +39,7 @@ LOOK_SECONDS = 1.0
 """How soon a new certificate is published."""
 TTL_SECONDS = 45.0
 MOST_REMEMBERED = 64
-"""Peers with which the DHT is mended where it fell apart."""
+"""Most peers to remember for reconnecting a DHT that has fallen apart."""
 
 
 class Announced(Protocol):

@@ -1,8 +1,9 @@
-"""Commits that peers announce in the DHT: the newest one, and where those who announce stand on different histories.
+"""Commits that peers announce in the DHT: the newest one, and the forks between announced histories.
 
-A head says its round and the hash of its manifest: whether that is behind the newest one, or on another history, tells
-the commit of that round. Takes no part, keeps nothing: certificates are checked against the manifest before them,
-not from genesis on. Everybody can announce, so what cannot be had or proved is passed over.
+A head names a round and the hash of its manifest; only the commit of that round shows whether the head is behind the
+newest commit or on another history. Takes no part in the run and keeps nothing: each certificate is checked against the
+manifest before it, not from genesis on. Anybody can announce anything, so heads that cannot be fetched or proved are
+ignored.
 """
 
 from __future__ import annotations

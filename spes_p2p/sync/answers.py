@@ -44,7 +44,7 @@ class Answers:
         self._history = history
 
     def knows(self, caller: PeerId) -> bool:
-        """Our own tip may be older than the chain, where we catch up; the organiser archives."""
+        """Whether `caller` is the organiser, or a member by the chain's newest commit (maybe newer than our tip)."""
         return caller == self._info.organiser or self._history.disk.chain.names(caller)
 
     def hear(self, envelope: Envelope) -> None:

@@ -1,4 +1,4 @@
-"""Where the child of the tip is made, on disk: reduced and fetched slices in, a new state with its root out.
+"""Builds the state of the next round on disk: takes reduced and fetched slices, gives a new state with its root.
 
 A state that this peer has signed for stays whole and durable until a commit takes its place: what is staged after that
 goes to a second area beside it. `open` decides where to and is called on the loop's thread, before anything is written;
@@ -50,7 +50,7 @@ class CandidateState:
         self._has_state = False
 
     def enter(self, tip_round: int) -> None:
-        """Another state is committed; what was staged before is its store's to forget."""
+        """Moves on to a newly committed state. Older stagings are left to the store to remove."""
         self._tip, self._work, self._kept, self._has_state = tip_round, None, None, False
 
     def recover(self) -> None:
@@ -102,7 +102,7 @@ class CandidateState:
             stage_tile(staging, self._outer, *tile)
 
     def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
-        """Takes exactly these wire tiles onto the bench, from wherever they are on this disk; the others by id."""
+        """Stages exactly these wire tiles from anywhere on this disk. Returns those that are not here, by id."""
         wanted = wire_tiles(slices, joined)
         staging = self._opened()
         tile_ids = range(self._layout.num_model_tiles)

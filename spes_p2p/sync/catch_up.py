@@ -35,7 +35,7 @@ from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
 MOST_BEYOND = 4096
-"""So many rounds a holder may have made since it said where it is: what former electors can sign has no end."""
+"""Most rounds that a holder may be ahead of what it announced: former electors could sign without end."""
 MOST_STEPS = 64
 """So many rounds are gone through one by one; who is further behind fetches a state."""
 LONGEST_LINE_BYTES = 2**28
@@ -58,7 +58,7 @@ class ForkPoint:
 
 
 class Fetched(Protocol):
-    """A state that is whole here, and not the committed one yet."""
+    """A complete state on this disk that is not the committed one yet."""
 
     def publish(self) -> object: ...
 
@@ -122,7 +122,7 @@ class CatchUp:
         return last
 
     async def note(self, commit: Commit) -> None:
-        """Puts a certificate on our chain that follows its newest, while the state of an earlier one is on its way."""
+        """Appends the next certificate to our chain while the state of an earlier one is still being fetched."""
         newest = self._chain.newest
         if newest is None or commit.manifest.parent != newest.certificate.manifest or not has_quorum(commit):
             return
@@ -177,9 +177,9 @@ class CatchUp:
         return round <= newest and self._chain.commit(round).manifest == commit.manifest
 
     async def aim(self, newest: Commit, base_round: int, holders: Sequence[PeerId]) -> Commit:
-        """The commit whose state to fetch: one that we have begun with, where it can still be had, else the newest.
+        """The commit whose state to fetch: one that we have begun to fetch if it is still available, else the newest.
 
-        Who has it kept for us gives the rest of it; who starts anew with each round comes to no end.
+        Donors keep a state that we have begun with. Starting again with every new round would never end.
         """
         if self._under_way is None or self._under_way[1] != base_round:
             return newest
@@ -267,7 +267,7 @@ class CatchUp:
         base_round: int,
         holders: Sequence[PeerId],
     ) -> Staging:
-        """The state after the last of `steps`, made from what each handed out, as those made it who were there.
+        """The state after the last of `steps`, computed from what each handed out, just as its members did.
 
         Raises RemoteProtocolError where a state does not come out as it was committed, NetworkError where tiles do not
         come: what is here by then is not fetched again.
@@ -337,7 +337,7 @@ class CatchUp:
 
 
 class HeadersOnly(CatchUp):
-    """For who keeps no states: the chain is all that goes on."""
+    """Catches up with certificates only, for a node that keeps no states."""
 
     async def state(self, manifest: Manifest, base_round: int, holders: Sequence[PeerId]) -> Fetched:
         return _NoState()
@@ -345,7 +345,7 @@ class HeadersOnly(CatchUp):
 
 class _NoState:
     def publish(self) -> None:
-        """Nothing is here."""
+        """Always None: no state is kept."""
 
 
 def _merged(layout: Layout, staging: Staging, step: Manifest) -> None:

@@ -280,7 +280,7 @@ class VoteBook:
             self.record, self.incarnation = record, incarnation
 
     def forget(self, above: int = 0) -> None:
-        """Begins an incarnation above `above`: what was signed before is not stood by any more. Raises StorageFull."""
+        """Begins an incarnation above `above`, which is not bound by what was signed before. Raises StorageFull."""
         self.incarnation = max(self._new_incarnation(), above + 1)
         self._votes_path.unlink(missing_ok=True)  # first: the new incarnation must never meet the old record
         write_whole(self._incarnation_path, str(self.incarnation).encode())
@@ -298,9 +298,9 @@ class VoteBook:
             write_whole(self._left_path, b"".join({*self._been(), record.parent}))
 
     def arrive(self, head: Hash) -> None:
-        """We stand on `head`. Raises StorageFull.
+        """Notes that this peer now stands on `head`. Raises StorageFull.
 
-        Votes that were given are never given twice: who comes back to a manifest that it left after it had voted is a
+        No vote may be given twice: a peer that returns to a manifest which it left after voting on its child becomes a
         new incarnation.
         """
         been = self._been()

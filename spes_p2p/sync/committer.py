@@ -43,7 +43,7 @@ class History(Protocol[S]):
     def commit_of(self, round: int) -> Commit: ...
 
     def being_fetched(self) -> AbstractContextManager[None]:
-        """What goes on within may be broken off."""
+        """A block in which the work under way may be cancelled."""
 
     async def break_off(self) -> bool:
         """Ends what is being fetched; whether there was anything."""
@@ -58,7 +58,7 @@ class History(Protocol[S]):
         """Puts what follows round `tip` on our chain."""
 
     async def fetch(self, newest: Commit, tip: int, holder: PeerId, is_ours: bool) -> tuple[Commit, S]:
-        """A state to go to: that of `newest`, or one on our own line that was begun with. May raise LinkTooSlow."""
+        """A fetched state to switch to: of `newest`, or of a commit on our line begun earlier. Raises LinkTooSlow."""
 
     async def commit(self, commit: Commit) -> None:
         """The certificate first, then the state that was made here."""
@@ -166,7 +166,7 @@ class Committer(Generic[S]):
                 self._tell(on.ForkRejected(action.head, look_again=True))
 
     async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, ForkPoint | None, Way]:
-        """The commit to go to, None where we stay; and where it parted from us, if it is on another history."""
+        """(the commit to switch to, None to stay; the fork that leads to it if it is on another history)."""
         history = self._history
         if action.round >= history.length or (action.round > tip and history.has(action.head, action.round)):
             with contextlib.suppress(Parted):
@@ -186,7 +186,7 @@ class Committer(Generic[S]):
         return fork.theirs[-1], None, way
 
     async def renew(self, tip: int, commit: Commit, state: S) -> None:
-        """Goes on from round `tip` to a commit of our chain, with its state, unless something else came."""
+        """Moves from round `tip` to a later commit of our chain and its state, unless the tip has changed meanwhile."""
         async with self._lock:
             if self._core.tip.round == tip:
                 await self._follow(tip, commit, state)
@@ -214,7 +214,7 @@ class Committer(Generic[S]):
         await self._enter(on.CommitApplied(commit), first, None)
 
     def _tell_what_is_gone(self, child: Manifest, columns: Sequence[int]) -> None:
-        """Columns are handed out now and then: what an owner had trained since goes with it."""
+        """Reports work in columns that is lost because their owners left before handing it out."""
         rounds = range(min(child.column_rounds[column] for column in columns), child.round)
         before = [self._history.commit_of(round).manifest for round in rounds]
         for column, tokens in tokens_gone(before, child, columns).items():

@@ -25,7 +25,7 @@ from spes_p2p.sync.surroundings import Disk, Hooks, Role
 def open_disk(
     place: JoinedRun, folder: Path, layout: Layout, data: Callable[[DataRequest], Blob] | None = None
 ) -> Disk:
-    """The disk of who has come to `place`, with a folder for its values. Raises StorageFull."""
+    """The `Disk` of a peer that has joined at `place`; its own values go to `folder`. Raises StorageFull."""
     with storing(folder, 0):
         inputs, residuals = Inputs(folder / "inputs", layout), Residuals(folder / "residuals", layout)
     return Disk(place.store, place.chain, place.votes, inputs, residuals, Bases(folder / "guests", layout), data=data)

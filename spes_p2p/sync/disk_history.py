@@ -110,7 +110,7 @@ class DiskHistory:
     # ---- what others have ----
 
     def hear(self, commit: Commit | None) -> None:
-        """Who only looks on keeps up with the certificates while an older state is on its way."""
+        """For a node without a vote: keeps up with certificates while an older state is being fetched."""
         if self._looks_on and self._fetching is not None and commit is not None:
             self._tasks.spawn(self._catching_up.note(commit))
 
@@ -124,7 +124,7 @@ class DiskHistory:
                 self._fetching = None
 
     def cancel(self) -> None:
-        """What is being fetched ends, without a word."""
+        """Cancels a fetch that is under way, without a message."""
         if self._fetching is not None:
             self._fetching.cancel()
 
@@ -178,7 +178,7 @@ class DiskHistory:
         return self._log.uplink()
 
     async def commit(self, commit: Commit) -> None:
-        """A state without a certificate is none, and the other way round a restart ends what we began."""
+        """Commits, the certificate first: a restart completes that, but discards a state without a certificate."""
 
         def write() -> None:
             made = self._candidate.finished(commit.manifest.state_root)
@@ -233,7 +233,7 @@ def _keep_residuals(disk: Disk, first: Manifest, newest: Manifest, hashes: Mappi
 
 
 def _bring_residuals_over(disk: Disk, fork: ForkPoint) -> None:
-    """What lossy codecs left until the last common manifest, if it is our tip's parent: older ones are not here."""
+    """Restores the residuals of the last common manifest if that is our tip's parent; older ones are not kept."""
     residuals, (first, *later) = disk.residuals, [commit.manifest for commit in fork.theirs]
     newest = fork.theirs[-1].manifest
     if len(fork.ours) > 1:

@@ -22,7 +22,7 @@ from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
 
 RETRY_HEARTBEATS = 10
-"""After so many a full disk is tried again."""
+"""Heartbeats after which a full disk is tried again."""
 
 
 class Votes(Protocol):
@@ -76,7 +76,7 @@ class Effects(Protocol):
         """Whether the next state is being written just now."""
 
     def recover(self) -> None:
-        """What of the next state is not finished on disk is forgotten, what this peer has signed for is found."""
+        """After a restart, drops unfinished parts of the next state and finds the state that we signed for."""
 
     def is_finished(self, root: Hash) -> bool:
         """Whether the staged state with this root is whole on disk."""
@@ -97,7 +97,7 @@ class Dispatcher:
         self._retry_at: float | None = None
         self._looks_on = not core.state.own.intent.joining
         self.halted = False
-        """Nothing is begun any more."""
+        """Stops: no further action is begun."""
         self.was_full = False
         """The disk was found full, and no commit has found room since."""
 
@@ -125,7 +125,7 @@ class Dispatcher:
             self._recover()
 
     def carry_out(self, actions: Sequence[do.Action]) -> None:
-        """Begins actions in order, after all earlier ones, also where beginning one of them was the next event."""
+        """Begins actions in order, after all earlier ones, even if beginning one of these caused the next event."""
         self._queue.extend(actions)
         if self._is_beginning or self.halted:
             return

@@ -148,11 +148,11 @@ class Driver:
         self._tell(on.IntentChanged(intent))
 
     def greet(self, known: Iterable[PeerId]) -> None:
-        """Peers of the run that were found somewhere: who is no member hears from us too."""
+        """Sends our status also to these peers of the run, although they are not members."""
         self._tell(on.PeersFound(tuple(known)))
 
     def hide_status(self, hidden: bool) -> None:
-        """From now on the others do not hear, or hear again, where this peer stands."""
+        """Sets whether this peer tells others which manifest it stands on."""
         self._outbox.hides_status = hidden
 
     def choose(self, children: Mapping[Hash, Hash]) -> None:

@@ -36,12 +36,12 @@ class Fetchers:
         looks_on = not core.state.own.intent.joining
         self.urgent = fetcher(Transfers, patient=False)
         self.later = fetcher(FewStreams if looks_on else Transfers, patient=True)
-        """For what the running round of others goes before."""
+        """Transfers that yield to what the running round of other peers needs."""
         self.idle = Transfers(transport, layout, self._stall_seconds, patience=patience, patient=True)
-        """Its bytes are no part of a round."""
+        """Transfers for repairs, whose bytes are not counted as part of a round."""
 
     def holders(self) -> list[PeerId]:
-        """Who may have the committed state: those who were heard of late, and the seeds."""
+        """Peers that may have the committed state: those heard from recently, and the seeds."""
         others, now = self._core.state.others, self._clock.now()
         return [*(peer for peer in others.contacts if self._core.alive(peer, now)), *others.seeds]
 

@@ -30,7 +30,7 @@ def checked_prefix(text: str, what: str) -> str:
 
 
 class Choices:
-    """After which manifest which child counts: by this peer's own word (`follow`: first digits) or the organiser's."""
+    """Which child of a manifest to follow, as chosen by this peer's user (`follow`: first digits) or the organiser."""
 
     def __init__(self, follow: str = "") -> None:
         self._follow = follow
@@ -42,7 +42,7 @@ class Choices:
         self._organisers = dict(children)
 
     def meet(self, meeting: ForkPoint) -> bool:
-        """Whether this peer's own word, which names a child by its first digits, speaks of this meeting for once."""
+        """Whether `--follow` names a child of this fork for the first time. If so, keeps it as the choice here."""
         parent = manifest_hash(meeting.common)
         names = [line[0].certificate.manifest for line in (meeting.ours, meeting.theirs) if line]
         named = [name for name in names if self._follow and name.hex().startswith(self._follow)]

@@ -183,7 +183,7 @@ class RebasedState:
 
 
 class OverlapRebase:
-    """The state to go on from after a commit where training went on meanwhile: theta <- new + (theta - since).
+    """The state to train on from after a commit, if training continued during the sync: theta <- new + (theta - since).
 
     `trained(block)` is theta now, for each of `blocks`, and `since` what it went on from: with overlap the snapshot
     (design section 4). What is not finite in a block drops all that was trained ahead in it.

@@ -1,4 +1,4 @@
-"""From an address to a place in the run: find the run, check it, get genesis and the state to begin with.
+"""Joins a run from an address: finds the run, checks it, and gets genesis and a state to start from.
 
 Works the same before the run has begun (then it waits for genesis), in the middle of it, and after a restart with a
 disk. What comes out is everything that a Driver needs; catching up with newer rounds is the driver's business.
@@ -147,9 +147,9 @@ class Joining:
         await asyncio.to_thread(lambda: store.create_initial(initial))
 
     async def _genesis(self, intent: Intent, incarnation: int, sources: Sources) -> Commit:
-        """Asks everybody for genesis with each heartbeat; saying that we want to take part is what brings it about.
+        """Asks everybody for genesis with each heartbeat; genesis comes about because we announce that we want to join.
 
-        Who takes long to answer keeps nobody else waiting.
+        A peer that answers slowly does not hold up the others.
         """
         sequence, asked = 0, tuple[PeerId, ...]()
         asking: dict[PeerId, asyncio.Task[Commit | None]] = {}
@@ -308,7 +308,7 @@ async def _end(tasks: Iterable[asyncio.Task[Commit | None]]) -> None:
 
 
 def _drop_uncommitted(store: StateStore, chain: Chain) -> None:
-    """A state without a certificate is none."""
+    """Removes states without a certificate from the store."""
     for round in [round for round in store.rounds() if round >= max(chain.length, 1)]:
         store.drop(round)
 

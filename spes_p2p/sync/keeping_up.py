@@ -16,7 +16,7 @@ from spes_p2p.state.layout import Layout
 LEAST_ROUNDS = 3
 """Rounds that must have passed in a fetch before it says anything."""
 CERTAIN = 2
-"""So many fetches one after the other must say the same."""
+"""How many consecutive fetches must be too slow before LinkTooSlow is raised."""
 
 
 class KeepingUp:

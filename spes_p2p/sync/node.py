@@ -1,4 +1,4 @@
-"""What every part of a node needs to know: which run it is in, and how it speaks, signs and tells the time there."""
+"""What all parts of a node share: the run that it is in, its transport, its keys and its clock."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run:
 
 
 def wall_clock_milliseconds() -> int:
-    """Rises over restarts, as messages of one peer must be numbered."""
+    """A number that rises across restarts, as the sequence numbers of one peer's messages must."""
     return time.time_ns() // 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""What the organiser's key says while a run goes on: after which round it ends, and which of two histories goes on.
+"""Orders that the organiser signs during a run: after which round it ends, and which of two histories continues.
 
 Everybody who knows it keeps it on disk and repeats it in the DHT, so it outlives who said it first. An end cannot be
 taken back: of several the earliest round counts. Of several choices after one manifest the one that was signed last
@@ -59,7 +59,7 @@ class Words:
         return {signed.value.parent: signed.value.child for signed in self.choices}
 
     def merged(self, other: Words) -> Words:
-        """What counts of both."""
+        """Both, reduced to the orders that are still in force."""
         endings = [ending for ending in (self.ending, other.ending) if ending is not None]
         newest: dict[Hash, Signed[Choice]] = {}
         for signed in sorted((*self.choices, *other.choices), key=_when):
@@ -68,7 +68,7 @@ class Words:
         return Words(min(endings, key=lambda signed: signed.value.last_round, default=None), tuple(kept))
 
     def has(self, other: Words) -> bool:
-        """Whether nothing of `other` would be news, or count."""
+        """Whether merging `other` into this would change nothing."""
         return self.merged(other) == self
 
 

@@ -55,10 +55,10 @@ class Outbox:
         self._lines: dict[PeerId, _Line] = {}
         self._refusals: dict[PeerId, str] = {}
         self.hides_status = False
-        """Who hears of a state goes for it: nothing is said of ours."""
+        """Removes our state from an envelope: peers that hear of a state come to fetch it."""
 
     def post(self, peer: PeerId, envelope: Envelope) -> None:
-        """Sends soon, or never."""
+        """Queues `envelope` for `peer`; it is sent soon, or dropped if too many are waiting."""
         for part in in_parts(self._said(envelope)):
             self._send(peer, part)
 

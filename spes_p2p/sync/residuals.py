@@ -1,10 +1,10 @@
-"""What lossy codecs left unsent, by tile, on disk until it can be sent: nothing that was trained is lost to rounding.
+"""Error feedback: rounding errors of lossy codecs, by tile, kept on disk until they are sent, so that none is lost.
 
-Two kinds. `sent`: what a peer could not say of its own contribution; the next one carries it. `handed`: what a reducer
-could not say of a mean; its next hand-out of the same tile carries it, however many rounds lie between, and it is
-dropped when somebody else hands the tile out. Where a column has one owner, that is how far the owner's master is ahead
-of what the others have: the owner trains on from there, so the next change holds it already; when a second owner comes
-it is unsent work like any other.
+There are two kinds. `sent` is what a peer's encoded contribution left out; its next one carries it. `handed` is what a
+reducer's encoded mean left out; its next hand-out of the same tile carries it, however many rounds later, and it is
+dropped when another reducer hands the tile out. If a column has one owner, `handed` is how far the owner's master is
+ahead of what the others have. The owner trains on from its master, so the next change already contains it; when a
+second owner comes, it becomes unsent work like any other.
 
 A set belongs to a manifest and lies in a folder named by its hash. What a round leaves is staged beside it, and becomes
 the next set by `settle`, which is on disk before the certificate is: after a crash at any point the set of the tip, or
@@ -171,7 +171,8 @@ class _NextSet:
         return owned
 
     def _hold_back_shared(self, manifest: Manifest) -> frozenset[int]:
-        """At once, since what others hand out of such a column later makes `handed` void. The sole columns by now."""
+        """Turns `handed` of columns that are no longer ours alone into unsent work, before others hand them out and
+        void it. Returns the columns that are ours alone now."""
         made, sole = self._made, frozenset(sole_columns(manifest.ownership, self._me))
         for tile_id in list(made.areas["handed"].hashes):
             if self._present.is_sole(tile_id) and made.layout.tiles[tile_id].block - 1 not in sole:
@@ -179,7 +180,7 @@ class _NextSet:
         return sole
 
     def _hold_back(self, tile_id: int) -> None:
-        """The master of what was a sole owner's column is ahead no more: that is left to be sent."""
+        """Turns how far a former sole owner's master was ahead in a tile into unsent work."""
         made = self._made
         ahead, unsent = made.values("handed", tile_id), made.values("sent", tile_id)
         assert ahead is not None
@@ -237,7 +238,7 @@ class Residuals:
             return self._set.values("sent", tile_id)
 
     def unsaid(self, tile_id: int) -> Values | None:
-        """What a mean that this peer hands out of a tile must carry; a sole owner's own values have it already."""
+        """What the next mean of a tile that this peer hands out must add; a sole owner's values already contain it."""
         with self._lock:
             return None if self._set.is_sole(tile_id) else self._set.values("handed", tile_id)
 

@@ -27,7 +27,7 @@ from spes_p2p.sync.reduce import WRONG_SIZE
 
 T = TypeVar("T")
 Writing = Callable[[], AbstractAsyncContextManager[bool]]
-"""One turn at the candidate state; gives whether what was to be written is still wanted."""
+"""A lock on the candidate state; entering yields a function that tells whether the result is still wanted."""
 
 
 class SliceWork(Protocol):
@@ -50,7 +50,7 @@ class SliceWork(Protocol):
         """Leaves out guests that are unfit, each with the reason."""
 
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
-        """Whose values are in the mean; adds those that are unfit to `left_out`. Raises TileDamaged."""
+        """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
 
     async def stage(self) -> tuple[Hash, ...]:
         """Writes the mean as tiles; their hashes."""
@@ -145,7 +145,7 @@ class RoundExecutor:
         return {peer: reason for peer, reason in zip(piece.contributors, reasons, strict=True) if reason}
 
     async def _contribution(self, entry: Contribution, parent: Hash, values: SliceWork) -> str:
-        """Why there is none; who was silent once in a round is not waited for again."""
+        """Takes one contribution; returns why it is missing, or "". A peer is not asked again after a silence."""
         peer = entry.peer
         if peer == self._core.me:
             return "" if self._core.is_counted(parent, entry) and await values.take_own(peer) else LOST

@@ -127,7 +127,7 @@ class RoundLog:
         return frozenset(others | {self.core.me} if state.own.intent.leaving else others)
 
     def _uncounted(self, first: Manifest) -> frozenset[int]:
-        """Tiles for which we have trained values that did not go in, and that are not poison."""
+        """Tiles for which our trained values did not go into the round, although they were sound."""
         inputs, me = self._inputs, self.core.me
         if inputs.parent != first.parent:
             return frozenset()

@@ -135,7 +135,7 @@ class Scrubber:
             self._keep(version, tile_id, reason)
 
     def _keep(self, version: Version, tile_id: int, reason: str) -> None:
-        """Says it once. In the next committed state the same damage is the end."""
+        """Reports the damage once. If the next committed state still has it, stops the peer."""
         tile_hash = version.tile_hashes[tile_id]
         known, round = self._left.get(tile_id, (None, version.round))
         error = version.damage(tile_id)

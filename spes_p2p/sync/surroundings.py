@@ -39,16 +39,16 @@ class Applied:
     bytes_received: int
     deadline_seconds: float
     leavers: frozenset[PeerId]
-    """Who had said that it leaves."""
+    """Peers that had announced that they leave."""
     switched: bool = False
     """The commit is of another history than `previous`: our own lost, with `lost_tokens` that it had counted."""
     lost_tokens: int = 0
     own_tokens: int = 0
-    """This peer's among them."""
+    """Tokens of this peer among `lost_tokens`."""
     stale_columns: tuple[int, ...] = ()
-    """Columns that missed their turn."""
+    """Columns that were not handed out when it was their turn."""
     refused: tuple[PeerId, ...] = ()
-    """Whose values a reducer found unfit, as far as it is known here."""
+    """Peers whose values a reducer found unfit, as far as this peer knows."""
 
 
 class Hooks(Protocol):
@@ -79,11 +79,11 @@ class Disk:
     residuals: Residuals
     bases: Bases
     moments: MomentStore | None = None
-    """What is handed over to new owners of columns; none where nothing is trained."""
+    """Optimizer moments offered to new owners of our columns; None on a node that does not train."""
     data: Callable[[DataRequest], Blob] | None = None
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
     keeps_states: bool = True
-    """False: certificates alone go on here, the store stays as it is."""
+    """If False, this node follows only the certificates, and its store does not change."""
 
 
 @dataclass(frozen=True)

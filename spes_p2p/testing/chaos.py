@@ -41,7 +41,7 @@ MODEL = (
 """On top of `tiny`: 75 thousand parameters, so that many peers share two cores."""
 LOCAL = ("output.log_every_steps=1", "eval.every_rounds=0", "output.keep_checkpoints=2")
 FAULTS = tuple(Fault(step) for step in (*LEADER_STEPS, *MEMBER_STEPS))
-"""Every peer but the witness carries all of them; whoever comes first to one that is armed dies of it."""
+"""Faults planted in every peer but the witness; the first peer that reaches an armed one is killed by it."""
 CORPUS_BYTES = 8 * 2**20
 ROUND_SECONDS = 300.0
 """A round that takes longer is one that hangs."""
@@ -170,7 +170,7 @@ class Chaos:
                 self._start(name, data, resume=not wiped)
 
     def _strike(self, round: int) -> None:
-        """What this round's draw says; the same draws for the same seed."""
+        """Breaks what the seed draws for this round; the same seed draws the same faults."""
         lot, kind, share = self._rng.random(), self._rng.random(), self._rng.random()
         fault, order = self._rng.choice(FAULTS), self._rng.sample(self._names[1:], len(self._names) - 1)
         able = [name for name in order if self._votes(name)]

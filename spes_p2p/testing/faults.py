@@ -195,9 +195,9 @@ FOLDER_VARIABLE = "SPES_P2P_FAULTS_FOLDER"
 
 
 class Armoury:
-    """A folder that the processes of a swarm share: who is to be hurt next, and who was.
+    """A folder shared by the processes of a swarm that says which faults are armed, and which process each has hit.
 
-    A fault that happens once does so when it is armed, to the first process there; one that happens always needs none.
+    A one-time fault must be armed, and hits the first process that reaches its step; a permanent one needs no arming.
     """
 
     def __init__(self, folder: Path) -> None:

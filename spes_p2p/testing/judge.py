@@ -240,7 +240,7 @@ class Judge:
         self._check_siblings(certificate, name, siblings)
 
     def _check_turns(self, parent: Manifest, child: Manifest) -> None:
-        """An owner may be rounds ahead of what it handed out: who stays keeps its column until it did, or is idle."""
+        """Checks that no owner that stays loses a column before handing out its newest values, unless it is idle."""
         members = {member.peer for member in child.members}
         neglected = neglected_columns(self.rules, parent, idle_members(parent, child.roster, child.members))
         for column in set(lost_columns(parent, child)) - neglected if self.rules.expert_rounds > 1 else ():

@@ -340,7 +340,7 @@ def hidden_commit(world: World, chance: random.Random) -> None:
 
 
 def slow_leader(world: World, chance: random.Random) -> None:
-    """A leader that lives and works, but is heard late: others take over from it, and then its old words come."""
+    """A live leader whose messages are late: others take over from it, and then its old messages arrive."""
     peer = _leader(world, chance) if chance.random() < 0.8 else _victim(world, chance)
     if peer is not None:
         world.network.delay_words_of(peer.name, chance.choice((2.0, 6.0, 12.0)), chance.choice((8.0, 20.0, 60.0)))

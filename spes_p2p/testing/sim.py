@@ -252,7 +252,7 @@ class World:
 
 
 def _check_servers(world: World, manifest: Manifest) -> None:
-    """Members are named for what they came for."""
+    """Checks that peers that only serve are not named as trainers, nor trainers as servers."""
     wrong = [m.peer for m in manifest.members if m.trains == world.peers[m.peer].intent.serving]
     if wrong:
         raise Violation("serving", f"round {manifest.round} takes {wrong} for what they are not")

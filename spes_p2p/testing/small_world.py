@@ -236,7 +236,7 @@ class SmallWorld:
     # ---------------------------------------------------------------- what others bring to a peer's work
 
     def _brought(self, state: State, peer: int, at: int) -> tuple[Any, ...]:
-        """What the world around has to say to a piece of work: whose values came, who had tiles, who is gone."""
+        """The outside results of a piece of work: which values arrived, who had the tiles, and which peers are gone."""
         local = self.table.locals[state.locals[peer]]
         work, others = local.todo[at], dict(zip(self.names, self.locals_of(state)))
         match work:

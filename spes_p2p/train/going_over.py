@@ -1,9 +1,9 @@
-"""Work that goes over to another history with its peer: what it brought into a round without a quorum, and since.
+"""Carries a peer's work over to another history: work that went into a round without a quorum, and later work.
 
-The other history has another child of the same parent, and to that child the work is what any work is that a round left
-out: it is carried, with what was trained since on top. Its data is the lease that the parent dealt, which the other
-child leaves to a member that it has heard; whoever trains looks whether it did. Where the histories parted earlier, the
-state that the work was begun on is not here any more, and all of it is lost.
+The winning history has another child of the same parent. To that child our work is like any work that a round left out:
+it is carried over, with what was trained since on top. Its data is leased by the parent, and the winning child leaves
+the lease to members that it has heard, which is checked here. If the histories split earlier, the state that the work
+began from is gone, and all of the work is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Way:
 
     @property
     def counted(self) -> Contribution | None:
-        """What the child counts of the very work that ours did: who was cut off may have handed it in before."""
+        """What the winning child counts of the same work that ours counted, since we may have handed it in to both."""
         return next((entry for entry in self.child.roster if entry.peer == self.parting.me), None)
 
     def uncounted(self, work: Uncounted) -> Uncounted:

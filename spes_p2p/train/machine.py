@@ -126,7 +126,7 @@ class TrainerMachine:
 
     @property
     def needs_a_step(self) -> bool:
-        """Columns are handed out with work that a round counts: who has none would keep them to itself."""
+        """Whether one more step is needed before leaving: columns are handed out only with work that a round counts."""
         is_training = self.stage is Stage.TRAINING
         return is_training and self._rules.takes_turns and not self.work.tokens
 
@@ -201,7 +201,7 @@ class TrainerMachine:
         return [*actions, UseLease(self.place), load]
 
     def _parting_after(self, event: Committed) -> Parting | None:
-        """Where the newest commit may be undone by another history, and was made of our work."""
+        """The parting, if the newest commit counts our work and another history may undo it; else None."""
         turn = self.turn
         is_known = event.had_snapshot or event.counted is None  # else it counted an earlier life
         if turn is None or not (event.is_degraded and is_known and event.newest.parent == turn.tip_hash):

@@ -22,13 +22,13 @@ class Held:
     """Bytes that the tensors of one rank take, as they are allocated."""
 
     model: int
-    """Everything that a forward pass needs, what is trained among it."""
+    """Bytes of everything that a forward pass needs, trained values included."""
     trained: int
     """Values that are trained, in fp32."""
     gradients: int
-    """In the last step; they are freed after each."""
+    """Bytes of the gradients in the last step; they are freed after each step."""
     moments: int
-    """With their scales."""
+    """Bytes of the optimizer moments, scales included."""
 
     @property
     def training(self) -> int:

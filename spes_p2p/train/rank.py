@@ -50,7 +50,7 @@ class RankTrainer:
         self.is_updating = False
         """Parameters may be half changed: a step that failed then must not be repeated."""
         self.notes: list[str] = []
-        """What there is to say of steps; whoever says it empties the list."""
+        """Messages about steps for the user; whoever shows them empties the list."""
         self.model: Transformer | OwnModel = self._make_model()
         self.optimizer = Optimizer(config.optimizer)
         self.guests: GuestWork | None = None
@@ -178,7 +178,7 @@ class RankTrainer:
             self._rehearsed = True
 
     def _rehearse(self, forward: nn.Module, batch: Batch) -> None:
-        """Steps down until a gradient fits at every rank, before they wait for each other in a step.
+        """Reduces memory use until a gradient fits on every rank, before the ranks wait for each other in a step.
 
         A rank that runs out of memory in the middle of a step would leave the others in an exchange that never ends.
         So the first gradient after a change of columns is made twice, the first time without exchange: later ones need

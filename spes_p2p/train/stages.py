@@ -20,9 +20,9 @@ class Stage(enum.Enum):
     HANDED_IN = "handed in"
     """What was trained is in a snapshot; the commit is waited for."""
     AHEAD = "ahead"
-    """The same, and inner steps of the next round are made meanwhile."""
+    """As HANDED_IN, but inner steps of the next round are made in the meantime."""
     LEAVING = "leaving"
-    """The same, and this peer goes as soon as nobody counts on it."""
+    """As HANDED_IN, and this peer exits as soon as the run no longer counts on it."""
     LEFT = "left"
 
 
@@ -242,7 +242,7 @@ class StandAside:
 
 @dataclass(frozen=True)
 class Depart:
-    """Nobody counts on this peer any more: `newest` with what is left of the turn's work is what a later life needs."""
+    """No peer counts on this one any more. Save `newest` and what is left of the turn's work for a later restart."""
 
     turn: Turn
     newest: Manifest

@@ -44,7 +44,7 @@ class StepResult:
     load_balancing: float
     router_z: float
     output_z: float
-    """These three without their weights."""
+    """`output_z`, `load_balancing` and `router_z` are without their weights."""
     tokens: int
     """Tokens of the batch, all ranks together, also where the step was skipped."""
     grad_norm: float

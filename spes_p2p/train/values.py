@@ -46,7 +46,7 @@ class TrainedValues:
         return self._base
 
     def masters(self, manifest: Manifest) -> LocalParameters:
-        """What is trained on after `manifest`, where it counted all that was trained before."""
+        """The values to train on after `manifest`, if it counted all earlier work of this peer."""
         ahead = self._residuals.ahead(manifest_hash(manifest))
         return LocalParameters(self._layout, self._store.version(manifest.round), ahead)
 

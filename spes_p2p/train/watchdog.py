@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 FIRST_SECONDS = 600.0
-"""What a command may take that was never made before, without progress."""
+"""Longest time without progress for a command that has never been run before."""
 FLOOR_SECONDS = 60.0
 TIMES = 20.0
-"""So many times the longest that a command took, or its longest part between two signs of progress, is too long, but
-never less than the floor."""
+"""A command takes too long if it exceeds this many times the longest that it ever took (or that its longest part
+between two signs of progress took), but never below the floor."""
 _TICK_SECONDS = 0.25
 
 

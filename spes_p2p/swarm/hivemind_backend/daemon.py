@@ -28,12 +28,12 @@ from spes_p2p.swarm.hivemind_backend.locks import FileLock
 NO_LOOKUP = "none"
 """A `dht_mode` of ours: the daemon dials the addresses that it is given, and never those that others tell of a peer."""
 DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
-"""What its socket says when it is no more."""
+"""Errors that the daemon's socket raises once the daemon has ended."""
 _PREFIX = "spes-p2p-net-"
 _MAX_FOLDER_CHARACTERS = 50
 _LOCK = "lock"
 _SAID_NOTHING = "Daemon failed to start: None"
-"""hivemind's words for one that was killed; else it has given a reason."""
+"""hivemind's message for a daemon that was killed; otherwise the message contains the daemon's reason."""
 
 
 class SocketFolder:
@@ -109,14 +109,14 @@ async def start_daemon(folder: SocketFolder, **options: Any) -> P2P:
 
 
 def kill_daemon(p2p: P2P) -> None:
-    """At once."""
+    """Ends the daemon at once, without waiting for it."""
     if p2p._child is not None and p2p._child.returncode is None:
         with suppress(ProcessLookupError):
             os.kill(p2p._child.pid, signal.SIGKILL)
 
 
 async def until_deaf(p2p: P2P) -> None:
-    """Waits until the daemon ends, or nobody listens to what it says any more (which is as bad)."""
+    """Waits until the daemon ends, or until hivemind no longer reads its answers (which is as bad)."""
     reading = p2p._client.control._read_task
     ended = asyncio.ensure_future(p2p._child.wait())
     try:
@@ -126,10 +126,10 @@ async def until_deaf(p2p: P2P) -> None:
 
 
 class _PendingCalls(dict[Any, "asyncio.Future[Any]"]):
-    """hivemind's table of calls without an answer, in which one that was given up is not found any more.
+    """hivemind's table of unanswered calls, from which abandoned ones disappear.
 
-    hivemind's reader gives each answer to the call that it finds here; where that call had just timed out, it would die
-    of an InvalidStateError, and the peer would hear nothing any more: no answer, no request.
+    hivemind's reader hands each answer to the call that it finds here. If that call had just timed out, the reader
+    would die of an InvalidStateError, and the peer would receive no answers or requests any more.
     """
 
     def __contains__(self, call_id: object) -> bool:

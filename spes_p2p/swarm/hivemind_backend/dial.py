@@ -1,7 +1,7 @@
-"""Where peers may be dialled, and plain TCP dials that tell a refusing host from a silent one.
+"""Addresses of peers, and plain TCP dials that tell a host that refuses connections from one that is silent.
 
-libp2p reports most failures in the same words, and refuses to dial again for seconds after one. A fresh TCP dial of our
-own says at once what is the matter. Leaves out everything above TCP.
+libp2p reports most failures in the same words, and refuses to redial for seconds after one. A TCP connection of our own
+shows the cause at once. Knows nothing above TCP.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parse_address(text: str) -> Address:
 
 
 def is_listing(text: str) -> bool:
-    """Whether it is a name that stands for a list of addresses (`names`): for who looks for a run, never dialled."""
+    """Whether `text` is a /dnsaddr/ name, which stands for a list of addresses (see `names`), not for one."""
     return text.startswith(LISTING)
 
 
@@ -123,11 +123,11 @@ class AddressBook:
         return tuple(address for address in self.known(peer) if address.host)
 
     def evidence(self, peer: PeerId) -> tuple[Address, ...]:
-        """Addresses whose refusal means that the peer's process is gone.
+        """Addresses at which a refused connection means that the peer's process is gone.
 
-        A private address of another house may belong to a machine of ours that has nothing to do with the peer, and a
-        router may refuse what it does not forward. So those count at which we met the peer. If we never met it: public
-        ones, or loopback ones where it has no others.
+        A private address from another network may belong to an unrelated machine in ours, and a router may refuse a
+        port that it does not forward. So only addresses at which we were connected to the peer count. If there is none:
+        its public addresses, or its loopback addresses if it has no others.
         """
         plain, met = self.plain(peer), self._met.get(peer)
         if met:

@@ -176,7 +176,7 @@ class HivemindDirectory:
         return records
 
     def _in_bounds(self, key: str, found: Mapping[PeerId, bytes]) -> Iterator[tuple[PeerId, bytes]]:
-        """Members, then strangers while there is room for them, first those that were read before."""
+        """Records of members, then those of strangers within the bound, starting with peers that were read before."""
         before, bounds = self._read.get(key, frozenset()), bounds_of(key)
         room = bounds.strangers_bytes if bounds is not None else 0
         home = {peer for peer in found if peer == self._signer.peer_id or self._is_member(peer)}
@@ -197,7 +197,7 @@ class HivemindDirectory:
         await asyncio.gather(*(self._greet(peer) for peer in chosen))
 
     async def _greet(self, peer: PeerId) -> None:
-        """Both sides take each other into their routing tables, and hand over the records that belong there."""
+        """Makes both sides add each other to their routing tables and exchange the records that belong there."""
         with contextlib.suppress(NetworkError, RemoteProtocolError, TimeoutError):
             async with asyncio.timeout(_GREETING_SECONDS):
                 await self._connect(peer)

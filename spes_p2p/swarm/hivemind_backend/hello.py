@@ -38,7 +38,7 @@ class HelloReply:
 
 @dataclass(frozen=True)
 class Met:
-    """What we learnt of a peer by greeting it."""
+    """What a greeting told us about a peer."""
 
     ahead_seconds: float
     """How far its clock is ahead of ours (negative: behind), at least; 0 within the time that the greeting took."""
@@ -73,7 +73,7 @@ class HelloHandler:
 
 
 async def greet(p2p: P2P, peer: PeerId, wall_clock: Callable[[], float], ask_about: PeerId | str = "") -> Met:
-    """Raises what hivemind raises, and RemoteProtocolError for an answer that is none."""
+    """Greets `peer`. Raises what hivemind raises, and RemoteProtocolError for an invalid answer."""
     before = wall_clock()
     reply = await p2p.call_protobuf_handler(
         PeerID.from_base58(peer), HELLO_NAME, BytesValue(value=wire.pack(HelloRequest(ask_about))), BytesValue

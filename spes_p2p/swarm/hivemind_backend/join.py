@@ -28,7 +28,7 @@ GREETING_SECONDS = 6.0
 STRAGGLER_SECONDS = 1.0
 """Once one peer has answered, the others get this much more."""
 MOST_SHOWN = 4
-"""Of those that do not answer while others do: a peer that comes back may know many that are gone."""
+"""Most silent initial peers to name if others answer; a returning peer may know many that are gone."""
 logger = logging.getLogger(__name__)
 
 
@@ -165,7 +165,7 @@ def _nobody(failed: list[Failed]) -> NetworkError:
 
 
 def _with_our_clock(reached: list[Reached]) -> list[Reached]:
-    """Leaves out peers whose clock is off; if all are, it is ours that has to be looked at."""
+    """Drops peers whose clock differs from ours. Raises ClockSkewed if all do, since ours is then at fault."""
     agreeing = [one for one in reached if abs(one.met.ahead_seconds) <= MAX_DHT_TIME_DISCREPANCY_SECONDS]
     if not agreeing:
         raise _skewed(reached)

@@ -18,10 +18,10 @@ _ENTRY = "dnsaddr="
 
 
 async def listed(address: str, resolver: Resolver | None = None) -> tuple[str, ...]:
-    """The addresses of nodes that a /dnsaddr/ lists; those of one peer alone where it ends in a /p2p/ id.
+    """The node addresses that a /dnsaddr/ name lists; only those of one peer if it ends in a /p2p/ id.
 
-    `resolver`: whom to ask (None: as this machine is set up). Raises ValueError, in words that follow the address,
-    where there are none.
+    `resolver`: the DNS resolver (None: this machine's default). Raises ValueError, with a message that is meant to
+    follow the address, if there are none.
     """
     name, _, rest = address.removeprefix(LISTING).partition("/")
     try:

@@ -47,7 +47,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 """A DHT node answers with all records of a key in one message; one that is larger would never be answered."""
 _DAEMON_END_SECONDS = 5.0
 _NOTICED_SECONDS = 0.2
-"""By then we have heard of a daemon's end that has just broken something."""
+"""How long to wait for the news that the daemon has ended, after an error that this would explain."""
 _LOOKUP_SECONDS = 3.0
 _MOST_ASKED = 16
 MOST_RESTARTS = 5
@@ -311,7 +311,7 @@ def _is_local(host_maddrs: Sequence[str]) -> bool:
 
 
 def _where_it_was(host_maddrs: list[str], addresses: Sequence[str]) -> list[str]:
-    """Port 0 replaced by the port that it stood for, where the daemon said which (for loopback, if it can be seen)."""
+    """`host_maddrs` with port 0 replaced by the actual port, as far as the daemon's `addresses` show it."""
     known = [parse_address(address) for address in addresses]
     local = [address for address in known if address.host in ("127.0.0.1", "::1")] or known
     ports = [address.port for address in local if address.port]
@@ -326,7 +326,8 @@ def _where_it_was(host_maddrs: list[str], addresses: Sequence[str]) -> list[str]
 async def _check_identity_free(
     folder: SocketFolder, identity: IdentityFile, initial_peers: list[str], wall_clock: Callable[[], float]
 ) -> None:
-    """Two peers of one identity would take each other's messages. Asked under another identity, before we appear."""
+    """Raises IdentityInUse if our identity is in use in the swarm: two peers that share one would take each other's
+    messages. Asks under another identity, before we appear."""
     own = identity.signer.peer_id
     scout = await start_daemon(folder, **_SCOUT)
     try:

@@ -12,9 +12,9 @@ import socket
 from spes_p2p.errors import PeerClosed
 
 _GATHER_SECONDS = 0.005
-"""What has come wakes the reader when its room is full, or so long after the first byte."""
+"""A reader wakes up when its buffer is full, or this long after the first byte."""
 _AHEAD_BYTES = 2**16
-"""Taken from the socket while nobody reads; then it is left alone."""
+"""Bytes to take from the socket while nobody reads, before reading from it pauses."""
 _DIRECT_BYTES = 2**14
 """From here on data goes into the socket as it is."""
 _SOCKET_BYTES = 2**20

@@ -1,8 +1,8 @@
 """Whether this machine can be dialled from outside: peers that we are connected to are asked to try.
 
 A helper dials only the address from which it sees the asker, so that nobody can be made to dial a third; with a fresh
-daemon, since its own would use the connection that is there. One word is enough to be public; to be private, all that
-tried must have failed, since a helper may be cut off itself, or lie.
+daemon, since its own would use the connection that is there. One success is enough to count as public; to count as
+private, all helpers that tried must have failed, since a helper may be cut off itself, or lie.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DIAL_BACK_NAME = "spes-p2p/1::SwarmServicer.rpc_dial_back"
 MAX_PORTS = 4
 HANDSHAKE_SECONDS = 3.0
 ANSWER_SECONDS = 5.5
-"""What the helpers may take: TCP dials, the start of a daemon, a handshake; and for who asks, their being busy."""
+"""Longest wait for a helper's answer: TCP dials, a daemon's start, a handshake, and a wait for its turn."""
 ASKED_AT_ONCE = 3
 MOST_TRIES = 8
-"""How many askers a helper serves at once; their handshakes one after the other, by one daemon each."""
+"""Most askers that a helper serves at once, each with a daemon of its own; handshakes run one after another."""
 _BUSY_SECONDS = 0.5
 _MAX_BYTES = 1024
 

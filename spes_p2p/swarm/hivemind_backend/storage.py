@@ -1,7 +1,7 @@
-"""What one DHT node keeps for others and takes from them, bounded: hivemind keeps and takes all that is signed.
+"""Bounds what one DHT node stores for others and accepts from them; hivemind itself takes everything that is signed.
 
-A reader is answered with all records of a key in one message, so what stands under a key must stay small, whoever
-writes there. Members of our run find room whatever strangers have written; of strangers, who came first stays.
+A reader gets all records of a key in one message, so the records under a key must stay small, whoever writes them.
+There is always room for members of our run, whatever strangers have written; among strangers, the first ones stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_KEY_BYTES = 12 * 2**20
 MAX_KEYS = 64
 """More are begun for members alone; a run has four, one of them shared by all runs."""
 AtHome = Callable[[Subkey], bool]
-"""Whether a publisher is this node itself, or a member of its run as far as it knows."""
+"""Tells whether a publisher is this node itself or, as far as it knows, a member of its run."""
 
 
 class BoundedStorage(DHTLocalStorage):
@@ -100,10 +100,10 @@ class NoStorage(DHTLocalStorage):
 
 
 def trim(validator: EnvelopeValidator, is_at_home: AtHome, key: bytes, records: DictionaryDHTValue) -> bool:
-    """Leaves of what another node sends as one what is good, and of strangers no more than a node would keep.
+    """Removes bad records from `records`, which another node sent together, and those of strangers beyond our bounds.
 
-    In the place of hivemind's own check, for which all is bad where one record is, say one that ended on its way. What
-    is too much is not even looked at: that costs more than to send it.
+    Replaces hivemind's own check, which refuses all records if one is bad, such as one that has just expired. Records
+    beyond the bounds are not checked at all: that would cost us more than it costs to send them.
     """
     strangers = taken = 0
     with records.freeze():

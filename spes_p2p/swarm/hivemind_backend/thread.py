@@ -40,7 +40,7 @@ class NetworkLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.starting: set[asyncio.Future[Any]] = set()
-        """Processes that are being started; who cancels that would wait for ever for their end (a fault of asyncio)."""
+        """Processes being started. Do not cancel them: a bug of asyncio would make that wait for ever."""
 
     async def subprocess_exec(self, protocol_factory: Any, program: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("preexec_fn", _die_with(os.getpid()))
@@ -58,7 +58,7 @@ class NetworkLoop(asyncio.SelectorEventLoop):
             self.starting.discard(starting)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What a task of a library died of because a connection broke is no news: who needs the connection says it."""
+        """Silences library tasks that died of a broken connection; whoever needs the connection reports it."""
         if not isinstance(context.get("exception"), _BROKEN):
             super().call_exception_handler(context)
 

@@ -36,7 +36,7 @@ _BACKOFF_PAUSE_SECONDS = 0.5
 _ADDRESS_REFRESH_SECONDS = 30.0
 _AFTERTHOUGHT_SECONDS = 0.5
 _NEVER_LEFT = ("failed to dial", "dial backoff", "failed to find any peer", "routing: not found", "no addresses")
-"""In these words the daemon says that nothing was sent, so that a second try cannot do anything twice."""
+"""Error texts of the daemon that mean that nothing was sent, so that it is safe to try again."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class HivemindTransport:
         return self._traffic.download
 
     def is_member(self, peer: PeerId) -> bool:
-        """Whether who serves takes `peer` for no stranger."""
+        """Whether the handler that serves requests knows `peer` as a member of its run."""
         return self._is_member(peer)
 
     @property

@@ -68,7 +68,7 @@ class Organiser:
 
     @property
     def archived(self) -> Manifest | None:
-        """The newest manifest whose state is kept here; None where none is, and until the seat is taken."""
+        """The newest manifest whose state is kept here; None if none is, or before the seat is taken."""
         return self._seat.kept
 
     def choose(self, children: Mapping[Hash, Hash]) -> None:

@@ -1,8 +1,8 @@
-"""Whether a run needs its organiser again: nobody who votes is left, and others wait to go on. Decides, does nothing.
+"""Decides whether the organiser must name new members: no elector is left, and other peers are waiting.
 
-Pure: news and time come in. What an elector must be to count as left is what `round_state` asks of one: it says, in the
-incarnation that may vote, that it can, and it has the newest state. How long nobody may be heard is what a minority
-waits before it goes on without a majority (`Pace.degraded_wait_seconds`).
+Pure: news and time are passed in. An elector counts as left only if it says, in the incarnation that may vote, that it
+can vote, and has the newest state. The silence must last as long as a minority waits before it goes on without a
+majority (`Pace.degraded_wait_seconds`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spes_p2p.ids import NO_HASH, PeerId
 MOST_HEARD = 256
 """Strangers that are kept in mind."""
 LONGER = 10
-"""So many times the wait where the newest state is lost: work would be lost with it, and who has it may come back."""
+"""Factor on the wait if the newest state is lost: its work would be lost, too, and a peer that has it may return."""
 
 
 @dataclass
@@ -102,10 +102,10 @@ class LivenessMonitor:
         ]
 
     def to_name(self, min_peers: int, is_state_lost: bool, now: float) -> list[Status]:
-        """Those who should become the members, since nobody was heard who could name them; nobody before that is due.
+        """Peers that should become the members, since nobody who could name them was heard; none before that is due.
 
-        They have the newest state, or nobody can have it: else the first rounds would wait for the slowest download.
-        Less than `min_peers` must have waited for as long as the electors were silent.
+        They must have the newest state, unless it is lost; otherwise the first rounds would wait for the slowest
+        download. Fewer than `min_peers` of them must have waited for as long as the electors were silent.
         """
         head = manifest_hash(self.tip)
         chosen = [status for status in self.waiting(now) if is_state_lost or status.head == head]

@@ -27,7 +27,7 @@ from spes_p2p.wire import pack, unpack
 MOST_ROUNDS_LOST = 10
 """Where the newest state is lost the run may go on from an archived one, but not from one that is older than this."""
 TRIES = 3
-"""Who could not give what it says it has so often is no reason to wait any more."""
+"""A peer that failed this often to provide what it announced is no longer waited for."""
 
 
 class Renewer:
@@ -46,7 +46,7 @@ class Renewer:
         self._monitor: LivenessMonitor | None = None
 
     async def run_for_ever(self) -> None:
-        """What fails unexpectedly is told once, and is tried again."""
+        """Looks for ever. An unexpected error is reported once, and the work is tried again."""
         while True:
             try:
                 await self._look()
@@ -84,13 +84,13 @@ class Renewer:
                 monitor.hear(contact.status, now)
 
     def _is_at_hand(self, driver: Driver, newest: Manifest) -> bool:
-        """Whether the newest of our chain is only to be entered: its values are those of our tip, or none are kept."""
+        """Whether the newest commit can be adopted without a fetch: its values are our tip's, or no states are kept."""
         tip = driver.core.tip
         is_later = tip.round < newest.round and self._chain.has(driver.core.tip_hash, tip.round)
         return is_later and (self._seat.duty is Duty.CERTIFICATES or tip.state_root == newest.state_root)
 
     def _hide(self, driver: Driver, monitor: LivenessMonitor, newest: Commit, now: float) -> None:
-        """Who looks on says which state can be had here, and nothing where it is of no use: the newest one is lost."""
+        """Makes a node without a vote announce its state, unless that is useless because the newest state is lost."""
         if self._seat.duty is Duty.CERTIFICATES:
             driver.hide_status(not newest.certificate.by_organiser)
         elif self._seat.duty is Duty.ARCHIVE:
@@ -116,7 +116,7 @@ class Renewer:
                 self._say_once(f"the run cannot go on: {error} ({error.fix})", type(error).__name__)
 
     def _is_hollow(self, driver: Driver, peer: PeerId) -> bool:
-        """Whether a stranger could not give what it says it has. A member may be one that cannot be dialled."""
+        """Whether a non-member failed to provide what it announced. A member may just be impossible to dial."""
         return driver.core.state.others.asked_in_vain[peer] >= TRIES and not self._chain.names(peer)
 
     def _state_to_go_on_from(self, monitor: LivenessMonitor, waiting: list[Status]) -> tuple[Hash | None, bool]:
@@ -143,13 +143,13 @@ class Renewer:
         self._say_once(text)
 
     def _say_once(self, text: str, about: str = "") -> None:
-        """Once until the run is led again; `about`: what stands for a text with numbers that change."""
+        """Says `text` once until the run is led again. `about`: a key to recognise a text whose numbers change."""
         if (key := about or text) not in self._said:
             self._said.add(key)
             self._node.say(text)
 
     def _renew(self, driver: Driver, tip: Manifest, root: Hash, chosen: list[Status]) -> None:
-        """On disk before anybody sees it: there is never another one on the same parent."""
+        """Signs a renewal and saves it before anybody sees it: there must never be two on the same parent."""
         path = self._files.folder / "renewals" / manifest_hash(tip).hex()
         if path.exists():
             commit = _kept_renewal(path)
@@ -183,7 +183,7 @@ def members_of(statuses: Sequence[Status]) -> list[Member]:
 
 
 def _link_class(status: Status) -> int:
-    """As it says; whose word is none that there is leads last."""
+    """The link class that a peer announces; unknown ones count as the class that leads last."""
     return status.intent.link_class if status.intent.link_class in LINK_CLASSES else LINK_PRIVATE
 
 

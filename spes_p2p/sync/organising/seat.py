@@ -93,9 +93,9 @@ class Seat:
         return self.driver.core.tip if self.driver is not None and self.duty is not Duty.CERTIFICATES else None
 
     def take(self) -> None:
-        """Makes the state here whole and takes part, beside.
+        """Completes the state on this disk and then takes part, in the background.
 
-        Tries again where nobody gives what is missing; this node serves no worse meanwhile.
+        Retries while no peer provides what is missing; meanwhile, this node serves others as before.
         """
         self._tasks.spawn(self._take())
 
@@ -140,12 +140,12 @@ class Seat:
             self.driver.choose(children)
 
     def greet(self, known: Iterable[PeerId]) -> None:
-        """Who is in the DHT and no member hears from us too."""
+        """Sends our status also to nodes in the DHT that are not members."""
         if self.driver is not None:
             self.driver.greet(known)
 
     async def leave(self, seconds: float) -> None:
-        """Waits, no longer than so, for a manifest that does without this node."""
+        """Waits at most `seconds` for a manifest that no longer names this node."""
         if self.driver is None or not self.driver.core.state.is_member():
             return
         self.driver.wish(replace(self._intent, leaving=True))
@@ -191,14 +191,14 @@ class Seat:
         await self._take()
 
     def _say_once(self, text: str) -> None:
-        """Once until the next commit."""
+        """Says `text` once until the next commit."""
         if text not in self._said:
             self._said.add(text)
             self._node.say(text)
 
 
 def drop_damaged(store: StateStore, chain: Chain, say: Callable[[str], None]) -> None:
-    """What cannot be read, is damaged, or was never committed goes, where an older state is left. Takes a while."""
+    """Drops states that are unreadable, damaged or were never committed, if an older one remains. Takes a while."""
     for problem in store.problems:
         say(f"archive: {problem}")
     for round in reversed(store.rounds()):
