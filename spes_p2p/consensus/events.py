@@ -65,6 +65,13 @@ class FetchFailed:
 
 
 @dataclass(frozen=True)
+class StagingFailed:
+    """The tiles of a slice came and could not be staged: this peer's own disk is at fault, not who sent them."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
 class SlicesLost:
     """These slices are not on disk any more and nobody gave them."""
 
@@ -205,6 +212,7 @@ Event = (
     | SliceReduced
     | SliceStaged
     | FetchFailed
+    | StagingFailed
     | SlicesLost
     | StateBuilt
     | StateVerified

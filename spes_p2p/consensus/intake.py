@@ -45,6 +45,8 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.staging.staged(key, hashes, now)
         case on.FetchFailed(key):
             parts.staging.fetch_failed(key, now)
+        case on.StagingFailed(key):
+            parts.staging.staging_failed(key, now)
         case on.SlicesLost(keys):
             parts.staging.unstaged(keys)
         case on.StateBuilt(build, wire_root, state_root, merge):

@@ -180,6 +180,12 @@ class Staging:
         self.stage(key, hashes)
         self._state.note_progress(now)
 
+    def staging_failed(self, key: Key, now: float) -> None:
+        """Our own disk could not take the tiles: they are fetched again with the next heartbeat."""
+        self._state.round.fetching.pop(key, None)
+        self._liveness.failed(now)
+        self._state.round.failed.add(key)
+
     def fetch_failed(self, key: Key, now: float) -> None:
         """No holder could provide the tiles: forgets the report of them until somebody repeats it.
 
@@ -188,9 +194,8 @@ class Staging:
         proposal wants is kept, since hearing it again would count as progress.
         """
         current = self._state.round
-        tried = current.fetching.pop(key, None)
-        self._liveness.failed(now)
-        current.failed.add(key)
+        tried = current.fetching.get(key)
+        self.staging_failed(key, now)
         index = self._state.round.index_of.get(key)
         report = None if index is None else current.reports.get(index)
         if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):

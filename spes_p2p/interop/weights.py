@@ -62,7 +62,7 @@ def say_nothing(done: int, total: int) -> None:
 def write_weights(folder: Path, pieces: Sequence[Piece], how: Format, report: Report = say_nothing) -> None:
     """Writes `pieces` in their order.
 
-    Holds one file and one tensor in memory. Raises StorageFull.
+    Holds one file, the library's copy of it and one tensor in memory. Raises StorageFull.
     """
     wanted = TORCH_DTYPES[how.dtype]
     by_name = {piece.name: piece for piece in pieces}

@@ -229,9 +229,13 @@ class RoundExecutor:
 
         try:
             await self._work.fetch(action, lambda: self._writing(is_wanted), sure)
-        except (NetworkError, RemoteProtocolError, TileDamaged):  # what is damaged is mended beside
+        except (NetworkError, RemoteProtocolError):
             if is_wanted():
                 self._tell(on.FetchFailed(key))
+            return
+        except TileDamaged:  # mended beside
+            if is_wanted():
+                self._tell(on.StagingFailed(key))
             return
         if is_wanted():
             self._tell(on.SliceStaged(key, action.hashes))
