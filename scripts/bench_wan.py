@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spes_p2p.codecs.sizes import CODECS, Codec
@@ -135,7 +135,8 @@ def _formula(arguments: argparse.Namespace) -> Traffic:
     config = load_config(bundled_config(CONFIG), overrides)
     sizes, sync = Sizes.of(config.model), config.sync
     spread = Spread(peers, sizes.num_experts / peers, 1.0, sizes.num_experts)
-    return round_traffic(sizes, spread, sync.column_rounds, sync.fragments)
+    traffic = round_traffic(sizes, spread, sync.column_rounds, sync.fragments)
+    return replace(traffic, guest_codec=sync.guest_codec)
 
 
 def _show(codec: Codec, arguments: argparse.Namespace, found: list[Measured]) -> None:

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
+DenseCodec = Literal["fp32", "bf16", "int8", "int4"]
+"""Those that leave no value out: for what is sent once, so that nothing can follow later."""
 
 SCALE_BYTES = 2
 """One bf16 number a block."""

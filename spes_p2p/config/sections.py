@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from spes_p2p.codecs.sizes import CODECS, Codec
+from spes_p2p.codecs.sizes import CODECS, Codec, DenseCodec
 from spes_p2p.config.fields import Section, agreed, local
 from spes_p2p.errors import ConfigError
 
@@ -281,6 +281,10 @@ class SyncConfig(Section):
         "fp32",
     )
     expert_codec: Codec = agreed("The same for expert columns (default: codec).")
+    guest_codec: DenseCodec = agreed(
+        "The same for what guests trained (only with model.guest_rank). It is sent once: what rounding loses is lost.",
+        "bf16",
+    )
     expert_rounds: Positive = agreed(
         "Rounds between two times that a column is handed out, staggered; its owners go on from their own values, the "
         "others keep its last committed ones. Shared parameters are averaged in every round.",

@@ -299,8 +299,9 @@ def plan_hash(plan: Plan) -> Hash:
 class Report:
     """A reducer's word that a slice is reduced: whose values went in and the hash of each tile that it now serves.
 
-    `left_out` names contributors that were lost or refused, with the reason. Without contributors and hashes it is a
-    void report: this reducer has no values that are fit, the next in order tries.
+    `guests` names those whose changes of the column went in, too. `left_out` names contributors that were
+    lost or refused, and guests that were refused, with the reason. Without contributors and hashes it is a void report:
+    this reducer has no values that are fit, the next in order tries.
     """
 
     plan: Hash
@@ -309,6 +310,7 @@ class Report:
     contributors: tuple[PeerId, ...]
     wire_hashes: tuple[Hash, ...]
     left_out: tuple[tuple[PeerId, str], ...] = ()
+    guests: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,8 @@ class RoundPlan:
         uplinks = {peer: uplink for peer, uplink in known.items() if uplink > 0}
         tiles = self._rules.block_tiles if self._rules.exchange else (0,) * len(self._rules.block_tiles)
         shared = due_tiles(tiles[0], self._state.tip.round + 1, self._rules.fragments)
-        turn, reach = Turn(self._due_columns(now), shared), Reach(private, helpers, servers)
+        turn = Turn(self._due_columns(now), shared)
+        reach = Reach(private, helpers, servers, self._rules.has_guests)
         slices = plan_slices(peers, self._state.tip.ownership, uplinks, tiles, self._rules.slice_tiles, turn, reach)
         return Plan(
             self._rules.fingerprint, self._state.round.tip_hash, self._state.round.vote.ballot, self._me, roster, slices

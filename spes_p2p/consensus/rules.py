@@ -65,6 +65,8 @@ class RunRules:
     """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
     outer: tuple[float, float] | None = None
     """(learning rate, momentum) of the outer optimizer, by which everybody makes a state of what is handed out."""
+    has_guests: bool = False
+    """Peers bring what they trained in columns of others, too."""
     faults: Faults = Faults.CRASH
     """What electors may do wrong, and so what is a quorum of them."""
     organiser: PeerId = NOBODY

@@ -84,7 +84,10 @@ def state_layout(config: Config) -> Layout:
             fix="join it from Python with the same model: spes_p2p.Peer(..., model=...), see docs/api.md",
         )
     sync, tensors, rank = config.sync, state_tensors(config.model), config.model.guest_rank
-    return Layout(tensors, sync.tile_values, sync.codec, sync.expert_codec, sync.outer != "none", rank)
+    has_momentum = sync.outer != "none"
+    return Layout(
+        tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum, rank, guest_codec=sync.guest_codec
+    )
 
 
 def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:

@@ -7,7 +7,7 @@ with O columns sends, and receives, in values:
     up    2 (N - 1) / N P_s  +  O ((r - 1) + (N - 1)) / r P_c
     down  2 (N - 1) / N P_s  +  2 O (r - 1) / r P_c  +  (E_o - O) P_c
 
-and of C coordinates a column, where peers are guests in columns of others (model.guest_rank), always in fp32,
+and of C coordinates a column, where peers are guests in columns of others (model.guest_rank), in sync.guest_codec,
 
     up    (E_o - O) C        down  O (N - r) / r C
 
@@ -19,9 +19,9 @@ same for any model, 130 KB a round and peer among four, and 900 bytes a heartbea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from spes_p2p.codecs.sizes import CODECS, Codec, bytes_a_value
+from spes_p2p.codecs.sizes import CODECS, Codec, DenseCodec, bytes_a_value
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.planning.sizes import Sizes
 
@@ -38,6 +38,7 @@ class Traffic:
     down_columns: float
     up_guests: float = 0.0
     down_guests: float = 0.0
+    guest_codec: DenseCodec = "bf16"
 
     @property
     def up_values(self) -> float:
@@ -49,11 +50,11 @@ class Traffic:
 
     def bytes_up(self, codec: Codec, expert_codec: Codec | None = None) -> float:
         columns = self.up_columns * bytes_a_value(expert_codec or codec)
-        return self.up_shared * bytes_a_value(codec) + columns + self.up_guests * bytes_a_value("fp32")
+        return self.up_shared * bytes_a_value(codec) + columns + self.up_guests * bytes_a_value(self.guest_codec)
 
     def bytes_down(self, codec: Codec, expert_codec: Codec | None = None) -> float:
         columns = self.down_columns * bytes_a_value(expert_codec or codec)
-        return self.down_shared * bytes_a_value(codec) + columns + self.down_guests * bytes_a_value("fp32")
+        return self.down_shared * bytes_a_value(codec) + columns + self.down_guests * bytes_a_value(self.guest_codec)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def sync_costs(
     sizes = Sizes.of(config.model)
     spread = Spread.of(sizes.num_experts, peers, owned, config.swarm.experts_per_peer)
     traffic = round_traffic(sizes, spread, config.sync.column_rounds, config.sync.fragments)
+    traffic = replace(traffic, guest_codec=config.sync.guest_codec)
     training = round_tokens(config) / tokens_per_second if tokens_per_second else None
     hidden = 0.0 if training is None else training * _overlapped(config)
     configured = config.sync.codec, config.sync.expert_codec

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_p2p.codecs.sizes import Codec, encoded_bytes
+from spes_p2p.codecs.sizes import Codec, DenseCodec, encoded_bytes
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, sha256
 
@@ -101,10 +101,12 @@ class Layout:
         expert_codec: Codec = "fp32",
         has_momentum: bool = False,
         guest_rank: int = 0,
+        guest_codec: DenseCodec = "fp32",
     ) -> None:
         """Places `tensors` in the given order. Raises ConfigError for a layout that makes no sense.
 
         `guest_rank`: of the changes that are trained in columns by who does not own them; tiles then hold whole rows.
+        `guest_codec`: how they travel.
         """
         if tile_values < 1:
             raise ConfigError(f"sync.tile_values is {tile_values}, not positive", fix="set it to 1048576")
@@ -113,7 +115,7 @@ class Layout:
         self.tensors = tuple(tensors)
         self.num_columns = _count_columns(self.tensors)
         self.has_momentum = has_momentum
-        self.guest_rank = guest_rank
+        self.guest_rank, self.guest_codec = guest_rank, guest_codec
         self.model_blocks = tuple(_place(index, self.tensors) for index in range(1 + self.num_columns))
         self.blocks = self.model_blocks + (_momentum_of(self.model_blocks) if has_momentum else ())
         self._tile_ranges = _tile_ranges(self.blocks, tile_values)

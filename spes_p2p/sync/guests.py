@@ -8,7 +8,7 @@ the tokens of the round's roster (w_o: of all owners that count), the reducer ha
 Inside the basis everybody is averaged; outside of it the owners' change is taken whole. Row i of it depends on row i of
 D and of each B alone, and tiles hold whole rows: each slice is reduced by itself. Only the reducer computes it, in
 plain fp32; everyone else takes its bytes. A guest that is lost or unfit is left out, and what it trained there is lost:
-its coordinates begin at zero in another basis when the column was handed out.
+its coordinates begin at zero in another basis when the column was handed out. They travel in the layout's guest codec.
 
 `Bases` are derived by every peer from what a commit changed of a column (state/basis.py), so nothing is sent. Each
 names the hand-out that it follows from, and coordinates count only in a basis of the same name. Who was not there then
@@ -24,11 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
+from spes_p2p.codecs.lossy import decode, encode
+from spes_p2p.codecs.sizes import encoded_bytes
 from spes_p2p.consensus.messages import Manifest
 from spes_p2p.errors import StorageFull
 from spes_p2p.files import storing, write_whole
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.state.basis import Basis, basis_values, first_basis, matrices, next_basis
+from spes_p2p.state.basis import Basis, Coordinates, basis_values, first_basis, matrices, next_basis
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.version import DTYPE, bytes_of
 from spes_p2p.sync.chain import Chain
@@ -71,14 +73,30 @@ def take_in(
 
 def coordinate_bytes(layout: Layout, tiles: Sequence[Tile]) -> int:
     """Length of what a guest sends for consecutive tiles of a column: the mark of its basis, and the coordinates."""
+    return _DIGEST_BYTES + encoded_bytes(layout.guest_codec, _num_coordinates(layout, tiles))
+
+
+def _num_coordinates(layout: Layout, tiles: Sequence[Tile]) -> int:
     block, ends = tiles[0].block, (tiles[0].start, tiles[-1].stop)
     first, last = (layout.coordinates_before(block, end) for end in ends)
-    return _DIGEST_BYTES + DTYPE.itemsize * (last - first)
+    return last - first
 
 
-def read_coordinates(data: memoryview | bytes, basis: Basis) -> Values | None:
-    """The coordinates that a guest sent, if they are in this basis."""
-    return np.frombuffer(data[_DIGEST_BYTES:], DTYPE) if bytes(data[:_DIGEST_BYTES]) == basis.mark else None
+def sent_coordinates(layout: Layout, found: Coordinates) -> bytes:
+    """What a guest sends of coordinates that it trained in consecutive tiles."""
+    if layout.guest_codec == "fp32":
+        return found.mark + bytes_of(found.values)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite must arrive as such, to be found
+        return found.mark + encode(layout.guest_codec, found.values)
+
+
+def read_coordinates(layout: Layout, tiles: Sequence[Tile], data: memoryview | bytes, basis: Basis) -> Values | None:
+    """The coordinates that a guest sent for consecutive tiles, if they are in this basis."""
+    if bytes(data[:_DIGEST_BYTES]) != basis.mark:
+        return None
+    if layout.guest_codec == "fp32":
+        return np.frombuffer(data[_DIGEST_BYTES:], DTYPE)
+    return decode(layout.guest_codec, data[_DIGEST_BYTES:], _num_coordinates(layout, tiles))
 
 
 def screen_coordinates(found: Mapping[PeerId, Values]) -> dict[PeerId, str]:

@@ -18,6 +18,7 @@ from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.version import Version, bytes_of
 from spes_p2p.sync.coding import encoded_change
+from spes_p2p.sync.guests import sent_coordinates
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
 
@@ -74,7 +75,7 @@ class Outgoing:
     def coordinates(self, parent: Hash, first_tile: int, count: int) -> bytes | None:
         """What was trained as a guest in consecutive tiles of a column of others, as it travels."""
         found = self._inputs.coordinates(parent, first_tile, count)
-        return None if found is None else found.mark + bytes_of(found.values)
+        return None if found is None else sent_coordinates(self._layout, found)
 
     def _codec(self, first_tile: int) -> Codec:
         return self._layout.codec_of(self._layout.tiles[first_tile].block)

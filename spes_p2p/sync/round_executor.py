@@ -26,6 +26,8 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.sync.reduce import WRONG_SIZE
 
 T = TypeVar("T")
+Take = Callable[[Contribution, Callable[[], bool]], Coroutine[Any, Any, None]]
+"""Asks a peer for its values; the second argument tells whether they are still wanted."""
 Writing = Callable[[], AbstractAsyncContextManager[bool]]
 """A lock on the candidate state; entering yields a function that tells whether the result is still wanted."""
 
@@ -48,6 +50,10 @@ class SliceWork(Protocol):
 
     def screen_guests(self) -> dict[PeerId, str]:
         """Leaves out guests that are unfit, each with the reason."""
+
+    @property
+    def guests(self) -> tuple[PeerId, ...]:
+        """Those whose changes are taken in, in roster order."""
 
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
@@ -126,7 +132,7 @@ class RoundExecutor:
                 left_out = await self._collect(plan, piece, values)
                 reached(failpoints.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
                 if values.has_guests:
-                    await self._collect_guests(plan, piece, values)
+                    left_out |= await self._collect_guests(plan, piece, values)
                 report = await self._staged(report, values, left_out)
             except TileDamaged as error:  # somebody else has its values whole; it is mended beside
                 left_out = {}
@@ -146,14 +152,17 @@ class RoundExecutor:
 
     async def _contribution(self, entry: Contribution, parent: Hash, values: SliceWork) -> str:
         """Takes one contribution; returns why it is missing, or "". A peer is not asked again after a silence."""
-        peer = entry.peer
-        if peer == self._core.me:
-            return "" if self._core.is_counted(parent, entry) and await values.take_own(peer) else LOST
-        slow = self._slow_in(parent)
+        if entry.peer == self._core.me:
+            return "" if self._core.is_counted(parent, entry) and await values.take_own(entry.peer) else LOST
+        return await self._asked(entry, parent, values.take)
+
+    async def _asked(self, entry: Contribution, parent: Hash, take: Take) -> str:
+        """Lets `take` ask another peer, unless that is of no use; why it gave nothing, or ""."""
+        peer, slow = entry.peer, self._slow_in(parent)
         if peer in slow or not self._core.alive(peer, self._now()):
             return LOST
         try:
-            await values.take(entry, lambda: peer not in slow)
+            await take(entry, lambda: peer not in slow)
         except WrongSize:
             return WRONG_SIZE
         except (PeerClosed, RemoteProtocolError):
@@ -163,8 +172,8 @@ class RoundExecutor:
             return LOST
         return ""
 
-    async def _collect_guests(self, plan: Plan, piece: Slice, values: SliceWork) -> None:
-        """The coordinates of those who trained in a slice's column without owning it, as far as they can be had."""
+    async def _collect_guests(self, plan: Plan, piece: Slice, values: SliceWork) -> dict[PeerId, str]:
+        """Takes what those have who trained in a slice's column without owning it; why some are unfit."""
         link = {member.peer: member.link_class for member in self._core.tip.members}
         entries = [
             entry
@@ -172,20 +181,18 @@ class RoundExecutor:
             if entry.peer not in piece.contributors
             and LINK_PUBLIC in (link.get(entry.peer), link.get(self._core.me))  # one of two can dial the other
         ]
-        await self._work.together(self._guest(entry, plan.parent, values) for entry in entries)
-        for peer, reason in values.screen_guests().items():
-            self._note_left_out(peer, piece, reason, plan.parent)
+        reasons = await self._work.together(self._guest(entry, plan.parent, values) for entry in entries)
+        left_out = {entry.peer: reason for entry, reason in zip(entries, reasons, strict=True) if reason}
+        return left_out | values.screen_guests()
 
-    async def _guest(self, entry: Contribution, parent: Hash, values: SliceWork) -> None:
-        peer, slow = entry.peer, self._slow_in(parent)
-        if peer in slow or not self._core.alive(peer, self._now()):
-            return
-        try:
-            await values.take_guest(entry, lambda: peer not in slow)
-        except (PeerClosed, RemoteProtocolError):
-            return
-        except NetworkError:
-            slow.add(peer)
+    async def _guest(self, entry: Contribution, parent: Hash, values: SliceWork) -> str:
+        """Takes what one guest has; why it cannot be used, or "", also for one that has nothing."""
+        if entry.peer != self._core.me:
+            reason = await self._asked(entry, parent, values.take_guest)
+            return "" if reason == LOST else reason
+        if self._core.is_counted(parent, entry):
+            await values.take_guest(entry, lambda: True)
+        return ""
 
     def _slow_in(self, parent: Hash) -> set[PeerId]:
         """Who was silent on top of `parent`."""
@@ -202,7 +209,7 @@ class RoundExecutor:
         async with self._writing(lambda: self._is_wanted(report)) as is_wanted:
             hashes = await values.stage() if is_wanted else ()
         reached(failpoints.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
-        return replace(report, contributors=fit, wire_hashes=hashes)
+        return replace(report, contributors=fit, wire_hashes=hashes, guests=values.guests)
 
     def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
         """Once a round for each peer and reason: it is seldom one slice alone."""

@@ -49,6 +49,8 @@ class Applied:
     """Columns that were not handed out when it was their turn."""
     refused: tuple[PeerId, ...] = ()
     """Peers whose values a reducer found unfit, as far as this peer knows."""
+    guests: tuple[PeerId, ...] = ()
+    """Peers whose changes of columns of others went in, as far as this peer knows."""
 
 
 class Hooks(Protocol):

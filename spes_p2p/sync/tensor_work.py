@@ -245,7 +245,7 @@ class TensorSlice:
         else:
             size = coordinate_bytes(self._layout, self._tiles)
             data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
-        values = None if data is None else read_coordinates(data, basis)
+        values = None if data is None else read_coordinates(self._layout, self._tiles, data, basis)
         if values is not None:
             self._guests[entry.peer] = values
 
@@ -254,6 +254,10 @@ class TensorSlice:
         for peer in refused:
             del self._guests[peer]
         return refused
+
+    @property
+    def guests(self) -> tuple[PeerId, ...]:
+        return tuple(peer for peer in self._roster if peer in self._guests)
 
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         return await self._tasks.in_thread(lambda: self._average(left_out))
@@ -280,8 +284,7 @@ class TensorSlice:
         mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit], spent)
         found.clear()
         if self._guests and self._basis is not None:
-            in_order = [peer for peer in roster if peer in self._guests]
-            shares = [(roster[peer].tokens, self._guests[peer]) for peer in in_order]
+            shares = [(roster[peer].tokens, self._guests[peer]) for peer in self.guests]
             tokens = sum(roster[peer].tokens for peer in fit)
             mean = take_in(self._layout, self._tiles, mean, self._before, self._basis, tokens, shares)
         self._made = [

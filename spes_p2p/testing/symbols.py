@@ -152,6 +152,10 @@ class SymbolSlice:
     def screen_guests(self) -> dict[PeerId, str]:
         return {}
 
+    @property
+    def guests(self) -> tuple[PeerId, ...]:
+        return ()
+
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         for peer, trained in self._found.items():
             if self._piece.block in trained.poison:

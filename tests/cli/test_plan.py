@@ -37,7 +37,7 @@ def test_a_person_can_read_it_at_80_columns() -> None:
 
 
 def test_guests_are_a_part_of_their_own_and_fit_into_80_columns() -> None:
-    text = plan("--config", "spes-7b", "model.guest_rank=16", "--gpu-memory", "80GiB", "--uplink", "100Mbit")
+    text = plan("--config", "spes-7b", "model.guest_rank=32", "--gpu-memory", "80GiB", "--uplink", "100Mbit")
     assert "guests" in text
     assert "24.8 GB" in text  # 24.7 without
     assert max(map(len, text.splitlines())) <= 80

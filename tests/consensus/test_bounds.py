@@ -421,6 +421,7 @@ def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
         Report(name, 0, LIAR, (LIAR,), (tile,), ((PeerId("p0"), "\033[2Jlost"),)),
         Report(name, 0, LIAR, (), (tile,)),
         Report(name, 0, LIAR, (PeerId("nobody"),), (tile,)),
+        Report(name, 0, LIAR, (LIAR,), (tile,), (), (PeerId("p0"),)),
         Report(name, 7, LIAR, (LIAR,), (tile,)),
         Report(sha256(b"another plan"), 0, LIAR, (LIAR,), (tile,)),
     ):

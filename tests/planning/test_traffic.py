@@ -48,7 +48,9 @@ def test_guests_send_coordinates_of_each_column_to_its_owner() -> None:
     traffic = round_traffic(some, Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
     assert (traffic.up_guests, traffic.down_guests) == (6 * 3, 2 * 3 * 3)
     plain = round_traffic(sizes(8), Spread.of(8, peers=4, owned=2, owned_by_others=2), column_rounds=4)
-    assert traffic.bytes_up("int4") - plain.bytes_up("int4") == 4 * 18
+    assert traffic.bytes_up("int4") - plain.bytes_up("int4") == 2 * 18
+    exact = replace(traffic, guest_codec="fp32")
+    assert exact.bytes_down("int4") - plain.bytes_down("int4") == 4 * 18
     shared = round_traffic(some, Spread.of(8, peers=4, owned=4, owned_by_others=4))  # two owners a column
     assert (shared.up_guests, shared.down_guests) == (4 * 12, 4 * (4 - 2) / 2 * 12)
 

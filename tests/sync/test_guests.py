@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.interop.hf import state_layout
-from spes_p2p.state.basis import Basis, first_basis, matrices, next_basis
+from spes_p2p.state.basis import Basis, Coordinates, first_basis, matrices, next_basis
 from spes_p2p.state.layout import Layout, Values
-from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coordinates, take_in
+from spes_p2p.sync.guests import coordinate_bytes, read_coordinates, screen_coordinates, sent_coordinates, take_in
 
 RANK = 3
 MARK = Hash(b"m" * 32)
@@ -19,10 +20,14 @@ MODEL = ("model.d_model=16", "model.num_layers=2", "model.num_heads=2", "model.e
 COLUMN, BLOCK = 1, 2
 
 
+def layout_of(*more: str) -> Layout:
+    overrides = (*MODEL, f"model.guest_rank={RANK}", "swarm.experts_per_peer=1", "sync.tile_values=96", *more)
+    return state_layout(load_config(bundled_config("tiny"), overrides))
+
+
 @pytest.fixture(scope="module")
 def layout() -> Layout:
-    overrides = (*MODEL, f"model.guest_rank={RANK}", "swarm.experts_per_peer=1", "sync.tile_values=96")
-    return state_layout(load_config(bundled_config("tiny"), overrides))
+    return layout_of()
 
 
 def normal(size: int, seed: int) -> Values:
@@ -36,7 +41,7 @@ def test_tiles_of_columns_hold_whole_rows_and_coordinates_are_counted_by_row(lay
         first, last = (layout.coordinates_before(BLOCK, at) for at in (tile.start, tile.stop))
         assert first == total
         total = last
-        assert coordinate_bytes(layout, [tile]) == 32 + 4 * (last - first)
+        assert coordinate_bytes(layout, [tile]) == 32 + 2 * (last - first)
     rows = sum(placed.tensor.shape[0] for placed in layout.blocks[BLOCK].tensors)
     assert total == RANK * rows
 
@@ -123,12 +128,39 @@ def test_the_next_basis_hardly_changes_where_arithmetic_differs_in_the_last_bits
     assert max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) < 1e-4
 
 
-def test_coordinates_in_another_basis_do_not_count(layout: Layout) -> None:
-    basis, values = first_basis(layout, COLUMN, MARK), normal(5, 0)
-    read = read_coordinates(MARK + values.tobytes(), basis)
+@pytest.mark.parametrize(("codec", "error"), [("fp32", 0.0), ("bf16", 0.004), ("int8", 0.01), ("int4", 0.15)])
+def test_coordinates_travel_in_their_codec_and_do_not_count_in_another_basis(codec: str, error: float) -> None:
+    layout = layout_of(f"sync.guest_codec={codec}")
+    tiles = layout.tiles_of(BLOCK)[1:3]
+    first, last = (layout.coordinates_before(BLOCK, at) for at in (tiles[0].start, tiles[-1].stop))
+    basis, values = first_basis(layout, COLUMN, MARK), normal(last - first, 0)
+    sent = sent_coordinates(layout, Coordinates(MARK, values))
+    assert len(sent) == coordinate_bytes(layout, tiles)
+    read = read_coordinates(layout, tiles, sent, basis)
     assert read is not None
-    assert np.array_equal(read, values)
-    assert read_coordinates(b"n" * 32 + values.tobytes(), basis) is None
+    assert np.linalg.norm(read - values) <= error * np.linalg.norm(values)
+    assert read_coordinates(layout, tiles, b"n" * 32 + sent[32:], basis) is None
+
+
+def test_bf16_sends_the_nearest_and_two_bytes_a_coordinate() -> None:
+    layout = layout_of()
+    tiles, values = layout.tiles_of(BLOCK)[:1], normal(layout.coordinates_before(BLOCK, layout.tiles[0].stop), 3)
+    sent = sent_coordinates(layout, Coordinates(MARK, values))
+    read = read_coordinates(layout, tiles, sent, first_basis(layout, COLUMN, MARK))
+    assert len(sent) == 32 + 2 * len(values)
+    np.testing.assert_array_equal(read, torch.from_numpy(values).bfloat16().float().numpy())
+
+
+def test_coordinates_that_are_not_finite_arrive_so_that_they_are_found() -> None:
+    for codec in ("fp32", "bf16", "int8", "int4"):
+        layout = layout_of(f"sync.guest_codec={codec}")
+        tiles = layout.tiles_of(BLOCK)
+        values = normal(layout.coordinates_before(BLOCK, tiles[-1].stop), 0)
+        values[7] = np.nan
+        sent = sent_coordinates(layout, Coordinates(MARK, values))
+        read = read_coordinates(layout, tiles, sent, first_basis(layout, COLUMN, MARK))
+        assert read is not None
+        assert set(screen_coordinates({PeerId("a"): read})) == {"a"}
 
 
 def test_coordinates_that_are_unfit_stay_out() -> None:

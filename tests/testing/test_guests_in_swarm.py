@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.membership import LINK_PRIVATE
 from spes_p2p.consensus.messages import Intent, Manifest
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.ids import PeerId
@@ -38,6 +39,7 @@ GUESTS = (
     "model.num_experts=3",
     "model.expert_ffn=48",
     "sync.tile_values=384",
+    "sync.guest_codec=fp32",
     "sync.steps_per_round=4",
     "sync.merge_alpha=0",
     "swarm.min_peers=3",
@@ -77,13 +79,17 @@ class Seen:
 
 
 def play(
-    config: Config, folder: Path, rounds: int, story: Callable[[TrainingSwarm], object] | None = None
+    config: Config,
+    folder: Path,
+    rounds: int,
+    story: Callable[[TrainingSwarm], object] | None = None,
+    begin: Callable[[TrainingSwarm], object] = lambda swarm: swarm.start(NAMES),
 ) -> tuple[Seen, TrainingSwarm]:
     async def run() -> tuple[Seen, TrainingSwarm]:
         swarm = TrainingSwarm(config, folder, open_dataset(config), torch.device("cpu"), Measure(10**6, 10**6))
         seen = Seen(swarm.layout)
         swarm.watch = seen.watch
-        await swarm.start(NAMES)
+        await cast("asyncio.Future[None]", begin(swarm))
         if story is not None:
             await cast("asyncio.Future[None]", story(swarm))
         await swarm.until_round(rounds)
@@ -114,7 +120,9 @@ def expected_column(seen: Seen, manifest: Manifest, column: int) -> tuple[NDArra
         for peer in guests:
             coordinates = handed[peer].coordinates[column]
             assert coordinates.mark == seen.bases[round - 1, owners[0]][column].mark
-            inside = inside + tokens[peer] * coordinates.values[at : at + out * RANK].reshape(out, RANK)
+            brought = torch.from_numpy(coordinates.values[at : at + out * RANK])
+            brought = brought.bfloat16().float() if seen.layout.guest_codec == "bf16" else brought
+            inside = inside + tokens[peer] * brought.numpy().reshape(out, RANK)
         made[part] += (d + (inside / total - d @ q) @ q.T).reshape(-1)
         at, q_at = at + out * RANK, q_at + width * RANK
     return made, len(guests)
@@ -141,6 +149,7 @@ def check_hand_outs(seen: Seen, tolerance: float = 2e-6) -> int:
         ("sync.fragments=2",),
         ("swarm.experts_per_peer=2", "swarm.target_replicas=2"),
         ("sync.expert_rounds=2", "sync.overlap=true"),
+        ("sync.guest_codec=bf16",),
     ],
     ids=lambda overrides: " ".join(overrides) or "plain",
 )
@@ -161,6 +170,33 @@ def test_with_a_lossy_codec_it_is_the_change_with_guests_that_is_encoded(
             before, after = (seen.blocks[at][1 + column] for at in (round - 1, round))
             assert guests == 2
             assert np.linalg.norm(after - made) < error * np.linalg.norm(made - before)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_owners_that_cannot_be_dialled_take_everybody_in(data: Path, tmp_path: Path, codec: str) -> None:
+    """Two peers at home own a column each: the guest at the other home is in it, since the public one reduces it."""
+
+    async def homes(swarm: TrainingSwarm) -> None:
+        swarm.network.hide("peer-a", "peer-b")
+        await swarm.start_organiser()
+        hidden = Intent(joining=True, max_columns=1, link_class=LINK_PRIVATE)
+        public = Intent(joining=True, max_columns=1)
+        intents = dict(zip(NAMES, (hidden, hidden, public)))
+        await asyncio.gather(*(swarm.add(name, intent=intent) for name, intent in intents.items()))
+
+    seen, swarm = play(config_of(data, f"sync.expert_codec={codec}"), tmp_path, 5, begin=homes)
+    whole = [round for round, manifest in seen.manifests.items() if round > 1 and len(manifest.roster) == 3]
+    assert len(whole) >= 3
+    for round in whole:
+        manifest = seen.manifests[round]
+        for column in range(3):
+            made, guests = expected_column(seen, manifest, column)
+            before, after = (seen.blocks[at][1 + column] for at in (round - 1, round))
+            assert guests == 2
+            error = 0.05 if codec == "int8" else 1e-5
+            assert np.linalg.norm(after - made) < error * np.linalg.norm(made - before)
+    events = [event for peer in swarm.peers.values() for event in peer.applied_events]
+    assert {event.guests for event in events if event.commit.manifest.round in whole} == {NAMES}
 
 
 def test_bases_follow_what_was_handed_out_and_coordinates_begin_anew(data: Path, tmp_path: Path) -> None:
