@@ -316,6 +316,11 @@ class SyncConfig(Section):
     )
     outer_lr: float = agreed("Its learning rate (only with nesterov).", 0.7, gt=0, le=10)
     outer_momentum: float = agreed("Its momentum (only with nesterov).", 0.9, ge=0, lt=1)
+    outer_steps: Natural = agreed(
+        "Inner steps between two of its steps that rate and momentum are meant for: where there are fewer or more, "
+        "both follow, so that as much adds up in as many inner steps; 0: both stay as they are (only with nesterov).",
+        0,
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -63,8 +63,9 @@ class RunRules:
     """Each column is handed out in every so many rounds."""
     fragments: int = 1
     """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
-    outer: tuple[float, float] | None = None
-    """(learning rate, momentum) of the outer optimizer, by which everybody makes a state of what is handed out."""
+    outer: tuple[float, float, int] | None = None
+    """(learning rate, momentum, inner steps that they are meant for or 0) of the outer optimizer, by which everybody
+    makes a state of what is handed out."""
     has_guests: bool = False
     """Peers bring what they trained in columns of others, too."""
     faults: Faults = Faults.CRASH

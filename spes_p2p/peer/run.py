@@ -44,7 +44,7 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.genesis import RunInfo
-from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
@@ -170,8 +170,10 @@ def _train(
     saver = Saver(checkpoints, info, learning, connection.disk.chain.commit_of, bus.emit)
     dump = None
     if options.dump_rounds is not None:
-        outer = outer_optimizer(connection.driver.core.state.rules)
-        dump = RoundDump(options.dump_rounds, connection.layout, me, config.sync.merge_top_k, outer)
+        rules = connection.driver.core.state.rules
+        dump = RoundDump(
+            options.dump_rounds, connection.layout, me, config.sync.merge_top_k, lambda tip: outer_steps(rules, tip)
+        )
     loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.rounds, pause))
     restored = _restore(resumed, tip, learning)
     carried = None

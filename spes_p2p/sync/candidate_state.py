@@ -19,7 +19,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
-from spes_p2p.sync.outer import Nesterov
+from spes_p2p.sync.outer import OuterSteps
 
 NamedTile = tuple[int, TileData, Hash]
 """(tile id, its values or bytes, its hash)"""
@@ -37,9 +37,8 @@ class CandidateState:
         layout: Layout,
         merge_top_k: int,
         is_bound: Callable[[Hash], bool],
-        outer: Nesterov | None = None,
     ) -> None:
-        self._outer = outer
+        self._outer: OuterSteps | None = None
         self._store = store
         self._layout = layout
         self._merge_top_k = merge_top_k
@@ -49,8 +48,12 @@ class CandidateState:
         self._kept: Staging | None = None
         self._has_state = False
 
-    def enter(self, tip_round: int) -> None:
-        """Moves on to a newly committed state. Older stagings are left to the store to remove."""
+    def enter(self, tip_round: int, outer: OuterSteps | None = None) -> None:
+        """Moves on to a newly committed state. Older stagings are left to the store to remove.
+
+        `outer`: what the next round makes of what it hands out.
+        """
+        self._outer = outer
         self._tip, self._work, self._kept, self._has_state = tip_round, None, None, False
 
     def recover(self) -> None:

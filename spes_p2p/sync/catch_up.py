@@ -30,7 +30,7 @@ from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.merge import merge_columns
-from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.outer import outer_steps
 from spes_p2p.wire import pack, unpack
 
 T = TypeVar("T")
@@ -90,7 +90,6 @@ class CatchUp:
         self._under_way: tuple[Hash, int, Staging] | None = None
         self._replaying: Staging | None = None
         self._replayed: Staging | None = None
-        self._outer = outer_optimizer(rules)
 
     async def headers(self, tip_round: int, holder: PeerId, round: int, at_any_price: bool = False) -> Commit:
         """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
@@ -310,10 +309,12 @@ class CatchUp:
     ) -> None:
         """One round: what it handed out, and its merge."""
         layout = self._store.layout
+        parent = self._chain.commit(step.round - 1).manifest
+        outer = outer_steps(self._rules, parent)
 
         def write(tiles: Iterable[tuple[int, bytes | memoryview, Hash]]) -> None:
             for tile in tiles:
-                stage_tile(staging, self._outer, *tile)
+                stage_tile(staging, outer, *tile)
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._in_thread(lambda: write(tiles))

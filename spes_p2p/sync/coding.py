@@ -15,7 +15,7 @@ from spes_p2p.ids import Hash
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.version import DTYPE
-from spes_p2p.sync.outer import Nesterov
+from spes_p2p.sync.outer import OuterSteps
 
 
 def encoded_change(codec: Codec, wanted: Values, before: Values, kept: Values | None) -> tuple[bytes, Values]:
@@ -37,21 +37,23 @@ def changed_values(codec: Codec, data: bytes | memoryview, before: Values) -> Va
 
 
 def stage_tile(
-    staging: Staging, outer: Nesterov | None, tile_id: int, data: TileData, tile_hash: Hash | None = None
+    staging: Staging, outer: OuterSteps | None, tile_id: int, data: TileData, tile_hash: Hash | None = None
 ) -> Hash:
     """Stages what a round handed out of a tile, with its new values and momentum where they are not just that.
 
-    `outer`: the run's outer optimizer. `tile_hash`: as for `Staging.write_tile`, whose result is given back.
+    `outer`: the round's steps of the outer optimizer. `tile_hash`: as for `Staging.write_tile`, whose result is given
+    back.
     """
     layout = staging.layout
-    codec = layout.codec_of(layout.tiles[tile_id].block)
+    block = layout.tiles[tile_id].block
+    codec = layout.codec_of(block)
     if codec == "fp32" and outer is None:
         return staging.write_tile(tile_id, data, tile_hash)
     before = np.frombuffer(staging.areas.parent_tile(tile_id), DTYPE)
     values, momentum = _values_of(tile_id, codec, data, before), None
     if outer is not None:
         velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
-        values, momentum = outer.step(values, before, velocity)
+        values, momentum = outer.of(block).step(values, before, velocity)
     return staging.write_tile(tile_id, data, tile_hash, values, momentum)
 
 

@@ -18,6 +18,7 @@ from spes_p2p.state.store import Version
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
 from spes_p2p.sync.keeping_up import KeepingUp
+from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.surroundings import Disk, Hooks
 from spes_p2p.sync.tasks import Tasks
@@ -212,7 +213,7 @@ class DiskHistory:
 
     def entering(self, commit: Commit, first: Manifest | None, fork: ForkPoint | None) -> Callable[[], Awaitable[None]]:
         event = self._log.applied(commit, first, fork)
-        self._candidate.enter(commit.manifest.round)
+        self._candidate.enter(commit.manifest.round, outer_steps(self._core.state.rules, commit.manifest))
         in_use = self._states.in_use()  # before the trainer goes on
         self._log.begin()
 

@@ -31,7 +31,7 @@ from spes_p2p.sync.fetchers import Fetchers
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.outbox import Outbox
-from spes_p2p.sync.outer import outer_optimizer
+from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.round_log import RoundLog
@@ -63,10 +63,8 @@ class Driver:
             lambda answer: self.answers.hear(answer), hooks.notice,
         )  # fmt: skip
         self._fetchers = Fetchers(core, transport, layout, clock, self._tell)
-        self._candidate = CandidateState(
-            disk.store, layout, run.config.sync.merge_top_k, self._dispatcher.is_bound, outer_optimizer(rules)
-        )
-        self._candidate.enter(core.tip.round)
+        self._candidate = CandidateState(disk.store, layout, run.config.sync.merge_top_k, self._dispatcher.is_bound)
+        self._candidate.enter(core.tip.round, outer_steps(rules, core.tip))
         self._retention = Retention(disk.store, clock.now)
         self._states = CommittedStates(core, disk, self._retention, hooks, self._tasks)
         outgoing = Outgoing(layout, disk.inputs, disk.residuals, self._states.committed)

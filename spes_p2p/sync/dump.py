@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,21 @@ from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import BlockSource, Layout
-from spes_p2p.sync.outer import Nesterov
+from spes_p2p.sync.outer import OuterSteps
 
 
 class RoundDump:
     """Dumps of one peer under `directory`. Raises StorageFull."""
 
     def __init__(
-        self, directory: Path, layout: Layout, peer: PeerId, merge_top_k: int, outer: Nesterov | None = None
+        self,
+        directory: Path,
+        layout: Layout,
+        peer: PeerId,
+        merge_top_k: int,
+        outer: Callable[[Manifest], OuterSteps | None] = lambda parent: None,
     ) -> None:
+        """`outer`: the steps of the outer optimizer on top of a manifest."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._layout = layout
@@ -56,6 +62,7 @@ class RoundDump:
         }
 
     def _describe(self, manifest: Manifest, parent: Manifest) -> dict[str, Any]:
+        outer = self._outer(parent)
         return {
             "peer_id": self._peer,
             "round": manifest.round,
@@ -84,6 +91,6 @@ class RoundDump:
             "merge_top_k": self._merge_top_k,
             "codec": self._layout.codec_of(0),
             "expert_codec": self._layout.codec_of(1),
-            "outer": None if self._outer is None else dataclasses.asdict(self._outer),
+            "outer": None if outer is None else dataclasses.asdict(outer),
             "model_hash": manifest.state_root.hex(),
         }

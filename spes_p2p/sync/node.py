@@ -124,7 +124,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         exchange=sync.enabled,
         expert_rounds=sync.column_rounds,
         fragments=sync.fragments,
-        outer=(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
+        outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
         has_guests=config.model.guest_rank > 0,
         faults=Faults(config.swarm.faults),
         organiser=info.organiser,

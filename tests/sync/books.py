@@ -17,7 +17,7 @@ from spes_p2p.state.layout import Values
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import HandedIn
 from tests import lossy_oracle, oracle
-from tests.sync.swarm_cases import Blocks, Recorder, commits
+from tests.sync.swarm_cases import Blocks, Recorder, commits, outer_of
 
 
 class Books:
@@ -54,7 +54,7 @@ class Books:
             for peer, blocks in values.items()
             for block, value in blocks.items()
         }
-        expected = self._stepped(child, before, self.ledger.round(parent, child, before, values))
+        expected = self._stepped(parent, child, before, self.ledger.round(parent, child, before, values))
         self.lives = lives
         self._forget_the_dead(child)
         if child.merge is None:
@@ -66,15 +66,19 @@ class Books:
         made, found = (self.recorder.tensors(source, range(len(expected))) for source in sources)
         oracle.check_equal(found, oracle.merged(made, child.merge.alpha, self.swarm.config.sync.merge_top_k))
 
-    def _stepped(self, child: Manifest, before: Mapping[int, Values], means: list[Values]) -> list[Values]:
+    def _stepped(
+        self, parent: Manifest, child: Manifest, before: Mapping[int, Values], means: list[Values]
+    ) -> list[Values]:
         """The state before the merge, from what the slices give: the outer step, where the run has one."""
-        sync, blocks = self.swarm.config.sync, len(means)
-        if sync.outer == "none":
+        blocks = len(means)
+        if self.swarm.config.sync.outer == "none":
             return means
+        outer = outer_of(self.swarm.config, parent)
         after = means + [np.array(before[blocks + block]) for block in range(blocks)]
         for block in {piece.block for piece in child.slices}:
+            own = outer["columns" if block else "shared"]
             after[block], after[blocks + block] = lossy_oracle.nesterov(
-                means[block], before[block], before[blocks + block], sync.outer_lr, sync.outer_momentum
+                means[block], before[block], before[blocks + block], own.lr, own.momentum
             )
         return after
 

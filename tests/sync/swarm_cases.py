@@ -192,7 +192,7 @@ class Recorder:
         alpha = oracle.alpha_of(parent.step, child.step, sync.merge_interval, sync.merge_alpha, sync.merge_decay_steps)
         expected = oracle.round_result(
             peers, slices, self.states[parent.round], alpha, sync.merge_top_k, sync.tile_values,
-            oracle.Outer(sync.outer_lr, sync.outer_momentum) if sync.outer == "nesterov" else None,
+            outer_of(self.swarm.config, parent) if sync.outer == "nesterov" else None,
         )  # fmt: skip
         where = f"round {child.round}"
         oracle.check_equal(self.states[child.round], expected, where)
@@ -204,6 +204,16 @@ class Recorder:
 
     def _before(self, handed: HandedIn) -> dict[str, Values]:
         return self.tensors(Blocks(handed.values), handed.values)
+
+
+def outer_of(config: Config, parent: Manifest) -> dict[str, oracle.Outer]:
+    """The outer steps of the round on top of `parent`, by the oracle."""
+    sync = config.sync
+    turns = {"shared": sync.fragments, "columns": sync.column_rounds}
+    return {
+        which: oracle.outer_of(sync.outer_lr, sync.outer_momentum, parent.steps_per_round * rounds, sync.outer_steps)
+        for which, rounds in turns.items()
+    }
 
 
 class Blocks:

@@ -181,9 +181,12 @@ def test_a_link_that_can_never_follow_is_refused_in_one_sentence(folder: Path) -
     assert 3 < float(needed) / float(rate) < 5
 
 
-@pytest.mark.parametrize("outer", ["none", "nesterov"])
+@pytest.mark.parametrize(
+    "outer",
+    [("none",), ("nesterov",), ("nesterov", "sync.outer_steps=3", "sync.steps_per_round=[[14,3],[18,1],[0,2]]")],
+)
 def test_what_rounds_with_a_merge_hand_out_gives_their_states(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, outer: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, outer: tuple[str, ...]
 ) -> None:
     """A peer that was away goes through the rounds since, and stands on the very state."""
     replayed = note_replays(monkeypatch)
@@ -204,7 +207,8 @@ def test_what_rounds_with_a_merge_hand_out_gives_their_states(
         check_agreement(swarm)
 
     merging = ("sync.merge_interval=10", "sync.merge_alpha=0.05")
-    in_swarm(folder, play, small_config("sync.codec=int4", f"sync.outer={outer}", *merging, peers=4))
+    kind, *more = outer
+    in_swarm(folder, play, small_config("sync.codec=int4", f"sync.outer={kind}", *more, *merging, peers=4))
 
 
 def keep_all(swarm: MemorySwarm) -> None:
