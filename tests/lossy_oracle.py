@@ -56,11 +56,25 @@ def largest_only(values: Values) -> Values:
     return sent
 
 
+def in_two_bits(values: Values) -> Values:
+    kept = -(-len(values) * 64 // 4096)
+    places = np.argsort(-np.abs(values), kind="stable")[:kept]
+    sizes = np.abs(values[places]).astype(np.float64)
+    is_high = sizes >= sizes.mean()
+    sent = np.zeros_like(values)
+    for chosen in (is_high, ~is_high):
+        if chosen.any():
+            scale = bf16(np.array([sizes[chosen].mean()], np.float32))[0]
+            sent[places[chosen]] = np.copysign(scale, values[places[chosen]])
+    return sent
+
+
 THROUGH: dict[str, Callable[[Values], Values]] = {
     "bf16": bf16,
     "int8": lambda values: in_blocks(values, 128, lambda block: rounded(block, 127)),
     "int4": lambda values: in_blocks(values, 32, lambda block: rounded(block, 7)),
     "topk": lambda values: in_blocks(values, 4096, largest_only),
+    "topk2": lambda values: in_blocks(values, 4096, in_two_bits),
 }
 """What arrives of a change."""
 
@@ -81,6 +95,7 @@ class Ledger:
     codecs: Sequence[str]
     sent: dict[Key, Values] = field(default_factory=dict)
     handed: dict[Key, Values] = field(default_factory=dict)
+    decay: float = 1.0
 
     def round(self, parent: Any, child: Any, before: Mapping[int, Values], brought: Mapping[Any, Any]) -> list[Values]:
         """The blocks after manifest `child`, before its merge, from the blocks `before`.
@@ -134,7 +149,7 @@ class Ledger:
         values = np.array(brought[peer][block][start:stop])
         if self.codecs[block] == "fp32":
             return values
-        kept = self.sent.pop((peer, tile_id), np.zeros_like(values))
+        kept = self.sent.pop((peer, tile_id), np.zeros_like(values)) * np.float32(self.decay)
         if peer == piece.reducer:
             return values + kept
         change = (values - before) + kept

@@ -30,7 +30,7 @@ def test_a_message_is_read_back(name: str) -> None:
     assert unpack(type(value), bytes.fromhex(VECTORS["messages"][name]["packed"])) == value
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk", "topk2"])
 def test_what_arrives_is_what_the_independent_codecs_say(codec: str) -> None:
     values, vector = MAKER["change"](), VECTORS["codecs"][codec]
     arrived = decode(codec, bytes.fromhex(vector["data"]), len(values))  # type: ignore[arg-type]

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
+Codec = Literal["fp32", "bf16", "int8", "int4", "topk", "topk2"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 DenseCodec = Literal["fp32", "bf16", "int8", "int4"]
 """Those that leave no value out: for what is sent once, so that nothing can follow later."""
 
 SCALE_BYTES = 2
-"""One bf16 number a block."""
-BLOCK_VALUES: dict[Codec, int] = {"int8": 128, "int4": 32, "topk": 4096}
+"""One bf16 number a block, two with `topk2`."""
+BLOCK_VALUES: dict[Codec, int] = {"int8": 128, "int4": 32, "topk": 4096, "topk2": 4096}
 """Values that share a scale."""
 TOPK_KEPT = 128
 """Entries of a whole block that `topk` sends."""
+TOPK2_KEPT = 64
+"""The same for `topk2`."""
 ENTRY_BYTES = 2
-"""Of one such entry: 12 bits where it lies in its block, 4 bits what it is."""
+"""Of one entry of `topk`: 12 bits where it lies in its block, 4 bits what it is."""
+ENTRY_BITS = 14
+"""Of one of `topk2`: 12 bits where, 2 bits what."""
 
 
 def encoded_bytes(codec: Codec, values: int) -> int:
@@ -33,8 +37,10 @@ def encoded_bytes(codec: Codec, values: int) -> int:
         return scales + values
     if codec == "int4":
         return scales + -(-values // 2)
-    whole, rest = divmod(values, BLOCK_VALUES["topk"])
-    return scales + ENTRY_BYTES * (whole * TOPK_KEPT + kept_of(rest))
+    whole, rest = divmod(values, BLOCK_VALUES[codec])
+    if codec == "topk":
+        return scales + ENTRY_BYTES * (whole * TOPK_KEPT + kept_of(rest))
+    return 2 * scales + whole * packed_bytes(TOPK2_KEPT) + packed_bytes(kept_of(rest, TOPK2_KEPT))
 
 
 def bytes_a_value(codec: Codec) -> float:
@@ -47,6 +53,11 @@ def num_blocks(codec: Codec, values: int) -> int:
     return -(-values // BLOCK_VALUES[codec])
 
 
-def kept_of(values: int) -> int:
-    """Entries that `topk` sends of a block of so many values, rounded up."""
-    return -(-values * TOPK_KEPT // BLOCK_VALUES["topk"])
+def kept_of(values: int, of_whole: int = TOPK_KEPT) -> int:
+    """Entries that are sent of a block of so many values, rounded up, if `of_whole` are of a whole one."""
+    return -(-values * of_whole // BLOCK_VALUES["topk"])
+
+
+def packed_bytes(entries: int) -> int:
+    """Of the entries of one block of `topk2`."""
+    return -(-entries * ENTRY_BITS // 8)

@@ -277,10 +277,16 @@ class SyncConfig(Section):
     steps_per_round: Positive | Schedule = agreed("H, or a schedule [[until step, H], ..., [0, H]]; 0 is for ever.")
     codec: Codec = agreed(
         "How values travel: fp32 as they are; the others send what changed, rounded to bf16, to 8 or 4 bits in small "
-        "blocks, or the largest 3% of it (topk), and send later what that leaves out.",
+        "blocks, or the largest 3% of it (topk; topk2: 1.6%, in 2 bits), and send later what that leaves out.",
         "fp32",
     )
     expert_codec: Codec = agreed("The same for expert columns (default: codec).")
+    residual_decay: float = agreed(
+        "By how much of it is what a contribution left out sent with the next one; SparseLoCo takes 0.95.",
+        1.0,
+        ge=0,
+        le=1,
+    )
     guest_codec: DenseCodec = agreed(
         "The same for what guests trained (only with model.guest_rank). It is sent once: what rounding loses is lost.",
         "bf16",

@@ -67,7 +67,8 @@ class Driver:
         self._candidate.enter(core.tip.round, outer_steps(rules, core.tip))
         self._retention = Retention(disk.store, clock.now)
         self._states = CommittedStates(core, disk, self._retention, hooks, self._tasks)
-        outgoing = Outgoing(layout, disk.inputs, disk.residuals, self._states.committed)
+        decay = run.config.sync.residual_decay
+        outgoing = Outgoing(layout, disk.inputs, disk.residuals, self._states.committed, decay)
         self._work = TensorWork(
             core.me,
             RoundDisk(layout, rules, outgoing, disk.residuals, self._candidate, self._states.tip, disk.bases),

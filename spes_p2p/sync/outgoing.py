@@ -32,11 +32,14 @@ class Outgoing:
         inputs: Inputs,
         residuals: Residuals,
         committed: Callable[[Hash], Version | None],
+        residual_decay: float = 1.0,
     ) -> None:
+        """`residual_decay`: how much of what a contribution left out is sent with the next one."""
         self._layout = layout
         self._inputs = inputs
         self._residuals = residuals
         self._committed = committed
+        self._decay = np.float32(residual_decay)
 
     def own(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Own values of consecutive tiles of a block for a slice that this peer reduces itself; None without any."""
@@ -45,7 +48,7 @@ class Outgoing:
             return values
         whole = np.array(values)
         for tile, part in self._parts(first_tile, count):
-            kept = self._residuals.unsent(tile.id)
+            kept = self._unsent(tile.id)
             if kept is not None:
                 np.add(whole[part], kept, out=whole[part])
         return whole
@@ -67,10 +70,14 @@ class Outgoing:
                 before = committed.sound_values(tile.id)
             except TileDamaged:  # what is made of it would be another change than what was trained
                 return None
-            data, left = encoded_change(codec, values[part], before, self._residuals.unsent(tile.id))
+            data, left = encoded_change(codec, values[part], before, self._unsent(tile.id))
             self._residuals.stage(parent, "sent", tile.id, left)
             sent.append(data)
         return b"".join(sent)
+
+    def _unsent(self, tile_id: int) -> Values | None:
+        kept = self._residuals.unsent(tile_id)
+        return kept if kept is None or self._decay == 1 else kept * self._decay
 
     def coordinates(self, parent: Hash, first_tile: int, count: int) -> bytes | None:
         """What was trained as a guest in consecutive tiles of a column of others, as it travels."""

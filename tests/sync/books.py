@@ -27,7 +27,8 @@ class Books:
         self.swarm, self.recorder, self.kept = swarm, Recorder(swarm), kept
         layout = swarm.layout
         tiles = [(tile.block, tile.start, tile.stop) for tile in layout.tiles[: layout.num_model_tiles]]
-        self.ledger = lossy_oracle.Ledger(tiles, [layout.codec_of(block.index) for block in layout.model_blocks])
+        codecs = [layout.codec_of(block.index) for block in layout.model_blocks]
+        self.ledger = lossy_oracle.Ledger(tiles, codecs, decay=swarm.config.sync.residual_decay)
         self.merges = 0
         self.trained: dict[tuple[PeerId, int], Values] = {}
         """By how much a peer has trained what had no turn in this round; zeros elsewhere."""

@@ -22,6 +22,7 @@ CODECS = (
     ("sync.codec=int8",),
     ("sync.codec=int4",),
     ("sync.codec=topk",),
+    ("sync.codec=topk2", "sync.residual_decay=0.75"),
     ("sync.codec=int8", "sync.expert_codec=int4"),
     ("sync.codec=fp32", "sync.expert_codec=int8"),
 )
