@@ -4,7 +4,7 @@
     python scripts/make_wire_vectors.py
 
 Each message is filled by a rule (`Example`), so the file changes only where the wire format does; the tests compare it
-with what the code makes. A change of it needs another WIRE_VERSION (`consensus/messages.py`) once a release is out.
+with what the code makes. A change of it needs another WIRE_VERSION (`consensus/manifest.py`) once a release is out.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import numpy as np
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
+from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest
 from spes_p2p.consensus.messages import (
-    WIRE_VERSION,
     Choice,
     Commit,
     Content,
     DegradedProposal,
     DegradedVote,
     Envelope,
-    Manifest,
     Plan,
     Precommit,
     Prevote,

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.consensus.messages import Commit, Content, Contribution, Envelope, Plan, Signed, Slice
+from spes_p2p.consensus.manifest import Contribution, Slice
+from spes_p2p.consensus.messages import (
+    Commit,
+    Content,
+    Envelope,
+    Plan,
+    Report,
+    Signed,
+    joined_hashes,
+)
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 
@@ -63,13 +72,27 @@ class Fetch:
 class Build:
     """Compute the new state from the staged slices, then `StateBuilt` with its roots and the merge.
 
-    The merge, if `alpha` is not 0, is the builder's to choose: neighbours by cosine similarity.
+    `roster` is what counts, `reports` promise the slices in their order. The merge, if `alpha` is not 0, is the
+    builder's to choose: neighbours by cosine similarity.
     """
 
     roster: tuple[Contribution, ...]
-    slices: tuple[Slice, ...]
-    hashes: tuple[bytes, ...]
+    reports: tuple[Signed[Report], ...]
     alpha: float
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        return tuple(signed.value.piece for signed in self.reports)
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """Of each slice the hashes of its tiles, joined."""
+        return joined_hashes(self.reports)
+
+    def makes_the_same(self, other: Build | None) -> bool:
+        """Whether the other asks for the same state, whoever signed for its slices."""
+        mine = (self.roster, self.slices, self.hashes, self.alpha)
+        return other is not None and mine == (other.roster, other.slices, other.hashes, other.alpha)
 
 
 @dataclass(frozen=True)

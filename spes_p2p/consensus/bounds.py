@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spes_p2p.consensus.messages import Work
+from spes_p2p.consensus.membership import LINK_CLASSES
+from spes_p2p.consensus.messages import Intent, Work
 
 MAX_COUNT = 2**53
 """Of tokens, steps or sequences that a status tells of."""
@@ -21,6 +22,15 @@ def is_sane_work(work: Work) -> bool:
         0 <= min(counts) <= max(counts) < MAX_COUNT
         and 0 <= work.seconds <= MAX_TRAINED_SECONDS  # false for NaN
         and 0 <= work.ready_in_seconds <= MAX_STEP_SECONDS
+    )
+
+
+def is_sane_intent(intent: Intent, columns: int) -> bool:
+    """Whether it claims no more than there is, and says nothing that cannot be."""
+    return (
+        max(len(intent.claims), len(intent.releases)) <= columns
+        and intent.link_class in LINK_CLASSES
+        and 0 <= intent.uplink_bytes_per_second <= MAX_UPLINK
     )
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import (
     DEGRADED,
     QUORUM,
     Certificate,
     DegradedVote,
-    Manifest,
     Precommit,
-    manifest_hash,
     signing_bytes,
 )
 from spes_p2p.consensus.rules import NOBODY

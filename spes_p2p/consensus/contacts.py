@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import (
-    Manifest,
     Status,
-    manifest_hash,
 )
 from spes_p2p.consensus.state import (
     MAX_NEWCOMERS,

@@ -10,6 +10,7 @@ from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, has_quorum
 from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -17,7 +18,6 @@ from spes_p2p.consensus.messages import (
     DegradedProposal,
     DegradedVote,
     Signed,
-    manifest_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import (

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.actions import Build
-from spes_p2p.consensus.messages import Commit, Envelope, Intent, Merge, Report, Work
+from spes_p2p.consensus.manifest import Merge
+from spes_p2p.consensus.messages import (
+    Commit,
+    Envelope,
+    Intent,
+    Report,
+    Work,
+)
 from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId

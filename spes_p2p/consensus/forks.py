@@ -11,7 +11,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from spes_p2p.consensus.messages import QUORUM, Commit, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    QUORUM,
+    Commit,
+)
 from spes_p2p.ids import NO_HASH, Hash, short
 
 Line = tuple[Commit, ...]

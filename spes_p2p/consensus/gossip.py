@@ -71,8 +71,7 @@ class Gossip:
         speak = beat or loud != self._own.last_broadcast
         if speak:
             self._own.last_broadcast = loud
-            self._own.sequence += 1
-            self._own.status = self._state.identity.sealer.seal(self._members.own_status())
+            self._members.speak()
         audience = (
             self._audience(now)
             if speak or self._own.has_news
@@ -116,11 +115,12 @@ class Gossip:
         if theirs.head != current.tip_hash or self._looks_on(theirs):
             return Envelope(self._me, statuses, answers=answers)
         relay = beat_at is not None
-        degraded = current.own_degraded
+        plan, degraded = self._plan_for(theirs, sent, relay), current.own_degraded
         return Envelope(
             self._me,
             statuses,
-            plan=self._plan_for(theirs, sent, relay),
+            plan=plan,
+            ready=tuple(current.ready[entry] for entry in plan.value.roster) if plan else (),
             reports=self._reports_for(theirs, sent, relay) if current.plan is not None else (),
             votes=self._votes_for(theirs, sent, relay),
             contents=self._contents_for(theirs, sent),

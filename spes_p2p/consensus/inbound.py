@@ -6,11 +6,13 @@ is bound to, the oldest goes first, and comes again where its author still stand
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     Commit,
     Content,
@@ -20,7 +22,6 @@ from spes_p2p.consensus.messages import (
     Plan,
     Report,
     Signed,
-    manifest_hash,
     plan_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
@@ -36,10 +37,11 @@ from spes_p2p.consensus.state import (
     MOST_VOTES,
     State,
 )
+from spes_p2p.consensus.statements import check_content
 from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import NO_HASH, PeerId, sha256
+from spes_p2p.ids import NO_HASH, PeerId
 
 MAX_REASON = 200
 """Characters of the reason for which somebody was left out of a slice."""
@@ -79,6 +81,8 @@ class Inbound:
         own = self._state.own
         if envelope.answers == own.life and self._state.liveness.asking_since is not None:
             self._state.liveness.answered.add(envelope.sender)
+        for ready in envelope.ready:
+            self._round_plan.hear_ready(ready)
         if envelope.plan is not None:
             new |= self._hear_plan(envelope.plan, now)
         for report in envelope.reports:
@@ -111,12 +115,15 @@ class Inbound:
             mine = current.plan.value
             if (mine.ballot, plan_hash(mine)) >= (plan.ballot, plan_hash(plan)):
                 return False
-        current.plans_of[plan.leader] = current.plans_of.get(plan.leader, 0) + 1
         try:
             check_plan(self._rules, current.tip, plan)
         except RemoteProtocolError as error:
+            current.plans_of[plan.leader] = current.plans_of.get(plan.leader, 0) + 1
             self._state.notify("refused", str(error), plan.leader)
             return True
+        if not current.ready.keys() >= set(plan.roster):
+            return False  # it comes again, with what its roster follows from
+        current.plans_of[plan.leader] = current.plans_of.get(plan.leader, 0) + 1
         self._round_plan.take(signed, now)
         return True
 
@@ -132,10 +139,14 @@ class Inbound:
         if current.plan is None or report.plan != plan_hash(current.plan.value) or signed.author != report.reducer:
             return False
         plan = current.plan.value
+        if report.parent != plan.parent:
+            return False
         if not 0 <= report.index < len(plan.slices) or report.reducer == self._me:  # ours: of a life before a restart
             return False
         piece = plan.slices[report.index]
-        fits = report.reducer in reducer_order(piece) and set(report.contributors) <= set(piece.contributors)
+        used = tuple(peer for peer in piece.contributors if peer in report.contributors)
+        fits = report.reducer in reducer_order(piece)
+        fits &= report.piece == replace(piece, reducer=report.reducer, contributors=used)
         if not fits or len(report.wire_hashes) != (piece.tiles if report.contributors else 0):
             return False
         if any(len(tile_hash) != len(NO_HASH) for tile_hash in report.wire_hashes):
@@ -194,10 +205,6 @@ class Inbound:
         current, name = self._state.round, manifest_hash(content.manifest)
         if name not in self._proposals.lacks():
             return False
-        hashes, slices = content.wire_hashes, content.manifest.slices
-        is_whole = len(hashes) == len(slices) and sha256(*hashes) == content.manifest.wire_root
-        if not is_whole or any(len(h) != len(NO_HASH) * piece.tiles for h, piece in zip(hashes, slices, strict=True)):
-            return False  # the manifest names other hashes: somebody else has the right ones
         try:
             check_child(self._rules, current.tip, content.manifest)
             check_newcomers(current.tip, content.manifest)
@@ -205,10 +212,19 @@ class Inbound:
             current.refused.add(name)
             self._state.notify("refused", str(error), sender)
             return True
+        try:
+            self.check_content(content)
+        except RemoteProtocolError as error:  # its hash does not say what it follows from: another may bring it whole
+            self._state.notify("refused", str(error), sender)
+            return False
         self._proposals.take(content)
         current.failed.clear()
         self._state.note_progress(now)
         return True
+
+    def check_content(self, content: Content) -> None:
+        """Raises RemoteProtocolError where a manifest is not what its statements make of our tip."""
+        check_content(self._rules, self._state.tip, content)
 
     def _hear_degraded_vote(self, signed: Signed[DegradedVote]) -> bool:
         vote, current = signed.value, self._state.round

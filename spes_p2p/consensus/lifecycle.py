@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Electorate
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import (
     electors,
     leader_order,
@@ -14,10 +15,9 @@ from spes_p2p.consensus.membership import (
 from spes_p2p.consensus.messages import (
     DEGRADED,
     Intent,
-    Manifest,
     Work,
-    manifest_hash,
 )
+from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
     MAX_SEEDS,
@@ -25,6 +25,7 @@ from spes_p2p.consensus.state import (
     RoundState,
     State,
 )
+from spes_p2p.consensus.statements import ready_of
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_record import VoteRecord
@@ -35,7 +36,9 @@ from spes_p2p.ids import Hash, PeerId
 class Lifecycle:
     """Begins rounds, and puts back what was lost."""
 
-    def __init__(self, state: State, contacts: Contacts, staging: Staging, voting: Voting) -> None:
+    def __init__(
+        self, state: State, contacts: Contacts, round_plan: RoundPlan, staging: Staging, voting: Voting
+    ) -> None:
         self._state = state
         self._liveness = state.liveness
         self._others = state.others
@@ -44,6 +47,7 @@ class Lifecycle:
         self._rules = state.rules
         self._me = state.me
         self._contacts = contacts
+        self._round_plan = round_plan
         self._staging = staging
         self._voting = voting
 
@@ -61,6 +65,9 @@ class Lifecycle:
         named = {member.peer for member in tip.members}
         for peer in [p for p in self._others.contacts if p not in named and not self._contacts.alive(p, now)]:
             del self._others.contacts[peer]
+        for contact in self._others.contacts.values():
+            if (ready := ready_of(contact.signed)) is not None:
+                self._round_plan.hear_ready(ready)
 
     def resume(self, record: VoteRecord) -> None:
         """Back with what is on disk: we hold to every vote in it."""

@@ -22,14 +22,16 @@ from spes_p2p.consensus.forks import Line, Way
 from spes_p2p.consensus.intake import take
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
-from spes_p2p.consensus.messages import (
-    Commit,
+from spes_p2p.consensus.manifest import (
     Contribution,
-    Intent,
     Manifest,
     Slice,
-    Status,
     manifest_hash,
+)
+from spes_p2p.consensus.messages import (
+    Commit,
+    Intent,
+    Status,
 )
 from spes_p2p.consensus.parts import Cast, Parts
 from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State
@@ -213,7 +215,7 @@ class Consensus:
 
     def wants_built(self, build: Build) -> bool:
         """Whether the state that we were asked to build is still to be proposed."""
-        return self.state.round.building == build
+        return build.makes_the_same(self.state.round.building)
 
     def wants_verified(self, manifest: Hash) -> bool:
         """Whether the state that we were asked to verify is still waited for; `manifest` is a hash."""

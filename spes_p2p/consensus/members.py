@@ -1,21 +1,16 @@
-"""What this peer says of itself, which members it can count on now, and who would be a member next."""
+"""What this peer says of itself, and which members it can count on now."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.membership import (
-    Member,
-    next_members,
-    rank,
-    trainers,
-)
+from spes_p2p.consensus.membership import trainers
 from spes_p2p.consensus.messages import (
-    MAX_MEMBERS,
     Intent,
+    Ready,
+    Signed,
     Status,
     plan_hash,
 )
@@ -24,7 +19,6 @@ from spes_p2p.consensus.state import (
     State,
 )
 from spes_p2p.ids import NO_HASH, PeerId
-from spes_p2p.ownership.assign import OwnershipRequest
 
 
 class Members:
@@ -63,7 +57,21 @@ class Members:
             unheard=self._contacts.unheard(),
             moved=current.moved,
             life=self._own.life,
+            ready_signature=own.signature if (own := self.own_ready()) else b"",
         )
+
+    def own_ready(self) -> Signed[Ready] | None:
+        """What we have trained, signed once; None while we train on, or where it is nothing."""
+        current, work = self._state.round, self._state.round.work
+        if not work.ready or min(work.tokens, work.steps) <= 0:
+            return None
+        ready = Ready(
+            self._rules.fingerprint, current.tip_hash, self._me, self._own.incarnation,
+            work.tokens, work.steps, work.sequences,
+        )  # fmt: skip
+        if current.own_ready is None or current.own_ready.value != ready:
+            current.own_ready = self._state.identity.sealer.seal(ready)
+        return current.own_ready
 
     def told_intent(self) -> Intent:
         told, measured = self._own.intent.uplink_bytes_per_second, self._own.uplink_bytes_per_second
@@ -105,43 +113,21 @@ class Members:
             0 <= status.round < self._state.tip.round and not self._contacts.is_forked(status)
         )
 
-    def next_members(
-        self, now: float, needed: Collection[PeerId] = ()
-    ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
-        """Who would be a member after this round, and what they want: everyone heard, newcomers, but no leavers.
+    def speak(self) -> None:
+        """Signs our status as it is now."""
+        self._own.sequence += 1
+        self._own.status = self._state.identity.sealer.seal(self.own_status())
 
-        Leavers that are `needed` count as heard.
-        """
-        heard: list[Member] = []
-        newcomers: list[Member] = []
-        leavers: set[PeerId] = set()
-        wishes: dict[PeerId, OwnershipRequest] = {}
-        known = {member.peer: member.incarnation for member in self._state.tip.members}
-        trains = {member.peer: member.trains for member in self._state.tip.members}
-        statuses = [self.own_status()] + [
-            c.status for p, c in self._others.contacts.items() if self._contacts.alive(p, now)
-        ]
-        for status in statuses:
-            intent, is_known = status.intent, known.get(status.peer) == status.incarnation
-            does_train = trains[status.peer] if is_known else not intent.serving
-            member = Member(status.peer, status.incarnation, False, intent.link_class, does_train)
-            if status.intent.leaving and status.peer not in needed:
-                leavers.add(status.peer)
-            elif is_known:
-                heard.append(member)
-            elif status.intent.joining and status.head == self._state.round.tip_hash:  # who has caught up
-                newcomers.append(member)
-            wishes[status.peer] = (
-                OwnershipRequest(intent.max_columns, intent.claims, intent.releases)
-                if does_train
-                else OwnershipRequest(0)
-            )
-        if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
-            heard = [m for m in self._state.tip.members if m.peer in leavers]
-            leavers = set()
-        newcomers.sort(
-            key=lambda member: rank(self._state.round.tip_hash, member.peer)
-        )  # a low peer id is no privilege
-        members = next_members(self._state.tip.members, heard, newcomers, leavers, MAX_MEMBERS)
-        named = {member.peer for member in members}
-        return members, {peer: wish for peer, wish in wishes.items() if peer in named}
+    def statuses(self, now: float) -> list[Signed[Status]]:
+        """The newest words of all who live, ours included: next members follow from them."""
+        if self._own.status is None or not self._still_holds(self._own.status.value):
+            self.speak()
+        assert self._own.status is not None
+        others = self._others.contacts.items()
+        return [self._own.status, *(contact.signed for peer, contact in others if self._contacts.alive(peer, now))]
+
+    def _still_holds(self, said: Status) -> bool:
+        """Whether we would say the same of what next members hang on."""
+        return (said.head, said.incarnation, said.intent) == (
+            self._state.tip_hash, self._own.incarnation, self.told_intent()
+        )  # fmt: skip

@@ -6,104 +6,17 @@ round and are forgotten with it. A message that must be trusted travels as `Sign
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
-from spes_p2p.consensus.membership import Member
-from spes_p2p.data.leases import Leases
-from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, content_hash
+from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.wire import pack
-
-WIRE_VERSION = 3
-MAX_MEMBERS = 1024
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One roster entry: the uncounted work that a peer brings into a round.
-
-    `tokens` is its weight, `steps` its inner steps, `sequences` how many leased sequences it used, from the front.
-    """
-
-    peer: PeerId
-    tokens: int
-    steps: int
-    sequences: int
-
-
-@dataclass(frozen=True)
-class Slice:
-    """At most `slice_tiles` whole tiles of one block that are reduced together by one peer.
-
-    `first_tile` counts through all tiles of the run. In a plan, `contributors` are those whose values should go in; in
-    a manifest, those whose values did.
-    """
-
-    block: int
-    first_tile: int
-    tiles: int
-    reducer: PeerId
-    contributors: tuple[PeerId, ...]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return (self.first_tile, self.tiles)
-
-    @property
-    def tile_ids(self) -> range:
-        return range(self.first_tile, self.first_tile + self.tiles)
-
-
-@dataclass(frozen=True)
-class Merge:
-    """The merge warm-up of a round: alpha (an fp32 value) and neighbours[layer][expert]."""
-
-    alpha: float
-    neighbours: tuple[tuple[tuple[int, ...], ...], ...]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
-
-    `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
-    `ownership`, `members`, `leases` and `steps_per_round` are for the next round.
-    """
-
-    wire_version: int
-    fingerprint: Hash
-    round: int
-    parent: Hash
-    step: int
-    tokens: int
-    roster: tuple[Contribution, ...]
-    slices: tuple[Slice, ...]
-    wire_root: Hash
-    state_root: Hash
-    merge: Merge | None
-    members: tuple[Member, ...]
-    ownership: Ownership
-    column_rounds: tuple[int, ...]
-    leases: Leases
-    steps_per_round: int
-
-
-def manifest_hash(manifest: Manifest) -> Hash:
-    """The name of a manifest: SHA-256 of its packed bytes."""
-    return _content_hash(manifest)
-
-
-def _content_hash(value: Any) -> Hash:
-    """SHA-256 of the packed value, kept with the (immutable) value."""
-    known: Hash | None = value.__dict__.get("_content_hash")
-    if known is None:
-        known = sha256(pack(value))
-        object.__setattr__(value, "_content_hash", known)
-    return known
 
 
 QUORUM = "quorum"
@@ -214,6 +127,19 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """A member has trained this on top of `parent`, and waits for it to be counted: what a roster follows from."""
+
+    fingerprint: Hash
+    parent: Hash
+    peer: PeerId
+    incarnation: int
+    tokens: int
+    steps: int
+    sequences: int
+
+
+@dataclass(frozen=True)
 class Intent:
     """What a peer wants: to take part, to leave, which columns; and what it can offer.
 
@@ -256,7 +182,8 @@ class Status:
     `plan`, `reports` (one byte a slice of the plan) and `proposal` (the newest ballot) say what it has, so that others
     send what it lacks; `lacks` names manifests whose content it needs; `staged` (one byte a slice) says which slices it
     can serve. `unheard` are electors that do not reach it. `moved` grows while bytes of this round move at it. `life`
-    tells one life of its process from another.
+    tells one life of its process from another. `ready_signature` is its signature under the `Ready` that the above
+    says, once its work is.
     """
 
     fingerprint: Hash
@@ -276,6 +203,7 @@ class Status:
     unheard: tuple[PeerId, ...] = ()
     moved: int = 0
     life: int = 0
+    ready_signature: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -292,33 +220,64 @@ class Plan:
 
 def plan_hash(plan: Plan) -> Hash:
     """The name of a plan: what streams of contributions are asked by."""
-    return _content_hash(plan)
+    return content_hash(plan)
 
 
 @dataclass(frozen=True)
 class Report:
     """A reducer's word that a slice is reduced: whose values went in and the hash of each tile that it now serves.
 
-    `guests` names those whose changes of the column went in, too. `left_out` names contributors that were
-    lost or refused, and guests that were refused, with the reason. Without contributors and hashes it is a void report:
-    this reducer has no values that are fit, the next in order tries.
+    `piece` is slice `index` of `plan` with its reducer and those whose values went in, `guests` names those whose
+    changes of the column went in, too. `left_out` names contributors that were lost or refused, and guests that were
+    refused, with the reason. Without contributors and hashes it is a void report: this reducer has no values that are
+    fit, the next in order tries.
     """
 
+    parent: Hash
     plan: Hash
     index: int
-    reducer: PeerId
-    contributors: tuple[PeerId, ...]
+    piece: Slice
     wire_hashes: tuple[Hash, ...]
     left_out: tuple[tuple[PeerId, str], ...] = ()
     guests: tuple[PeerId, ...] = ()
 
+    @property
+    def reducer(self) -> PeerId:
+        return self.piece.reducer
+
+    @property
+    def contributors(self) -> tuple[PeerId, ...]:
+        return self.piece.contributors
+
+
+def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:
+    """Of each reported slice the hashes of its tiles, joined."""
+    return tuple(b"".join(signed.value.wire_hashes) for signed in reports)
+
+
+@dataclass(frozen=True)
+class Statements:
+    """What a manifest follows from beside its parent: slices from `reports` in their order, the next members and what
+    they own from `statuses`, one each, the roster from what these say and, where somebody says something else by now,
+    `ready`.
+    """
+
+    ready: tuple[Signed[Ready], ...]
+    reports: tuple[Signed[Report], ...]
+    statuses: tuple[Signed[Status], ...]
+
 
 @dataclass(frozen=True)
 class Content:
-    """A manifest that is voted on, and the tile hashes of each of its slices, joined; its hash proves both."""
+    """A manifest that is voted on, and what its signers said that it follows from (see `statements`)."""
 
     manifest: Manifest
-    wire_hashes: tuple[bytes, ...]
+    statements: Statements
+
+    @cached_property
+    def wire_hashes(self) -> tuple[bytes, ...]:
+        """Of each slice the hashes of its tiles, joined."""
+        return joined_hashes(self.statements.reports)
 
 
 @dataclass(frozen=True)
@@ -402,12 +361,14 @@ class Commit:
 class Envelope:
     """One message between two peers: the sender's status and what the receiver lacks.
 
-    `answers` is the life of the receiver that the sender has heard, 0 for none.
+    `ready` is what the roster of `plan` follows from. `answers` is the life of the receiver that the sender has heard,
+    0 for none.
     """
 
     sender: PeerId
     statuses: tuple[Signed[Status], ...] = ()
     plan: Signed[Plan] | None = None
+    ready: tuple[Signed[Ready], ...] = ()
     reports: tuple[Signed[Report], ...] = ()
     votes: tuple[Votes, ...] = ()
     contents: tuple[Content, ...] = ()

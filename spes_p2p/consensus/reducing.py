@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from spes_p2p.consensus.actions import (
     Build,
     Reduce,
 )
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import (
-    Contribution,
-    Manifest,
     Report,
-    Slice,
-    manifest_hash,
+    Signed,
     plan_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
@@ -29,6 +26,7 @@ from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
     State,
 )
+from spes_p2p.consensus.statements import counted
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 SURE = 2
@@ -73,15 +71,17 @@ class Reducing:
         target = self._proposals.target()
         is_bound = bool(self._state.degraded_set) and self._proposals.bound()[0]
         has_another = target is not None and not self._proposals.is_hopeless(target)
-        if current.building or has_another or is_bound or self._proposals.verified_before() is not None:
+        if current.plan is None or current.building or has_another or is_bound:
+            return False
+        if self._proposals.verified_before() is not None:
             return False
         chosen = self._resolved_slices(now)
         if chosen is None:
             return False
-        roster = self._counted(tuple(piece for piece, _ in chosen))
+        roster = counted(self._rules, current.plan.value.roster, (signed.value.piece for signed in chosen))
         alpha = merge_alpha_for(self._rules, current.tip.step, next_step(current.tip.step, roster))
         current.reducing.clear()
-        current.building = Build(roster, tuple(p for p, _ in chosen), tuple(h for _, h in chosen), alpha)
+        current.building = Build(roster, chosen, alpha)
         self._state.out.append(current.building)
         return True
 
@@ -111,8 +111,8 @@ class Reducing:
             return False
         return contact.status.head == self._state.round.tip_hash and contact.status.intent.can_vote
 
-    def _resolved_slices(self, now: float) -> list[tuple[Slice, bytes]] | None:
-        """Staged slices with their hashes once every slice is staged or beyond hope; a block is whole or not at all."""
+    def _resolved_slices(self, now: float) -> tuple[Signed[Report], ...] | None:
+        """Reports of the slices once every one is staged or beyond hope; a block is whole or not at all."""
         current = self._state.round
         assert current.plan is not None
         if self._staging.missing():
@@ -124,22 +124,8 @@ class Reducing:
                 if self.acting_reducer(index, piece, now) is not None:
                     return None
                 lost_blocks.add(piece.block)
-        return [
-            (
-                replace(slices[index], reducer=report.reducer, contributors=report.contributors),
-                b"".join(report.wire_hashes),
-            )
-            for index, report in sorted((index, signed.value) for index, signed in current.reports.items())
-            if slices[index].block not in lost_blocks
-        ]
-
-    def _counted(self, slices: tuple[Slice, ...]) -> tuple[Contribution, ...]:
-        """The plan's roster without those whose values went into no slice."""
-        assert self._state.round.plan is not None
-        if not self._rules.exchange:
-            return self._state.round.plan.value.roster
-        used = {peer for piece in slices for peer in piece.contributors}
-        return tuple(entry for entry in self._state.round.plan.value.roster if entry.peer in used)
+        found = ((index, current.reports[index]) for index in sorted(current.reports))
+        return tuple(signed for index, signed in found if slices[index].block not in lost_blocks)
 
     def wants_reduced(self, plan: Hash, index: int) -> bool:
         """Whether a slice that we were asked to reduce may still be written: later it could spoil a finished state."""
@@ -162,7 +148,7 @@ class Reducing:
 
     def built(self, build: Build, outcome: Outcome, now: float) -> None:
         """The new state was computed here from `build`'s slices."""
-        if self._state.round.building == build:
+        if build.makes_the_same(self._state.round.building):
             self._state.round.outcome = (build, outcome)
             self._state.note_progress(now)
 
@@ -172,12 +158,11 @@ class Reducing:
         if content is not None and content.manifest == child and _is_whole(child.slices, content.wire_hashes):
             return child.slices, content.wire_hashes
         plan, pairs = self._state.round.plan, []
-        for index, report in self._state.round.reports.items():
+        for report in self._state.round.reports.values():
             if plan is None or report.author != self._me or not set(child.roster) <= set(plan.value.roster):
                 continue
-            piece = replace(plan.value.slices[index], reducer=self._me, contributors=report.value.contributors)
-            if piece in child.slices:
-                pairs.append((piece, b"".join(report.value.wire_hashes)))
+            if report.value.piece in child.slices:
+                pairs.append((report.value.piece, b"".join(report.value.wire_hashes)))
         return tuple(piece for piece, _ in pairs), tuple(hashes for _, hashes in pairs)
 
 

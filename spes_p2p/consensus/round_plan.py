@@ -9,26 +9,26 @@ from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.membership import (
     LINK_PUBLIC,
     trainers,
 )
 from spes_p2p.consensus.messages import (
-    Contribution,
     Plan,
+    Ready,
     Signed,
     Status,
     Work,
 )
-from spes_p2p.consensus.rules import (
-    capped_tokens,
-    counts,
-)
+from spes_p2p.consensus.rules import capped_tokens, counts
 from spes_p2p.consensus.slices import Reach, Turn, plan_slices, reducer_order
 from spes_p2p.consensus.state import (
+    MOST_READY,
     State,
 )
+from spes_p2p.consensus.statements import contribution, members_after
 from spes_p2p.ids import Hash
 from spes_p2p.ownership.assign import assign
 
@@ -189,13 +189,10 @@ class RoundPlan:
         self._others.kept_waiting |= late
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
-        entries = []
-        for status in self._members.trainers_here(now):
-            work = status.work
-            if work.ready and work.tokens > 0 and work.steps > 0:
-                entry = Contribution(status.peer, work.tokens, work.steps, work.sequences)
-                entries.append(capped_tokens(self._rules, self._state.tip, entry))
-        return tuple(sorted((e for e in entries if min(e.tokens, e.steps) > 0), key=lambda entry: entry.peer))
+        works = ((status.peer, status.work) for status in self._members.trainers_here(now) if status.work.ready)
+        said = (Contribution(peer, work.tokens, work.steps, work.sequences) for peer, work in works)
+        entries = (capped_tokens(self._rules, self._state.tip, entry) for entry in said)
+        return tuple(sorted(entry for entry in entries if entry in self._state.round.ready))
 
     def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         intents = {peer: contact.status.intent for peer, contact in self._others.contacts.items()}
@@ -224,7 +221,8 @@ class RoundPlan:
         if every == 1:
             return due
         due |= {column for column, last in enumerate(self._state.tip.column_rounds) if round - last >= every}
-        _, wishes = self._members.next_members(now)
+        statuses = (signed.value for signed in self._members.statuses(now))
+        _, wishes = members_after(self._state.tip, statuses)
         then = assign(ownership, wishes, self._rules.target_replicas)
         return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}
 
@@ -251,6 +249,17 @@ class RoundPlan:
             current.ready_at = now
             current.progress_at = now
         current.work = told(work)
+        if (own := self._members.own_ready()) is not None:
+            self.hear_ready(own)
+
+    def hear_ready(self, signed: Signed[Ready]) -> None:
+        """Keeps what a member says that it trained on top of our tip, by the roster entry that follows from it."""
+        current = self._state.round
+        entry = contribution(self._rules, current.tip, signed.value)
+        if entry is None or signed.author != entry.peer or entry in current.ready:
+            return
+        if sum(known.peer == entry.peer for known in current.ready) < MOST_READY:
+            current.ready[entry] = signed
 
     def is_counted(self, parent: Hash, entry: Contribution) -> bool:
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""

@@ -12,17 +12,19 @@ from itertools import pairwise
 
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.fragments import due_tiles
-from spes_p2p.consensus.membership import LINK_CLASSES, Member, most_new, trainers, with_votes
-from spes_p2p.consensus.messages import (
+from spes_p2p.consensus.manifest import (
     MAX_MEMBERS,
     WIRE_VERSION,
     Contribution,
     Manifest,
     Merge,
-    Plan,
     Slice,
-    Work,
     manifest_hash,
+)
+from spes_p2p.consensus.membership import LINK_CLASSES, Member, most_new, trainers, with_votes
+from spes_p2p.consensus.messages import (
+    Plan,
+    Work,
 )
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError

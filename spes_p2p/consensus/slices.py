@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spes_p2p.consensus.messages import Slice
+from spes_p2p.consensus.manifest import Slice
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import Ownership
 

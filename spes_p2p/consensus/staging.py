@@ -9,11 +9,10 @@ from spes_p2p.consensus.actions import (
     Verify,
 )
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.manifest import Slice, manifest_hash
 from spes_p2p.consensus.messages import (
     Report,
     Signed,
-    Slice,
-    manifest_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import (

@@ -14,18 +14,18 @@ from spes_p2p.consensus.actions import Action, Build, Notice
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.liveness import Liveness
+from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.messages import (
     Commit,
     Content,
     DegradedProposal,
     DegradedVote,
     Intent,
-    Manifest,
     Plan,
+    Ready,
     Report,
     Sealer,
     Signed,
-    Slice,
     Status,
     Work,
 )
@@ -39,6 +39,8 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 MAX_NEWCOMERS = 64
 MOST_VOTES = 8
 """Most votes of one kind, and most proposals, kept per elector and round, besides those that bind somebody."""
+MOST_READY = 16
+"""What one member may say in a round that it trained: each of its lives says it once or twice."""
 MOST_PLANS = 16
 """Plans of one elector that are taken up in a round; a leader makes one in each of its lives."""
 MOST_TURNS = 64
@@ -157,6 +159,7 @@ class RoundState:
     `failed_fetches` those to fetch what a reducer reported of a slice. `reachable_at` is when the state of `decided`
     could be had last. `following`: somebody is being caught up with; a certified child of ours is adopted meanwhile.
     `offered`: degraded children that others made, and that may not be taken as yet.
+    `ready` is what members said that they trained, by the roster entry that follows from it, and `own_ready` our own.
     `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
     `refused` those that do not follow from the tip.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
@@ -169,6 +172,8 @@ class RoundState:
     progress_at: Moment
     work: Work = field(default_factory=Work)
     ready_at: Moment | None = None
+    ready: dict[Contribution, Signed[Ready]] = field(default_factory=dict)
+    own_ready: Signed[Ready] | None = None
     close_asked: bool = False
     closing: int = -1
     closed_at: Moment | None = None

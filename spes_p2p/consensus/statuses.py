@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from spes_p2p.consensus.bounds import MAX_UPLINK, is_sane_work
+from spes_p2p.consensus.bounds import is_sane_intent, is_sane_work
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.membership import (
-    LINK_CLASSES,
-)
+from spes_p2p.consensus.manifest import MAX_MEMBERS
 from spes_p2p.consensus.messages import (
-    MAX_MEMBERS,
     Signed,
     Status,
 )
+from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.state import (
     Contact,
     State,
 )
+from spes_p2p.consensus.statements import ready_of
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import NO_HASH, PeerId
@@ -30,7 +29,9 @@ MAX_WAIT_EXTENSIONS = 16
 class Statuses:
     """Keeps the newest status of each peer."""
 
-    def __init__(self, state: State, contacts: Contacts, leadership: Leadership, voting: Voting) -> None:
+    def __init__(
+        self, state: State, contacts: Contacts, leadership: Leadership, round_plan: RoundPlan, voting: Voting
+    ) -> None:
         self._state = state
         self._others = state.others
         self._own = state.own
@@ -39,6 +40,7 @@ class Statuses:
         self._me = state.me
         self._contacts = contacts
         self._leadership = leadership
+        self._round_plan = round_plan
         self._voting = voting
 
     def hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
@@ -46,6 +48,8 @@ class Statuses:
         peer = status.peer
         if signed.author != peer or status.fingerprint != self._rules.fingerprint or not self._is_sane(status):
             return False
+        if (ready := ready_of(signed)) is not None:
+            self._round_plan.hear_ready(ready)
         if peer == self._me:
             return self._hear_of_ourselves(status)
         known = self._others.contacts.get(peer)
@@ -136,17 +140,14 @@ class Statuses:
 
     def _is_sane(self, status: Status) -> bool:
         """Nothing in it is longer or larger than it can be."""
-        intent = status.intent
         return (
             {len(name) for name in (status.head, status.plan, status.ballots.value, *status.lacks)} == {len(NO_HASH)}
             and len(status.lacks) <= MOST_LACKED
             and max(len(status.reports), len(status.staged)) <= sum(self._rules.block_tiles)
-            and max(len(intent.claims), len(intent.releases)) <= self._rules.num_columns
             and len(status.unheard) <= MAX_MEMBERS
             and status.round >= -1  # before genesis
             and is_sane_work(status.work)
-            and intent.link_class in LINK_CLASSES
-            and 0 <= intent.uplink_bytes_per_second <= MAX_UPLINK
+            and is_sane_intent(status.intent, self._rules.num_columns)
         )
 
 

@@ -15,6 +15,7 @@ from spes_p2p.consensus.actions import Forget, Persist
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import NIL, Faults
 from spes_p2p.consensus.leadership import Leadership
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
     QUORUM,
@@ -25,12 +26,12 @@ from spes_p2p.consensus.messages import (
     Precommit,
     Seal,
     Signed,
+    Statements,
     Votes,
-    manifest_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
-from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.consensus.state import Heard, State
+from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import Step, Verdict
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
@@ -222,18 +223,9 @@ class Voting:
         if self._state.round.outcome is None:
             return None
         build, outcome = self._state.round.outcome
-        members, wishes = self._members.next_members(now, self._ahead(outcome))
-        return Content(child_manifest(self._rules, self._state.tip, outcome, members, wishes), build.hashes)
-
-    def _ahead(self, outcome: Outcome) -> frozenset[PeerId]:
-        """Peers with trained columns that this round does not hand out; leavers among them stay for the next."""
-        if self._rules.expert_rounds == 1:
-            return frozenset()
-        done = {piece.block - 1 for piece in outcome.slices}
-        owners = {
-            owner for column, some in enumerate(self._state.tip.ownership) if column not in done for owner in some
-        }
-        return frozenset(owners & {entry.peer for entry in outcome.roster})
+        ready = tuple(self._state.round.ready[entry] for entry in build.roster)
+        statements = Statements(ready, build.reports, tuple(self._members.statuses(now)))
+        return content_of(self._rules, self._state.tip, statements, outcome.state_root, outcome.merge)
 
     def certify(self, now: float) -> bool:
         """Precommits of a quorum for one value are the commit, as soon as we know what it stands for."""

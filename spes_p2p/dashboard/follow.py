@@ -13,7 +13,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from spes_p2p.consensus.messages import DEGRADED, Commit, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    Commit,
+)
 from spes_p2p.dashboard.history import History, Load
 from spes_p2p.dashboard.source import Known, Look, Source
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.observe.events import Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, LINGER_SECONDS
 from spes_p2p.peer.training import TrainingLoop

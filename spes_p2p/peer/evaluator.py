@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import leader_order, trainers
-from spes_p2p.consensus.messages import Manifest, manifest_hash
 from spes_p2p.data.loader import Batch, held_out_batches
 from spes_p2p.errors import DataNotReady
 from spes_p2p.ids import PeerId

@@ -6,8 +6,11 @@ import shlex
 from collections.abc import Set
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import trainers
-from spes_p2p.consensus.messages import Commit, Manifest
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.ids import PeerId, short
 from spes_p2p.observe.metrics import count_text
 from spes_p2p.observe.text import span_text

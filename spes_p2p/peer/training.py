@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.data.loader import LeasedLoader
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import NO_HASH

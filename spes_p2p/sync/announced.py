@@ -13,7 +13,11 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
-from spes_p2p.consensus.messages import Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    Certificate,
+    Commit,
+)
 from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.exchange.holders import first_good
 from spes_p2p.exchange.patience import LONGEST_STALLS, fetch_within

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from spes_p2p.consensus.messages import Content, Merge, Slice
+from spes_p2p.consensus.manifest import Merge, Slice
+from spes_p2p.consensus.messages import (
+    Content,
+)
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes

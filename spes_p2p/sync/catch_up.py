@@ -15,7 +15,10 @@ from typing import Protocol, TypeVar
 
 from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.forks import Line, has_quorum
-from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
 from spes_p2p.exchange.requests import WiresRequest

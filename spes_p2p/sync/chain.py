@@ -15,7 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
-from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.consensus.rules import RunRules, check_child
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull

@@ -15,7 +15,10 @@ from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.forks import Way, parted_text, tokens_lost
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.consensus.rules import lost_columns, tokens_gone
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId

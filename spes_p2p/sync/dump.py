@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.files import storing
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of

@@ -6,7 +6,7 @@ fetched and checked in `joining`.
 
 from __future__ import annotations
 
-from spes_p2p.consensus.messages import WIRE_VERSION
+from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.swarm.ports import Directory
 from spes_p2p.swarm.records import RUNS_KEY, RunGroup, group_runs, parse_all, parse_run

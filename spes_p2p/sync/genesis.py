@@ -12,18 +12,16 @@ from spes_p2p.config.fingerprint import fingerprint
 from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     DEGRADED,
-    WIRE_VERSION,
     Certificate,
     Commit,
     DegradedVote,
     Envelope,
-    Manifest,
     Precommit,
     Seal,
     Sealer,
-    manifest_hash,
     signing_bytes,
 )
 from spes_p2p.errors import RemoteProtocolError

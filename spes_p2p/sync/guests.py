@@ -26,7 +26,7 @@ import numpy as np
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import encoded_bytes
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.errors import StorageFull
 from spes_p2p.files import storing, write_whole
 from spes_p2p.ids import Hash, PeerId

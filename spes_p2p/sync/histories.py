@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.observe.metrics import seconds_text

@@ -137,8 +137,8 @@ def in_parts(envelope: Envelope, room_bytes: int = _ROOM) -> list[bytes]:
 
 def _singles(envelope: Envelope) -> Iterator[Envelope]:
     """One envelope for each thing said. The certificate goes early: it makes the rest unnecessary."""
-    order = ("statuses", "commit", "plan", "votes", "contents", "degraded_proposals", "degraded_votes", "reports")
-    for name in order:
+    first = ("statuses", "commit", "ready", "plan", "votes", "contents")
+    for name in (*first, "degraded_proposals", "degraded_votes", "reports"):
         value: Any = getattr(envelope, name)
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             said: dict[str, Any] = {name: (item,) if isinstance(value, tuple) else item}

@@ -33,7 +33,7 @@ from decimal import Context, Decimal
 
 import numpy as np
 
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.state.layout import Values
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from spes_p2p.codecs.sizes import Codec
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PUBLIC, trainers
-from spes_p2p.consensus.messages import Manifest
 from spes_p2p.errors import RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId, short
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values

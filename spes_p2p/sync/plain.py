@@ -21,6 +21,7 @@ from spes_p2p.consensus import (
     electorate,
     heard_votes,
     liveness,
+    manifest,
     membership,
     messages,
     rules,
@@ -36,7 +37,7 @@ from spes_p2p.wire import pack, unpack
 
 NOT_KEPT = frozenset({"identity"})
 """Fields of the state machine's `State` that are given to it: rules and keys."""
-_SIGNATURES = frozenset({"signature", "public_key"})
+_SIGNATURES = frozenset({"signature", "public_key", "ready_signature"})
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _SEQUENCES: dict[str, Any] = {"t": tuple, "l": list, "s": set, "f": frozenset}
 _MARKS = {kind: mark for mark, kind in _SEQUENCES.items()}
@@ -49,6 +50,7 @@ def _classes(*modules: ModuleType) -> dict[str, type]:
 
 _CLASSES = _classes(
     vote_events,
+    manifest,
     messages,
     electorate,
     heard_votes,
@@ -62,7 +64,7 @@ _CLASSES = _classes(
     leases,
 )
 _ENUMS = {kind.__name__: kind for kind in (electorate.Faults, vote_events.Step, vote_events.Verdict)}
-_MESSAGES = {name: _CLASSES[name] for name in _classes(messages) if name not in ("Signed", "Pace", "Window")}
+_MESSAGES = {name: _CLASSES[name] for name in _classes(manifest, messages) if name not in ("Signed", "Pace", "Window")}
 _MESSAGE_KINDS = frozenset(_MESSAGES.values())
 _ON_THE_WIRE = "w"
 

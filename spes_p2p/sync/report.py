@@ -11,8 +11,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import DEGRADED, Commit, Manifest
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    Commit,
+)
 from spes_p2p.consensus.rules import NOBODY
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError

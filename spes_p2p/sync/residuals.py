@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from spes_p2p.consensus.messages import Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import publish_folder, remove_folder, storing, sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId

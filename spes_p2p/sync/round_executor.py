@@ -16,8 +16,19 @@ from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.manifest import (
+    Contribution,
+    Merge,
+    Slice,
+    manifest_hash,
+)
 from spes_p2p.consensus.membership import LINK_PUBLIC
-from spes_p2p.consensus.messages import Content, Contribution, Merge, Plan, Report, Slice, manifest_hash, plan_hash
+from spes_p2p.consensus.messages import (
+    Content,
+    Plan,
+    Report,
+    plan_hash,
+)
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.transfers import WrongSize
@@ -123,7 +134,8 @@ class RoundExecutor:
         """Collects a slice's contributions, averages those that are fit, and stages the result."""
         plan = action.plan.value
         piece = plan.slices[action.index]
-        report = Report(plan_hash(plan), action.index, self._core.me, (), ())
+        nothing = replace(piece, reducer=self._core.me, contributors=())
+        report = Report(plan.parent, plan_hash(plan), action.index, nothing, ())
         left_out: dict[PeerId, str] = {}
         async with self._work.slice_work(plan, piece) as values:
             if not self._is_wanted(report):
@@ -209,7 +221,7 @@ class RoundExecutor:
         async with self._writing(lambda: self._is_wanted(report)) as is_wanted:
             hashes = await values.stage() if is_wanted else ()
         reached(failpoints.STAGED, peer=self._core.me, round=self._core.tip.round + 1)
-        return replace(report, contributors=fit, wire_hashes=hashes, guests=values.guests)
+        return replace(report, piece=replace(report.piece, contributors=fit), wire_hashes=hashes, guests=values.guests)
 
     def _note_left_out(self, peer: PeerId, piece: Slice, reason: str, head: Hash) -> None:
         """Once a round for each peer and reason: it is seldom one slice alone."""

@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.forks import tokens_lost
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import Commit, Manifest
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.consensus.rules import stale_columns
 from spes_p2p.ids import PeerId

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from spes_p2p.consensus.messages import Envelope, Signed, signing_bytes
+from spes_p2p.consensus.statements import ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
@@ -17,6 +18,7 @@ from spes_p2p.wire import unpack
 T = TypeVar("T")
 MAX_PARTS = {
     "statuses": 2048,
+    "ready": 2048,
     "reports": 2**16,
     "votes": 1024,
     "contents": 16,
@@ -86,10 +88,18 @@ class EnvelopeChecker:
 
 
 def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
-    yield from envelope.statuses
+    said = [envelope.statuses, *(content.statements.statuses for content in envelope.contents)]
+    for status in (status for statuses in said for status in statuses):
+        yield status
+        if (ready := ready_of(status)) is not None:
+            yield ready
     if envelope.plan is not None:
         yield envelope.plan
+    yield from envelope.ready
     yield from envelope.reports
+    for content in envelope.contents:
+        yield from content.statements.ready
+        yield from content.statements.reports
     yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
     for votes in envelope.votes:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus.messages import Commit, Contribution, Intent, Manifest
+from spes_p2p.consensus.manifest import Contribution, Manifest
+from spes_p2p.consensus.messages import (
+    Commit,
+    Intent,
+)
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import PeerId

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from spes_p2p.consensus import actions as do
-from spes_p2p.consensus.messages import Content, Contribution, Manifest, Merge, Plan, Slice
+from spes_p2p.consensus.manifest import (
+    Contribution,
+    Manifest,
+    Merge,
+    Slice,
+)
+from spes_p2p.consensus.messages import (
+    Content,
+    Plan,
+)
 from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ValuesRequest

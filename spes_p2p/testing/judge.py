@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.electorate import NIL
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -18,12 +19,10 @@ from spes_p2p.consensus.messages import (
     Certificate,
     Commit,
     Envelope,
-    Manifest,
     Precommit,
     Prevote,
     Proposal,
     Signed,
-    manifest_hash,
 )
 from spes_p2p.consensus.rules import RunRules, check_child, idle_members, lost_columns, neglected_columns
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of

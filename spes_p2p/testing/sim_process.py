@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus, Start
-from spes_p2p.consensus.messages import Commit, Contribution, Envelope, Manifest, Slice, manifest_hash
+from spes_p2p.consensus.manifest import (
+    Contribution,
+    Manifest,
+    Slice,
+    manifest_hash,
+)
+from spes_p2p.consensus.messages import (
+    Commit,
+    Envelope,
+)
 from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of

@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from spes_p2p.consensus.manifest import (
+    Manifest,
+    Merge,
+    Slice,
+    manifest_hash,
+)
 from spes_p2p.consensus.messages import (
     Commit,
     DegradedVote,
-    Manifest,
-    Merge,
     Plan,
     Precommit,
     Signed,
-    Slice,
     Work,
-    manifest_hash,
     signing_bytes,
 )
 from spes_p2p.consensus.rules import RunRules

@@ -38,8 +38,8 @@ FIRST_SEQUENCE = 1_000_000
 LOWEST_SEQUENCE = FIRST_SEQUENCE - 8 * SEQUENCES_A_BEAT
 
 _SHARED = frozenset({"identity", "pace"})
-_UNNAMED = _SHARED | {"last_broadcast"}
-"""What no decision hangs on: `last_broadcast` repeats what the status said last."""
+_UNNAMED = _SHARED | {"last_broadcast", "statements"}
+"""What no decision hangs on: `last_broadcast` repeats what the status said last; a manifest follows from many words."""
 
 
 _WHEN_HEARD = {"at", "direct_at", "heard_at", "newest", "quorum_at"}
@@ -227,7 +227,7 @@ def _plain(value: Any) -> list[Any]:
 def _fields(kind: Any) -> tuple[str, ...]:
     known = _FIELDS.get(kind)
     if known is None:
-        known = _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind))
+        known = _FIELDS[kind] = tuple(field.name for field in dataclasses.fields(kind) if field.name not in _UNNAMED)
     return known
 
 

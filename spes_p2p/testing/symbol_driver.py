@@ -14,7 +14,7 @@ from typing import Any
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.messages import manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import Hash
 from spes_p2p.sync.committer import Committer, long_work

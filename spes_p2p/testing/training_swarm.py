@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import Model, OwnStart

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.consensus.messages import Contribution, Manifest
+from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.data.leases import Ranges, joined, take
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of

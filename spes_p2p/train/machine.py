@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from spes_p2p.consensus.messages import Contribution, Manifest, Work
+from spes_p2p.consensus.manifest import Contribution, Manifest
+from spes_p2p.consensus.messages import (
+    Work,
+)
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Layout

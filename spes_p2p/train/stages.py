@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from spes_p2p.consensus.messages import Contribution, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Contribution, Manifest, manifest_hash
 from spes_p2p.data.leases import Ranges, take
 from spes_p2p.ids import Hash, PeerId
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from spes_p2p.consensus.messages import Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.state.basis import Coordinates
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.store import StateStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,21 +13,21 @@ from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.forks import Line, Way
 from spes_p2p.consensus.fragments import due_columns
+from spes_p2p.consensus.inbound import Inbound
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
-from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import QUORUM, Commit, Content, Contribution, Precommit, Signed, Status
+from spes_p2p.consensus.messages import QUORUM, Commit, Content, Precommit, Signed, Status
 from spes_p2p.consensus.parts import Cast
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
-from spes_p2p.consensus.rules import child_manifest
+from spes_p2p.consensus.rules import Outcome, child_manifest
+from spes_p2p.consensus.statements import members_after
 from spes_p2p.consensus.statuses import Statuses
 from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.ownership.assign import OwnershipRequest
 
 
 def machine_with(fault: type) -> type[Consensus]:
@@ -156,18 +156,12 @@ class GivesUpWhoReturns(Consensus):
 class NamesWhoIsBehind(Members):
     """Newcomers are named before they have caught up."""
 
-    def next_members(
-        self, now: float, needed: Collection[PeerId] = ()
-    ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
-        kept = self._others.contacts
-        here = {p: replace(c.signed, value=replace(c.status, head=self._state.tip_hash)) for p, c in kept.items()}
-        self._others.contacts = {
-            p: replace(c, signed=here[p]) if c.status.intent.joining else c for p, c in kept.items()
-        }
-        try:
-            return super().next_members(now, needed)
-        finally:
-            self._others.contacts = kept
+    def statuses(self, now: float) -> list[Signed[Status]]:
+        here = self._state.tip_hash
+        return [
+            replace(signed, value=replace(signed.value, head=here)) if signed.value.intent.joining else signed
+            for signed in super().statuses(now)
+        ]
 
 
 class SignsForTheAbsent(Degraded):
@@ -208,11 +202,31 @@ class WaitsForEver(Statuses):
         return super().hear(signed, sender, now)
 
 
-class CountsWorkTwice(RoundPlan):
+class BelievesLeaders(Inbound):
+    """Whatever a leader proposes is taken for what follows from the words of others."""
+
+    def check_content(self, content: Content) -> None:
+        return
+
+
+class CountsMore(Voting):
     """A leader counts a sequence more than a peer says that it used."""
 
-    def _roster(self, now: float) -> tuple[Contribution, ...]:
-        return tuple(replace(entry, sequences=entry.sequences + 1) for entry in super()._roster(now))
+    def built(self, now: float) -> Content | None:
+        content = super().built(now)
+        if content is None:
+            return None
+        made = content.manifest
+        roster = tuple(replace(entry, sequences=entry.sequences + 1) for entry in made.roster)
+        outcome = Outcome(roster, made.slices, made.wire_root, made.state_root, made.merge)
+        members, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
+        return replace(content, manifest=child_manifest(self._rules, self._state.tip, outcome, members, wishes))
+
+
+class CountsWorkTwice(Consensus):
+    """Both together: what a leader says of the work of others is committed."""
+
+    CAST = Cast(voting=CountsMore, inbound=BelievesLeaders)
 
 
 class NeverGivesUpAState(Proposals):
@@ -225,24 +239,24 @@ class NeverGivesUpAState(Proposals):
 class TakesServersForTrainers(Members):
     """Newcomers that would only serve are named as members that train."""
 
-    def next_members(
-        self, now: float, needed: Collection[PeerId] = ()
-    ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
-        members, wishes = super().next_members(now, needed)
-        known = {(member.peer, member.incarnation) for member in self._state.tip.members}
-        return tuple(m if (m.peer, m.incarnation) in known else replace(m, trains=True) for m in members), wishes
+    def statuses(self, now: float) -> list[Signed[Status]]:
+        return [
+            replace(signed, value=replace(signed.value, intent=replace(signed.value.intent, serving=False)))
+            for signed in super().statuses(now)
+        ]
 
 
 class MovesWhatWasNotHandedOut(Voting):
     """Moves columns as if every one of them were handed out in every round."""
 
     def built(self, now: float) -> Content | None:
-        if self._state.round.outcome is None:
+        content = super().built(now)
+        if content is None:
             return None
-        build, outcome = self._state.round.outcome
-        members, wishes = self._members.next_members(now)
-        rules = replace(self._rules, expert_rounds=1)
-        return Content(child_manifest(rules, self._state.tip, outcome, members, wishes), build.hashes)
+        made, rules = content.manifest, replace(self._rules, expert_rounds=1)
+        outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge)
+        members, wishes = members_after(self._state.tip, (signed.value for signed in content.statements.statuses))
+        return replace(content, manifest=child_manifest(rules, self._state.tip, outcome, members, wishes))
 
 
 class HandsOutByTurnAlone(RoundPlan):
@@ -254,6 +268,6 @@ class HandsOutByTurnAlone(RoundPlan):
 
 
 class TakesWhatWasNotHandedOut(Consensus):
-    """Both together: an owner takes a column over whose values it never got."""
+    """All together: an owner takes a column over whose values it never got."""
 
-    CAST = Cast(voting=MovesWhatWasNotHandedOut, round_plan=HandsOutByTurnAlone)
+    CAST = Cast(voting=MovesWhatWasNotHandedOut, round_plan=HandsOutByTurnAlone, inbound=BelievesLeaders)

@@ -11,35 +11,39 @@ from typing import Any
 import pytest
 
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus import membership
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.electorate import MAX_BALLOT
 from spes_p2p.consensus.machine import Consensus, Start
-from spes_p2p.consensus.membership import LEAST_NEW, Member, leader_order, with_votes
+from spes_p2p.consensus.manifest import (
+    Contribution,
+    Manifest,
+    Slice,
+    manifest_hash,
+)
+from spes_p2p.consensus.membership import LEAST_NEW, Member, leader_order
 from spes_p2p.consensus.messages import (
     Ballots,
     Commit,
-    Contribution,
     DegradedVote,
     Envelope,
     Intent,
-    Manifest,
     Plan,
     Precommit,
     Prevote,
     Proposal,
     Report,
     Signed,
-    Slice,
     Status,
     Votes,
     Work,
-    manifest_hash,
     plan_hash,
 )
 from spes_p2p.consensus.parts import Cast, Parts
 from spes_p2p.consensus.proposals import MOST_CONTENTS
-from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
+from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Identity
+from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.statuses import MAX_WAIT_EXTENSIONS
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError
@@ -157,14 +161,20 @@ def test_contents_of_thousands_of_proposals_but_never_what_somebody_is_bound_to(
 
 
 @pytest.mark.parametrize("new", [LEAST_NEW, LEAST_NEW + 1])
-def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int) -> None:
+def test_no_elector_takes_a_proposal_that_names_a_crowd(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     core = walk_until(voted_for)
     kept = core.state.round.contents[core.state.record.locked_value]
     made = kept.manifest
-    crowd = (Member(PeerId(f"new {number}"), 1, False, 0) for number in range(new))
-    members = with_votes(core.tip.members, sorted((*core.tip.members, *crowd)))
-    outcome = Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge)
-    content = replace(kept, manifest=child_manifest(core.state.rules, core.tip, outcome, members, {}))
+    said = kept.statements.statuses
+    crowd = tuple(
+        FakeSealer(name).seal(replace(said[0].value, peer=name, incarnation=1, intent=Intent(True)))
+        for name in (PeerId(f"new {number}") for number in range(new))
+    )
+    monkeypatch.setattr(membership, "LEAST_NEW", new)  # whoever makes it names them all
+    statements = replace(kept.statements, statuses=(*said, *crowd))
+    content = content_of(core.state.rules, core.tip, statements, made.state_root, made.merge)
+    monkeypatch.undo()
+    assert len(content.manifest.members) == len(made.members) + new
     name, now = manifest_hash(content.manifest), core.state.last_event
     vote = core.state.round.vote
     polka = vote.heard.polka
@@ -245,12 +255,10 @@ def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_canno
 def test_a_state_of_slices_that_were_done_again_since_is_not_proposed() -> None:
     core = walk_until(lambda core: core.state.round.building is not None and core.state.round.outcome is None)
     assert core.state.round.building is not None
-    core.handle(
-        on.StateBuilt(
-            replace(core.state.round.building, hashes=(sha256(b"done again since"),)), NO_HASH, NO_HASH, None
-        ),
-        0.0,
-    )
+    first, *others = core.state.round.building.reports
+    again = replace(first, value=replace(first.value, wire_hashes=(sha256(b"done again since"),)))
+    build = replace(core.state.round.building, reports=(again, *others))
+    core.handle(on.StateBuilt(build, NO_HASH, NO_HASH, None), 0.0)
     assert core.state.round.outcome is None
 
 
@@ -411,19 +419,27 @@ def test_reports_that_cannot_be_are_not_kept(core: Consensus) -> None:
     plan = core.state.round.plan
     assert plan is not None
     core.state.round.reports.clear()
-    name, tile = plan_hash(plan.value), sha256(b"tile")
+    name, tile, piece = plan_hash(plan.value), sha256(b"tile"), plan.value.slices[0]
+
+    def report_of(index: int, contributors: tuple[PeerId, ...], hashes: tuple[Hash, ...], left_out: Any = ()) -> Report:
+        made = replace(piece, reducer=LIAR, contributors=contributors)
+        return Report(core.tip_hash, name, index, made, hashes, left_out)
+
+    honest = report_of(0, (LIAR,), (tile,))
     for report in (
-        Report(name, 0, LIAR, (LIAR,), (Hash(b"no hash"),)),
-        Report(name, 0, LIAR, (LIAR,), (tile,), ((LIAR, "x" * 10_000),)),
-        Report(name, 0, LIAR, (LIAR,), (tile,), ((LIAR, "lost"),) * 100),
-        Report(name, 0, LIAR, (LIAR,), (tile,), ((LIAR, "lost"), (LIAR, "lost"))),
-        Report(name, 0, LIAR, (LIAR,), (tile,), ((PeerId("\033[2Jsomebody"), "lost"),)),
-        Report(name, 0, LIAR, (LIAR,), (tile,), ((PeerId("p0"), "\033[2Jlost"),)),
-        Report(name, 0, LIAR, (), (tile,)),
-        Report(name, 0, LIAR, (PeerId("nobody"),), (tile,)),
-        Report(name, 0, LIAR, (LIAR,), (tile,), (), (PeerId("p0"),)),
-        Report(name, 7, LIAR, (LIAR,), (tile,)),
-        Report(sha256(b"another plan"), 0, LIAR, (LIAR,), (tile,)),
+        report_of(0, (LIAR,), (Hash(b"no hash"),)),
+        report_of(0, (LIAR,), (tile,), ((LIAR, "x" * 10_000),)),
+        report_of(0, (LIAR,), (tile,), ((LIAR, "lost"),) * 100),
+        report_of(0, (LIAR,), (tile,), ((LIAR, "lost"), (LIAR, "lost"))),
+        report_of(0, (LIAR,), (tile,), ((PeerId("\033[2Jsomebody"), "lost"),)),
+        report_of(0, (LIAR,), (tile,), ((PeerId("p0"), "\033[2Jlost"),)),
+        report_of(0, (), (tile,)),
+        report_of(0, (PeerId("nobody"),), (tile,)),
+        report_of(7, (LIAR,), (tile,)),
+        replace(honest, plan=sha256(b"another plan")),
+        replace(honest, parent=sha256(b"another parent")),
+        replace(honest, piece=replace(honest.piece, block=1)),
+        replace(honest, guests=(PeerId("p0"),)),
     ):
         core.handle(on.MessageReceived(Envelope(LIAR, reports=(seal(report),))), 0.0)
     assert not core.state.round.reports
@@ -601,16 +617,18 @@ def test_one_reducer_alone_does_not_take_a_slice_out_of_a_round() -> None:
     core.handle(on.TrainingProgressed(READY), now)
     plan = core.state.round.plan
     assert plan is not None
-    index, piece = next((at, p) for at, p in enumerate(plan.value.slices) if p.reducer == story.liar)
+    index, piece = next((at, p) for at, p in enumerate(plan.value.slices) if p.reducer != core.me)
+    liar, honest = piece.reducer, next(peer for peer in (story.liar, story.honest) if peer != piece.reducer)
 
     def says_void(peer: PeerId) -> None:
         left_out = tuple((one, "not finite") for one in piece.contributors)
-        report = Report(plan_hash(plan.value), index, peer, (), (), left_out)
+        nothing = replace(piece, reducer=peer, contributors=())
+        report = Report(core.tip_hash, plan_hash(plan.value), index, nothing, (), left_out)
         core.handle(on.MessageReceived(Envelope(peer, reports=(FakeSealer(peer).seal(report),))), now)
 
-    says_void(story.liar)
-    assert parts_of(core).reducing.acting_reducer(index, piece, now) in (core.me, story.honest)
-    says_void(story.honest)
+    says_void(liar)
+    assert parts_of(core).reducing.acting_reducer(index, piece, now) in (core.me, honest)
+    says_void(honest)
     assert parts_of(core).reducing.acting_reducer(index, piece, now) is None
 
 

@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 
 from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, tokens_lost
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Certificate, Commit, Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Certificate,
+    Commit,
+)
 from spes_p2p.ids import Hash, PeerId, sha256
 from tests.sync.chains import MadeRun
 

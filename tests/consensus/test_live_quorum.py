@@ -6,8 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit, Manifest
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Commit,
+)
 from spes_p2p.ids import PeerId
 from spes_p2p.testing import sim_process
 from spes_p2p.testing.sim import Weather, World

@@ -11,6 +11,7 @@ from spes_p2p.consensus.actions import Action, Forget
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.electorate import Electorate, Faults, make_polka
 from spes_p2p.consensus.machine import Consensus, Start
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import Member, leader_order
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -23,7 +24,6 @@ from spes_p2p.consensus.messages import (
     Proposal,
     Seal,
     Votes,
-    manifest_hash,
 )
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.state import MOST_TURNS, Identity

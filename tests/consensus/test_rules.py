@@ -12,8 +12,19 @@ from hypothesis import given
 
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.fragments import due_columns, due_tiles
+from spes_p2p.consensus.manifest import (
+    MAX_MEMBERS,
+    Contribution,
+    Manifest,
+    Merge,
+    Slice,
+)
 from spes_p2p.consensus.membership import LEAST_NEW, Member, with_votes
-from spes_p2p.consensus.messages import DEGRADED, MAX_MEMBERS, QUORUM, Commit, Contribution, Manifest, Merge, Slice
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Commit,
+)
 from spes_p2p.consensus.rules import (
     IDLE_TURNS,
     MOST_ROUNDS,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spes_p2p.consensus.manifest import Merge
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Commit, Merge
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.dashboard.source import Known, Look
 from spes_p2p.data.held import Coverage
 from spes_p2p.errors import NetworkError

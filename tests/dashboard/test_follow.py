@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+)
 from spes_p2p.dashboard.follow import MOST_FAILURES, MOST_PEERS, MOST_WARNINGS, Follower, follow
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import NOTHING, Look, Source

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import WIRE_VERSION, manifest_hash
+from spes_p2p.consensus.manifest import WIRE_VERSION, manifest_hash
 from spes_p2p.dashboard.follow import Follower
 from spes_p2p.dashboard.history import History
 from spes_p2p.dashboard.source import DOUBT_SECONDS, NOTHING, Known, Look, SwarmSource

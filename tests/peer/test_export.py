@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spes_p2p.checkpoint.save import save_checkpoint
 from spes_p2p.config.load import published_yaml
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import WIRE_VERSION
+from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.data.tokenizers import ByteTokenizer
 from spes_p2p.errors import CheckpointError, ConfigError, NetworkError
 from spes_p2p.ids import PeerId

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Manifest, manifest_hash
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Columns, Event, Warning

@@ -8,7 +8,13 @@ import pytest
 
 from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.heard_votes import HeardVotes
-from spes_p2p.consensus.messages import Plan, Proposal, Signed, Work, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    Plan,
+    Proposal,
+    Signed,
+    Work,
+)
 from spes_p2p.consensus.state import RoundState
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_record import VoteRecord

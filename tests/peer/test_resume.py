@@ -15,7 +15,10 @@ import torch
 from spes_p2p.checkpoint.load import load_latest
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_tiles
-from spes_p2p.consensus.messages import Commit, Manifest
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, open_dataset
 from spes_p2p.errors import CheckpointError, StorageFull
 from spes_p2p.ids import PeerId, sha256

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from spes_p2p.consensus.messages import DEGRADED, Contribution, Manifest, Work, manifest_hash
+from spes_p2p.consensus.manifest import Contribution, Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    Work,
+)
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.loader import AnyDataset, LeasedLoader, held_out_batches, need_held_out, open_dataset

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Warning
 from spes_p2p.state.store import StateStore

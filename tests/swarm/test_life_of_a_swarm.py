@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.observe.events import Peer, Round, Step
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.processes import LocalSwarm, Process

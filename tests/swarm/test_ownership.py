@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Columns
 from spes_p2p.ownership.expert_map import columns_of, orphans

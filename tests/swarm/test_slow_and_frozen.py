@@ -13,7 +13,7 @@ import pytest
 
 from spes_p2p import failpoints
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.observe.events import Round, Step
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import FREEZE, JUMP, SLOW, Fault

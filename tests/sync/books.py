@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Values

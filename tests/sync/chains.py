@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import (
+    Contribution,
+    Manifest,
+    Slice,
+    manifest_hash,
+)
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import (
     QUORUM,
     Certificate,
     Commit,
-    Contribution,
-    Manifest,
     Precommit,
     Seal,
-    Slice,
-    manifest_hash,
 )
 from spes_p2p.consensus.rules import Outcome, child_manifest, genesis_manifest
 from spes_p2p.consensus.slices import plan_slices

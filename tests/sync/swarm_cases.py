@@ -12,7 +12,10 @@ import numpy as np
 
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import Commit, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.data.leases import take
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.initial import InitialState

@@ -7,7 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
-from spes_p2p.consensus.messages import Commit, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.errors import NetworkError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork, MemoryPeer

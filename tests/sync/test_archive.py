@@ -10,7 +10,11 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import QUORUM, Commit, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    QUORUM,
+    Commit,
+)
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import PeerSilent, StorageFull
 from spes_p2p.exchange.transfers import FewStreams

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import Merge, Slice
+from spes_p2p.consensus.manifest import Merge, Slice
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile

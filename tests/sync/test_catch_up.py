@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.codecs.lossy import encode
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.exchange.rates import Turns
 from spes_p2p.exchange.requests import TilesRequest, WiresRequest, unpack_request

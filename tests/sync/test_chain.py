@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import Commit, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, sha256

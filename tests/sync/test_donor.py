@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.consensus.messages import Commit, Contribution
+from spes_p2p.consensus.manifest import Contribution
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import (
     ChainPart,

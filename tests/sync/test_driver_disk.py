@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit, Manifest
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Commit,
+)
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import PeerId

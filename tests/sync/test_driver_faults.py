@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import leader_order
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+)
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape
 from spes_p2p.sync.surroundings import Applied

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import Merge
+from spes_p2p.consensus.manifest import Merge
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import Request, ValuesRequest

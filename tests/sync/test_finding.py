@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spes_p2p.consensus.messages import WIRE_VERSION
+from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.consensus.fragments import due_tiles
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from tests.sync.books import Books

@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit, Contribution, Manifest
+from spes_p2p.consensus.manifest import Contribution, Manifest
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Commit,
+)
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.consensus.messages import Contribution, Envelope, Signed
+from spes_p2p.consensus.manifest import Contribution
+from spes_p2p.consensus.messages import (
+    Envelope,
+    Signed,
+)
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import (
     ChainRequest,

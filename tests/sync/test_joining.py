@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import WIRE_VERSION
+from spes_p2p.consensus.manifest import WIRE_VERSION
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StateError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.initial import InitialState

@@ -14,7 +14,10 @@ import pytest
 from spes_p2p import failpoints
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_columns
-from spes_p2p.consensus.messages import Contribution, Intent
+from spes_p2p.consensus.manifest import Contribution
+from spes_p2p.consensus.messages import (
+    Intent,
+)
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.exchange.requests import ValuesRequest, pack_request

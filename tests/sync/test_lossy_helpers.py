@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Manifest, Slice
 from spes_p2p.consensus.membership import LINK_PRIVATE
-from spes_p2p.consensus.messages import Intent, Manifest, Slice
+from spes_p2p.consensus.messages import (
+    Intent,
+)
 from spes_p2p.ids import PeerId
 from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
 from tests.sync.books import Books

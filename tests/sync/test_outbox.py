@@ -7,7 +7,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from spes_p2p.consensus.actions import Notice
-from spes_p2p.consensus.messages import Ballots, Envelope, Intent, Prevote, Report, Status, Votes, Work
+from spes_p2p.consensus.manifest import Slice
+from spes_p2p.consensus.messages import (
+    Ballots,
+    Envelope,
+    Intent,
+    Prevote,
+    Report,
+    Status,
+    Votes,
+    Work,
+)
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -20,11 +30,12 @@ from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack, unpack
 
 A, B = PeerId("a"), PeerId("b")
+PIECE = Slice(0, 0, 4, A, (A,))
 
 
 def envelope(sealer: KeySealer, sequence: int, reports: int = 0) -> Envelope:
     status = Status(NO_HASH, A, 1, sequence, 0, NO_HASH, Work(), Intent(), Ballots())
-    said = tuple(sealer.seal(Report(NO_HASH, at, A, (A,), (NO_HASH,) * 4)) for at in range(reports))
+    said = tuple(sealer.seal(Report(NO_HASH, NO_HASH, at, PIECE, (NO_HASH,) * 4)) for at in range(reports))
     vote = Votes(sealer.seal(Prevote(NO_HASH, NO_HASH, 0, NO_HASH)))
     return Envelope(A, (sealer.seal(status),), reports=said, votes=(vote,))
 
@@ -154,7 +165,7 @@ def test_a_refusal_is_noticed_once() -> None:
 def test_what_no_call_can_carry_is_said_and_breaks_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         desk = await Desk().open()
-        huge = desk.sealer.seal(Report(NO_HASH, 0, A, (A,), (), ((A, "x" * 3 * 2**20),)))
+        huge = desk.sealer.seal(Report(NO_HASH, NO_HASH, 0, PIECE, (), ((A, "x" * 3 * 2**20),)))
         desk.outbox.post(B, Envelope(A, reports=(huge,)))
         await asyncio.sleep(1)
         assert [notice.kind for notice in desk.notices] == ["refused"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.messages import Manifest
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.interop.hf import state_layout

@@ -91,7 +91,7 @@ def test_a_sync_longer_than_the_round_is_waited_for(folder: Path) -> None:
 
     async def play(swarm: MemorySwarm) -> None:
         recorder = Recorder(swarm)
-        slow_down(swarm, LinkShape((0.05, 0.05), 2_000.0))
+        slow_down(swarm, LinkShape((0.05, 0.05), 4_000.0))
         await swarm.start(["a", "b", "c"])
         await swarm.until_round(4)
         chain = commits(swarm)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Contribution
 from spes_p2p.consensus.rules import RunRules, capped_tokens, genesis_manifest
 from spes_p2p.data.leases import Leases
 from spes_p2p.ids import Hash, PeerId

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import Intent, Manifest
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.messages import (
+    Intent,
+)
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of, orphans
 from spes_p2p.testing.memory_swarm import MemorySwarm

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import leader_order
-from spes_p2p.consensus.messages import manifest_hash
 from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.recorder import BEFORE, NEWEST, FlightRecorder, load_recording, replay

@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Ballots, Intent, Manifest, Status, Work, manifest_hash
+from spes_p2p.consensus.messages import (
+    Ballots,
+    Intent,
+    Status,
+    Work,
+)
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.ids import PeerId, sha256

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import WIRE_VERSION, Commit
+from spes_p2p.consensus.manifest import WIRE_VERSION
+from spes_p2p.consensus.messages import (
+    Commit,
+)
 from spes_p2p.data.held import Coverage, Held
 from spes_p2p.errors import NetworkError
 from spes_p2p.exchange.requests import unpack_request

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_p2p.consensus.messages import Manifest, Slice, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.errors import StorageFull
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PRIVATE, trainers
-from spes_p2p.consensus.messages import Intent, Manifest
+from spes_p2p.consensus.messages import (
+    Intent,
+)
 from spes_p2p.data.leases import count
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout

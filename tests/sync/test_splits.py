@@ -11,7 +11,12 @@ from typing import NoReturn
 
 import pytest
 
-from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit, manifest_hash
+from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.messages import (
+    DEGRADED,
+    QUORUM,
+    Commit,
+)
 from spes_p2p.errors import PeerSilent
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.memory_links import LinkShape

@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PRIVATE
-from spes_p2p.consensus.messages import Intent, Manifest
+from spes_p2p.consensus.messages import (
+    Intent,
+)
 from spes_p2p.data.loader import open_dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.state.basis import Basis

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.consensus.messages import Contribution, Manifest
+from spes_p2p.consensus.manifest import Contribution, Manifest
 from spes_p2p.consensus.rules import Outcome, child_manifest
 from spes_p2p.data.leases import Leases, count
 from spes_p2p.ids import sha256

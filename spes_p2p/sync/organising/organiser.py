@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spes_p2p.consensus.messages import Commit, Envelope, Manifest, Status
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.messages import (
+    Commit,
+    Envelope,
+    Status,
+)
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.requests import unpack_request

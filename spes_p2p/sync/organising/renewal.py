@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
-from spes_p2p.consensus.messages import Manifest, Status, manifest_hash
+from spes_p2p.consensus.messages import (
+    Status,
+)
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.ids import NO_HASH, PeerId
 

@@ -9,8 +9,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_CLASSES, LINK_PRIVATE, Member
-from spes_p2p.consensus.messages import Commit, Manifest, Status, manifest_hash
+from spes_p2p.consensus.messages import (
+    Commit,
+    Status,
+)
 from spes_p2p.consensus.rules import renewed_manifest
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull

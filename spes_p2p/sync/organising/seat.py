@@ -14,8 +14,11 @@ from enum import Enum
 from pathlib import Path
 
 from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import Member
-from spes_p2p.consensus.messages import Intent, Manifest
+from spes_p2p.consensus.messages import (
+    Intent,
+)
 from spes_p2p.errors import NetworkError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.store import StateStore

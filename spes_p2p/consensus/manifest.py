@@ -1,0 +1,99 @@
+"""What a round decided: the manifest, whose hash names the committed state. No behaviour beyond hashing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spes_p2p.consensus.membership import Member
+from spes_p2p.data.leases import Leases
+from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ownership.expert_map import Ownership
+from spes_p2p.wire import pack
+
+WIRE_VERSION = 4
+MAX_MEMBERS = 1024
+
+
+@dataclass(frozen=True, order=True)
+class Contribution:
+    """One roster entry: the uncounted work that a peer brings into a round.
+
+    `tokens` is its weight, `steps` its inner steps, `sequences` how many leased sequences it used, from the front.
+    """
+
+    peer: PeerId
+    tokens: int
+    steps: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """At most `slice_tiles` whole tiles of one block that are reduced together by one peer.
+
+    `first_tile` counts through all tiles of the run. In a plan, `contributors` are those whose values should go in; in
+    a manifest, those whose values did.
+    """
+
+    block: int
+    first_tile: int
+    tiles: int
+    reducer: PeerId
+    contributors: tuple[PeerId, ...]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.first_tile, self.tiles)
+
+    @property
+    def tile_ids(self) -> range:
+        return range(self.first_tile, self.first_tile + self.tiles)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The merge warm-up of a round: alpha (an fp32 value) and neighbours[layer][expert]."""
+
+    alpha: float
+    neighbours: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
+
+    `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
+    `ownership`, `members`, `leases` and `steps_per_round` are for the next round.
+    """
+
+    wire_version: int
+    fingerprint: Hash
+    round: int
+    parent: Hash
+    step: int
+    tokens: int
+    roster: tuple[Contribution, ...]
+    slices: tuple[Slice, ...]
+    wire_root: Hash
+    state_root: Hash
+    merge: Merge | None
+    members: tuple[Member, ...]
+    ownership: Ownership
+    column_rounds: tuple[int, ...]
+    leases: Leases
+    steps_per_round: int
+
+
+def manifest_hash(manifest: Manifest) -> Hash:
+    """The name of a manifest: SHA-256 of its packed bytes."""
+    return content_hash(manifest)
+
+
+def content_hash(value: Any) -> Hash:
+    """SHA-256 of the packed value, kept with the (immutable) value."""
+    known: Hash | None = value.__dict__.get("_content_hash")
+    if known is None:
+        known = sha256(pack(value))
+        object.__setattr__(value, "_content_hash", known)
+    return known

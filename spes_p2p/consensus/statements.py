@@ -1,0 +1,169 @@
+"""A manifest as a function of its parent and of signed statements: leaders make it, and electors make it again.
+
+The roster follows from what members said that they trained (`Ready`), the slices from what reducers said that they
+reduced (`Report`), next members, ownership and leases from what peers said of themselves (`Status`). A leader chooses
+whose words it has heard, and nothing else; the roots are checked by computing the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
+from spes_p2p.consensus.manifest import (
+    MAX_MEMBERS,
+    Contribution,
+    Manifest,
+    Merge,
+    Slice,
+    manifest_hash,
+)
+from spes_p2p.consensus.membership import Member, next_members, rank, trainers
+from spes_p2p.consensus.messages import (
+    Content,
+    Ready,
+    Signed,
+    Statements,
+    Status,
+)
+from spes_p2p.consensus.rules import Outcome, RunRules, capped_tokens, child_manifest
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.ownership.assign import OwnershipRequest
+
+
+def contribution(rules: RunRules, parent: Manifest, ready: Ready) -> Contribution | None:
+    """What a roster says of this work; None where it is not what a member trained on top of `parent`."""
+    trains = {(member.peer, member.incarnation) for member in trainers(parent.members)}
+    counts = (ready.tokens, ready.steps, ready.sequences)
+    is_sane = min(ready.tokens, ready.steps) > 0 and ready.sequences >= 0 and max(counts) < MAX_COUNT
+    if (ready.fingerprint, ready.parent) != (rules.fingerprint, manifest_hash(parent)) or not is_sane:
+        return None
+    if (ready.peer, ready.incarnation) not in trains:
+        return None
+    entry = capped_tokens(rules, parent, Contribution(ready.peer, ready.tokens, ready.steps, ready.sequences))
+    return entry if min(entry.tokens, entry.steps) > 0 else None
+
+
+def counted(rules: RunRules, roster: Iterable[Contribution], slices: Iterable[Slice]) -> tuple[Contribution, ...]:
+    """Without those whose values went into no slice."""
+    used = {peer for piece in slices for peer in piece.contributors}
+    return tuple(entry for entry in roster if not rules.exchange or entry.peer in used)
+
+
+def owners_ahead(
+    rules: RunRules, parent: Manifest, roster: Iterable[Contribution], slices: Iterable[Slice]
+) -> frozenset[PeerId]:
+    """Peers with trained columns that this round does not hand out; leavers among them stay for the next."""
+    if rules.expert_rounds == 1:
+        return frozenset()
+    done = {piece.block - 1 for piece in slices}
+    owners = {owner for column, some in enumerate(parent.ownership) if column not in done for owner in some}
+    return frozenset(owners & {entry.peer for entry in roster})
+
+
+def members_after(
+    parent: Manifest, statuses: Iterable[Status], needed: Collection[PeerId] = ()
+) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
+    """Who is a member after this round, and what they want: everyone of `statuses` and newcomers, but no leavers.
+
+    Leavers that are `needed` count as heard. A newcomer has the state of `parent`.
+    """
+    heard: list[Member] = []
+    newcomers: list[Member] = []
+    leavers: set[PeerId] = set()
+    wishes: dict[PeerId, OwnershipRequest] = {}
+    head = manifest_hash(parent)
+    known = {member.peer: member for member in parent.members}
+    for status in statuses:
+        intent, before = status.intent, known.get(status.peer)
+        is_known = before is not None and before.incarnation == status.incarnation
+        does_train = before.trains if before is not None and is_known else not intent.serving
+        member = Member(status.peer, status.incarnation, False, intent.link_class, does_train)
+        if intent.leaving and status.peer not in needed:
+            leavers.add(status.peer)
+        elif is_known:
+            heard.append(member)
+        elif intent.joining and status.head == head:
+            newcomers.append(member)
+        wish = OwnershipRequest(intent.max_columns, intent.claims, intent.releases)
+        wishes[status.peer] = wish if does_train else OwnershipRequest(0)
+    if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
+        heard = [member for member in parent.members if member.peer in leavers]
+        leavers = set()
+    newcomers.sort(key=lambda member: rank(head, member.peer))  # a low peer id is no privilege
+    members = next_members(parent.members, heard, newcomers, leavers, MAX_MEMBERS)
+    named = {member.peer for member in members}
+    return members, {peer: wish for peer, wish in wishes.items() if peer in named}
+
+
+def content_of(
+    rules: RunRules, parent: Manifest, statements: Statements, state_root: Hash, merge: Merge | None
+) -> Content:
+    """The child of `parent` that follows from `statements`; those that it does not depend on are left out."""
+    slices = tuple(signed.value.piece for signed in statements.reports)
+    now = {signed.author: ready.value for signed in statements.statuses if (ready := ready_of(signed)) is not None}
+    works = now | {signed.author: signed.value for signed in statements.ready}
+    entries = (contribution(rules, parent, work) for work in works.values())
+    roster = counted(rules, sorted(entry for entry in entries if entry is not None), slices)
+    needed = owners_ahead(rules, parent, roster, slices)
+    members, wishes = members_after(parent, (signed.value for signed in statements.statuses), needed)
+    wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
+    manifest = child_manifest(rules, parent, Outcome(roster, slices, wire_root, state_root, merge), members, wishes)
+    named = {member.peer for member in (*parent.members, *members)}
+    trained = {entry.peer for entry in roster}
+    return Content(
+        manifest,
+        Statements(
+            tuple(s for s in statements.ready if s.author in trained and s.value != now.get(s.author)),
+            statements.reports,
+            tuple(signed for signed in statements.statuses if signed.author in named),
+        ),
+    )
+
+
+def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
+    """Raises RemoteProtocolError, saying what, where a manifest does not follow from the statements beside it.
+
+    Signatures were checked before, and so was the manifest itself (see `check_child`).
+    """
+    statements, child = content.statements, content.manifest
+    where = f"manifest of round {child.round}"
+    for kind, signed in (("ready", statements.ready), ("statuses", statements.statuses)):
+        authors = [one.author for one in signed]
+        if len(set(authors)) != len(authors) or authors != [one.value.peer for one in signed]:
+            raise RemoteProtocolError(f"{where}: its statements ({kind}) are not by those of whom they speak, one each")
+    if any(contribution(rules, parent, signed.value) is None for signed in statements.ready):
+        raise RemoteProtocolError(f"{where}: it counts work that is not of a member on top of its parent")
+    for said in statements.statuses:
+        if said.value.fingerprint != rules.fingerprint or not is_sane_intent(said.value.intent, rules.num_columns):
+            raise RemoteProtocolError(f"{where}: the status of {said.author} is not of this run, or cannot be")
+    _check_reports(manifest_hash(parent), statements, where)
+    again = content_of(rules, parent, statements, child.state_root, child.merge)
+    if len(again.statements.ready) + len(again.statements.statuses) < len(statements.ready) + len(statements.statuses):
+        raise RemoteProtocolError(f"{where}: it comes with statements that nothing in it follows from")
+    for name in Manifest.__dataclass_fields__:
+        if getattr(child, name) != getattr(again.manifest, name):
+            raise RemoteProtocolError(f"{where}: {name} does not follow from the statements beside it")
+
+
+def _check_reports(parent: Hash, statements: Statements, where: str) -> None:
+    for signed in statements.reports:
+        report = signed.value
+        sizes: Sequence[int] = [len(tile) for tile in report.wire_hashes]
+        if signed.author != report.reducer or report.parent != parent:
+            raise RemoteProtocolError(f"{where}: slice {report.piece.key} is not by its reducer, or of another parent")
+        if len(sizes) != report.piece.tiles or any(size != len(NO_HASH) for size in sizes):
+            raise RemoteProtocolError(f"{where}: slice {report.piece.key} has not one hash for each of its tiles")
+
+
+def ready_of(signed: Signed[Status]) -> Signed[Ready] | None:
+    """What a peer says with its status that it trained; None where it trains on, or trained nothing."""
+    status = signed.value
+    work = status.work
+    if not work.ready or min(work.tokens, work.steps) <= 0:
+        return None
+    ready = Ready(
+        status.fingerprint, status.head, status.peer, status.incarnation, work.tokens, work.steps, work.sequences
+    )
+    return Signed(ready, signed.author, signed.public_key, status.ready_signature)

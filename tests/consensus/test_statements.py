@@ -1,0 +1,276 @@
+"""Leaders that make up what others never said: electors make the manifest again, and take nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spes_p2p.consensus import events as on
+from spes_p2p.consensus.actions import Notice, Send
+from spes_p2p.consensus.machine import Consensus
+from spes_p2p.consensus.manifest import Contribution, manifest_hash
+from spes_p2p.consensus.membership import LINK_PRIVATE, Member
+from spes_p2p.consensus.messages import (
+    Ballots,
+    Content,
+    Envelope,
+    Intent,
+    Signed,
+    Statements,
+    Status,
+    Work,
+)
+from spes_p2p.consensus.rules import Outcome, check_child, child_manifest, genesis_manifest
+from spes_p2p.consensus.statements import check_content, content_of, members_after, ready_of
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.ids import NO_HASH, PeerId, sha256
+from spes_p2p.ownership.assign import OwnershipRequest
+from spes_p2p.testing.sim_state import FakeSealer, run_rules
+from tests.consensus.test_bounds import LIAR, walk_until
+
+Change = Callable[[Consensus, Content], Content]
+
+
+@pytest.fixture(scope="module")
+def voter() -> Consensus:
+    """An elector that knows what is proposed, and has not voted yet."""
+    return walk_until(lambda core: core.state.round.contents and core.state.round.decided is None)
+
+
+@pytest.fixture(scope="module", params=["ready", "at work again"])
+def honest(voter: Consensus, request: pytest.FixtureRequest) -> Content:
+    """Those who trained say so, or have said so and are in another life by now."""
+    content = next(iter(voter.state.round.contents.values()))
+    return content if request.param == "ready" else apart(content)
+
+
+def apart(content: Content) -> Content:
+    """What was trained is told of beside the statuses."""
+    said = content.statements.statuses
+    ready = (*content.statements.ready, *(found for status in said if (found := ready_of(status)) is not None))
+    return with_statements(content, ready=ready, statuses=tuple(said_by(status, work=Work()) for status in said))
+
+
+def made_again(core: Consensus, content: Content, **outcome: Any) -> Content:
+    """The same with another outcome, consistent with its parent in all that is derived."""
+    made = content.manifest
+    members, wishes = members_after(core.tip, (signed.value for signed in content.statements.statuses))
+    other = replace(Outcome(made.roster, made.slices, made.wire_root, made.state_root, made.merge), **outcome)
+    return replace(content, manifest=child_manifest(core.state.rules, core.tip, other, members, wishes))
+
+
+def with_statements(content: Content, **said: Any) -> Content:
+    return replace(content, statements=replace(content.statements, **said))
+
+
+def said_by(signed: Signed[Any], **changes: Any) -> Signed[Any]:
+    """Signed again by its author: what a liar can have a friend of his say, or what it once did say."""
+    return FakeSealer(signed.author).seal(replace(signed.value, **changes))
+
+
+def changed_member(content: Content, **changes: Any) -> Content:
+    first, *others = content.manifest.members
+    return replace(content, manifest=replace(content.manifest, members=(replace(first, **changes), *others)))
+
+
+def counts_more(core: Consensus, content: Content) -> Content:
+    first, *others = content.manifest.roster
+    return made_again(core, content, roster=(replace(first, tokens=first.tokens - 1), *others))
+
+
+def drops_a_member(core: Consensus, content: Content) -> Content:
+    return replace(content, manifest=replace(content.manifest, members=content.manifest.members[1:]))
+
+
+def alters_a_link(core: Consensus, content: Content) -> Content:
+    return changed_member(content, link_class=LINK_PRIVATE)
+
+
+def invents_a_reducer(core: Consensus, content: Content) -> Content:
+    first, *others = content.manifest.slices
+    other = next(member.peer for member in core.tip.members if member.peer != first.reducer)
+    return made_again(core, content, slices=(replace(first, reducer=other), *others))
+
+
+def leaves_a_contributor_out(core: Consensus, content: Content) -> Content:
+    first, *others = content.manifest.slices
+    return made_again(core, content, slices=(replace(first, contributors=first.contributors[1:]), *others))
+
+
+def alters_a_wire_root(core: Consensus, content: Content) -> Content:
+    return made_again(core, content, wire_root=sha256(b"other tiles"))
+
+
+def counts_what_nobody_said(core: Consensus, content: Content) -> Content:
+    said = apart(content).statements
+    return with_statements(content, ready=said.ready[1:], statuses=said.statuses)
+
+
+def signs_for_another(core: Consensus, content: Content) -> Content:
+    content = apart(content)
+    first, *others = content.statements.ready
+    return with_statements(content, ready=(FakeSealer(LIAR).seal(first.value), *others))
+
+
+def counts_one_twice(core: Consensus, content: Content) -> Content:
+    content = apart(content)
+    ready = content.statements.ready
+    again = said_by(ready[0], tokens=ready[0].value.tokens - 1)
+    return with_statements(content, ready=(again, *ready))
+
+
+def counts_work_on_another_parent(core: Consensus, content: Content) -> Content:
+    content = apart(content)
+    first, *others = content.statements.ready
+    return with_statements(content, ready=(said_by(first, parent=sha256(b"another")), *others))
+
+
+def counts_another_incarnation(core: Consensus, content: Content) -> Content:
+    content = apart(content)
+    first, *others = content.statements.ready
+    return with_statements(content, ready=(said_by(first, incarnation=7), *others))
+
+
+def reports_for_another(core: Consensus, content: Content) -> Content:
+    first, *others = content.statements.reports
+    stranger = FakeSealer(PeerId("somebody")).seal(first.value)
+    return with_statements(content, reports=(stranger, *others))
+
+
+def brings_an_old_report(core: Consensus, content: Content) -> Content:
+    first, *others = content.statements.reports
+    return with_statements(content, reports=(said_by(first, parent=sha256(b"another")), *others))
+
+
+def brings_half_a_report(core: Consensus, content: Content) -> Content:
+    first, *others = content.statements.reports
+    return with_statements(content, reports=(said_by(first, wire_hashes=()), *others))
+
+
+def claims_more_than_there_is(core: Consensus, content: Content) -> Content:
+    first, *others = content.statements.statuses
+    greedy = said_by(first, intent=Intent(True, claims=tuple(range(5000))))
+    return with_statements(content, statuses=(greedy, *others))
+
+
+def brings_a_crowd_of_words(core: Consensus, content: Content) -> Content:
+    """So that everybody keeps and sends megabytes."""
+    first = content.statements.statuses[0].value
+    names = (PeerId(f"stranger {number}") for number in range(100))
+    crowd = tuple(FakeSealer(name).seal(replace(first, peer=name, intent=Intent())) for name in names)
+    return with_statements(content, statuses=(*content.statements.statuses, *crowd))
+
+
+LIES: tuple[Change, ...] = (
+    counts_more,
+    drops_a_member,
+    alters_a_link,
+    invents_a_reducer,
+    leaves_a_contributor_out,
+    alters_a_wire_root,
+    counts_what_nobody_said,
+    signs_for_another,
+    counts_one_twice,
+    counts_work_on_another_parent,
+    counts_another_incarnation,
+    reports_for_another,
+    brings_an_old_report,
+    brings_half_a_report,
+    claims_more_than_there_is,
+    brings_a_crowd_of_words,
+)
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_a_manifest_that_does_not_follow_from_what_was_said_is_refused(
+    voter: Consensus, honest: Content, lie: Change
+) -> None:
+    rules, tip = voter.state.rules, voter.tip
+    check_content(rules, tip, honest)
+    with pytest.raises(RemoteProtocolError, match="manifest of round 1"):
+        check_content(rules, tip, lie(voter, honest))
+
+
+@pytest.mark.parametrize("lie", [alters_a_link, counts_more], ids=lambda lie: lie.__name__)
+def test_the_manifest_alone_does_not_show_it(voter: Consensus, honest: Content, lie: Change) -> None:
+    """What its parent says leaves these open; that is why statements come with it."""
+    check_child(voter.state.rules, voter.tip, lie(voter, honest).manifest)
+
+
+def test_nobody_gets_a_column_that_it_did_not_ask_for() -> None:
+    rules, names = run_rules(columns=2), [PeerId(name) for name in ("p0", "p1")]
+    members = [Member(name, 1, True, 0) for name in names]
+    tip = genesis_manifest(rules, NO_HASH, members, {names[0]: OwnershipRequest(2)})
+    head, nothing = manifest_hash(tip), (Work(), Intent(max_columns=2), Ballots())
+    said = tuple(FakeSealer(name).seal(Status(rules.fingerprint, name, 1, 1, 0, head, *nothing)) for name in names)
+    content = content_of(rules, tip, Statements((), (), said), NO_HASH, None)
+    assert content.manifest.ownership == (("p0",), ("p1",))
+    check_content(rules, tip, content)
+    taken = replace(content, manifest=replace(content.manifest, ownership=((names[1],), (names[1],))))
+    check_child(rules, tip, taken.manifest)
+    with pytest.raises(RemoteProtocolError, match="ownership does not follow"):
+        check_content(rules, tip, taken)
+
+
+def test_another_leader_makes_the_same_of_the_same_words(voter: Consensus, honest: Content) -> None:
+    said = honest.statements
+    mixed = Statements(said.ready[::-1], said.reports, said.statuses[::-1])
+    again = content_of(voter.state.rules, voter.tip, mixed, honest.manifest.state_root, honest.manifest.merge)
+    assert again.manifest == honest.manifest
+
+
+def test_who_passes_a_manifest_on_with_the_wrong_words_does_not_spoil_it() -> None:
+    """The hash of a manifest does not say which words it follows from: somebody else brings them."""
+
+    def lacks_content(core: Consensus) -> bool:
+        return bool(core.state.round.contents) and core.state.round.decided is None
+
+    core = walk_until(lacks_content)
+    (name, content), *_ = core.state.round.contents.items()
+    core.state.round.contents.clear()
+    core.state.round.verified.clear()
+    now = core.state.last_event
+    actions = core.handle(on.MessageReceived(Envelope(LIAR, contents=(counts_what_nobody_said(core, content),))), now)
+    assert [(a.kind, a.peer) for a in actions if isinstance(a, Notice)] == [("refused", LIAR)]
+    assert name not in core.state.round.contents
+    assert name not in core.state.round.refused
+    core.handle(on.MessageReceived(Envelope(PeerId("p1"), contents=(content,))), now)
+    assert core.state.round.contents[name] == content
+    assert manifest_hash(content.manifest) == name
+
+
+def test_a_plan_that_counts_what_nobody_said_is_not_taken() -> None:
+    """Else nobody could make a manifest of it; an honest one comes with what its roster follows from."""
+    core = walk_until(lambda core: core.state.round.plan is not None and core.state.round.plan.author != core.me)
+    signed = core.state.round.plan
+    assert signed is not None
+    entry = signed.value.roster[0]
+    known = core.state.round.ready[entry]
+    for is_told in (False, True):
+        core.state.round.plan = None
+        core.state.round.ready.clear()
+        ready = (known,) if is_told else ()
+        others = tuple(core.state.round.ready.values())
+        plan = replace(signed, value=replace(signed.value, roster=(entry,), slices=_only(signed, entry)))
+        core.handle(on.MessageReceived(Envelope(signed.author, plan=plan, ready=(*others, *ready))), 0.0)
+        assert (core.state.round.plan is not None) == is_told
+
+
+def _only(signed: Signed[Any], entry: Contribution) -> tuple[Any, ...]:
+    return tuple(replace(piece, contributors=(entry.peer,)) for piece in signed.value.slices)
+
+
+def test_a_plan_brings_what_its_roster_follows_from() -> None:
+    core = walk_until(lambda core: core.state.round.plan is not None and core.state.round.decided is None)
+    plan = core.state.round.plan
+    assert plan is not None
+    other = next(peer for peer in core.state.others.contacts if peer != core.me)
+    contact = core.state.others.contacts[other]
+    contact.signed = said_by(contact.signed, plan=NO_HASH, sequence=contact.status.sequence + 1)
+    actions = core.handle(on.ClockTicked(), core.state.last_event + 1.5)
+    told = [a.envelope for a in actions if isinstance(a, Send) and a.to == other and a.envelope.plan]
+    assert told
+    assert {signed.author for signed in told[0].ready} == {entry.peer for entry in plan.value.roster}
