@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.fragments import due_tiles
@@ -32,6 +33,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.assign import OwnershipRequest, assign
 from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
 
+MergeKind = Literal["paper", "released", "shrink"]
 NOBODY = PeerId("")
 IDLE_TURNS = 3
 """How many turns a column may go without a new version before owners that train nothing lose it."""
@@ -59,6 +61,7 @@ class RunRules:
     steps_per_round: Callable[[int], int]
     merge_interval: int
     merge_alpha: Callable[[int], float]
+    merge_kind: MergeKind = "paper"
     exchange: bool = True
     """False: a round only counts tokens and leases data; nobody's values go anywhere (a control experiment)."""
     expert_rounds: int = 1

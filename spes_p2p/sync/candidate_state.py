@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from spes_p2p.consensus.manifest import Merge, Slice
-from spes_p2p.consensus.messages import (
-    Content,
-)
+from spes_p2p.consensus.messages import Content
+from spes_p2p.consensus.rules import MergeKind
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes
@@ -40,11 +39,12 @@ class CandidateState:
         layout: Layout,
         merge_top_k: int,
         is_bound: Callable[[Hash], bool],
+        merge_kind: MergeKind = "paper",
     ) -> None:
         self._outer: OuterSteps | None = None
         self._store = store
         self._layout = layout
-        self._merge_top_k = merge_top_k
+        self._merge_top_k, self._merge_kind = merge_top_k, merge_kind
         self._is_bound = is_bound
         self._tip = -1
         self._work: Staging | None = None
@@ -134,7 +134,7 @@ class CandidateState:
         staging = self._opened()
         self._has_state = True
         if merge is not None:
-            merge_columns(self._layout, staging, merge.neighbours, merge.alpha, staging.write_state)
+            merge_columns(self._layout, staging, merge.neighbours, merge.alpha, staging.write_state, self._merge_kind)
         return self._layout.root_of(staging.finish())
 
     def check(self, content: Content) -> None:

@@ -63,7 +63,9 @@ class Driver:
             lambda answer: self.answers.hear(answer), hooks.notice,
         )  # fmt: skip
         self._fetchers = Fetchers(core, transport, layout, clock, self._tell)
-        self._candidate = CandidateState(disk.store, layout, run.config.sync.merge_top_k, self._dispatcher.is_bound)
+        self._candidate = CandidateState(
+            disk.store, layout, run.config.sync.merge_top_k, self._dispatcher.is_bound, rules.merge_kind
+        )
         self._candidate.enter(core.tip.round, outer_steps(rules, core.tip))
         self._retention = Retention(disk.store, clock.now)
         self._states = CommittedStates(core, disk, self._retention, hooks, self._tasks)
