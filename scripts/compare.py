@@ -8,7 +8,8 @@ An arm is a line of `ARMS`: what it changes of the config; every arm starts from
 tokens of all peers together. The sync is that of real peers, on the in-memory network. Arms run side by side on the
 cores, one core each; the same seed gives the same order of the data to each, so losses are compared in pairs. With
 --json every arm and seed is written there when it has ended, and what is there already is not run again. Beside the
-table there are plots (SVG; pip extra plot): held-out loss against tokens, bytes and memory.
+table there are plots (SVG; pip extra plot): held-out loss against tokens, bytes and memory. What stands in the page
+from its heading "What it says" on is written by people, and kept.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ from spes_p2p.train.scratch import Scratch
 CORPUS_BYTES = 8 * 2**20
 PERIODS = 5
 """With two periods, so many times as often are shared weights averaged as a column is handed out."""
+NOTES = "## What it says"
+"""From here on the page is not ours."""
 POINTS = 16
 """Of a curve, about: where the held-out loss is measured."""
 
@@ -76,6 +79,7 @@ ARMS = {
     "two-periods-long": "sync.steps_per_round={often} sync.expert_rounds={long_periods}",
     "two-periods-two-owners": "two-periods two-owners",
     "guests-4": "two-periods model.guest_rank=4",
+    "guests-8": "two-periods model.guest_rank=8",
     "guests-16": "two-periods model.guest_rank=16",
     "guests-often": "spes-often model.guest_rank=16",
     "guests-seldom": "model.guest_rank=16",
@@ -502,7 +506,9 @@ def write(arguments: argparse.Namespace, results: Results, jobs: Sequence[Job]) 
     if not arguments.output or not found:
         return
     output = Path(arguments.output)
-    output.write_text(page(arguments, found, plot(found, output.parent, output.stem)))
+    before = output.read_text() if output.exists() else ""
+    notes = f"\n{NOTES}{before.split(NOTES, 1)[1]}" if NOTES in before else ""
+    output.write_text(page(arguments, found, plot(found, output.parent, output.stem)) + notes)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,10 @@ def test_the_comparison_writes_a_table_of_all_arms_and_does_not_run_them_again(
     assert found["centralized"]["trained_bytes"] > found["spes"]["trained_bytes"]
     assert found["diloco"]["bytes_sent"] > found["spes"]["bytes_sent"] > 0
     capsys.readouterr()
+    page.write_text(f"{text}\n## What it says\n\nDiLoCo sends more.\n")
     compare(*files, "--arms", "spes", "diloco", "--seeds", 0, 1)
+    assert page.read_text().endswith("\n## What it says\n\nDiLoCo sends more.\n")
+    assert page.read_text().count("# Results") == 1
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert said == ["seed 1, spes", "seed 1, diloco"]
     assert "±" in page.read_text()
