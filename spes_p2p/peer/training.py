@@ -292,7 +292,7 @@ class TrainingLoop:
                 self.trainer.adopt(turn.owned, self.values.base, manifest.step)
                 self._evaluator.evaluate(manifest)
             self.trainer.adopt(turn.owned, carried or masters, manifest.step, round_steps=load.own_steps)
-            self.trainer.use_bases(self.connection.disk.bases.now)
+            self.trainer.use_bases(self.connection.disk.bases.now, load.left_out)
             self.moments.take(manifest, new)
             if not self._pause.active or new or self.machine.work.tokens:  # else the last one has it all
                 self.save(manifest, self.values.base, self.machine.work)

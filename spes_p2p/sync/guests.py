@@ -8,7 +8,8 @@ the tokens of the round's roster (w_o: of all owners that count), the reducer ha
 Inside the basis everybody is averaged; outside of it the owners' change is taken whole. Row i of it depends on row i of
 D and of each B alone, and tiles hold whole rows: each slice is reduced by itself. Only the reducer computes it, in
 plain fp32; everyone else takes its bytes. A guest that is lost or unfit is left out, and what it trained there is lost:
-its coordinates begin at zero in another basis when the column was handed out. They travel in the layout's guest codec.
+its coordinates begin at zero in another basis when the column was handed out, unless the round did not count it at all.
+They travel in the layout's guest codec.
 
 `Bases` are derived by every peer from what a commit changed of a column (state/basis.py), so nothing is sent. Each
 names the hand-out that it follows from, and coordinates count only in a basis of the same name. Who was not there then

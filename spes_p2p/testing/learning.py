@@ -65,9 +65,9 @@ class TrainerOf:
     def values(self, block: int) -> Values:
         return self._trainer.contribution(block)
 
-    def use_bases(self, bases: Mapping[int, Basis]) -> None:
+    def use_bases(self, bases: Mapping[int, Basis], left_out: bool) -> None:
         """See `Trainer.use_bases`."""
-        self._trainer.use_bases(bases)
+        self._trainer.use_bases(bases, left_out)
 
     def coordinates(self) -> Mapping[int, Coordinates]:
         """See `Trainer.coordinates`."""

@@ -58,7 +58,7 @@ class TrainingPeer(PretendPeer):
         if self.name == min(self.swarm.peers):
             self._measure(load.turn.manifest)
         super()._begin(load)
-        self.learner.use_bases(self.disk.bases.now)
+        self.learner.use_bases(self.disk.bases.now, load.left_out)
 
     def _snapshot(self, turn: Turn) -> None:
         """Without keeping what was handed in for ever."""

@@ -47,12 +47,15 @@ class GuestWork:
         self._saved: dict[int, SavedGuest] = {}
 
     @torch.no_grad()
-    def use(self, marks: Mapping[int, Hash], bases: Mapping[int, Basis] | None) -> None:
+    def use(self, marks: Mapping[int, Hash], bases: Mapping[int, Basis] | None, left_out: bool = False) -> None:
         """Trains in these bases of foreign columns from here on: rank 0 gets them, the others their `marks` alone.
 
         A column whose basis is the one that it had goes on. In another one it begins at zero with fresh moments, but
-        for what was trained since `run_ahead`: that is carried on as far as it lies within both.
+        for what was trained since `run_ahead`, or ever if the round has `left_out` this peer: that is carried on as far
+        as it lies within both.
         """
+        if left_out:
+            self._ahead_of = {place: torch.zeros_like(values) for place, values in self._all_coordinates()}
         for column in set(self._marks) - set(marks):
             self._place(column, None)
             self._optimizer.end_guest(column)
@@ -102,9 +105,13 @@ class GuestWork:
 
     def run_ahead(self) -> None:
         """What is trained from now on is not in what was handed in."""
-        for column in list(self._marks)[:1]:  # all lie in the same tensors
+        self._ahead_of = {place: values.clone() for place, values in self._all_coordinates()}
+
+    def _all_coordinates(self) -> Iterator[tuple[tuple[int, Matrix], Tensor]]:
+        """By layer and matrix, of all columns."""
+        for column in list(self._marks)[:1]:  # they lie in the same tensors
             for layer, guests, which, _ in self._places(column):
-                self._ahead_of[layer, which] = guests.coordinates(which).detach().clone()
+                yield (layer, which), guests.coordinates(which).detach()
 
     def coordinates(self) -> dict[int, Coordinates]:
         """What was trained, by column, in the order of its block: copies."""

@@ -200,6 +200,7 @@ class TrainerMachine:
         tiles = self._tiles_of(blocks) & uncounted  # a column that another one owns now is the same for everybody
         self.carries, self.own_steps = bool(tiles), lead
         load = self._load(event.newest, Rebase(tiles, blocks if lead else ()))
+        load = replace(load, left_out=event.counted is None)
         self.parting = parting
         return [*actions, UseLease(self.place), load]
 

@@ -231,6 +231,8 @@ class Load:
     own_steps: int
     restored: bool = False
     """Values and training state are those of a checkpoint, and here already."""
+    left_out: bool = False
+    """Nothing of the turn's work was counted: what was trained as a guest goes on, too."""
 
 
 @dataclass(frozen=True)

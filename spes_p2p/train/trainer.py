@@ -135,16 +135,18 @@ class Trainer:
         with adopt, telling_of_memory(f"loading the state to train {len(owned)} expert columns"):
             self._rank.adopt(owned, values, step, keep_moments, round_steps)
 
-    def use_bases(self, bases: Mapping[int, Basis]) -> None:
+    def use_bases(self, bases: Mapping[int, Basis], left_out: bool = False) -> None:
         """Trains low-rank changes of foreign columns in these bases, by column, from here on.
 
-        A column whose basis has the mark of the one before goes on; else it begins at zero, with fresh moments. What is
-        owned has no use for one. To be called after `adopt`.
+        A column whose basis has the mark of the one before goes on; else it begins at zero, with fresh moments, or with
+        `left_out` at what was trained before, as far as it lies in both. What is owned has no use for one. To be called
+        after `adopt`.
         """
         marks = {column: basis.mark for column, basis in bases.items()}
         if self._rank.guests is not None:
-            with self._command("use_bases", marks=list(marks.items())), telling_of_memory("changing other experts"):
-                self._rank.guests.use(marks, bases)
+            use = self._command("use_bases", marks=list(marks.items()), left_out=left_out)
+            with use, telling_of_memory("changing other experts"):
+                self._rank.guests.use(marks, bases, left_out)
 
     def coordinates(self) -> Mapping[int, Coordinates]:
         """What was trained in columns of others, by column: copies."""

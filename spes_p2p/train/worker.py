@@ -77,7 +77,8 @@ def _adopt(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
 
 def _use_bases(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
     assert trainer.guests is not None
-    trainer.guests.use({column: Hash(mark) for column, mark in arguments["marks"]}, None)
+    marks = {column: Hash(mark) for column, mark in arguments["marks"]}
+    trainer.guests.use(marks, None, arguments["left_out"])
 
 
 _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {

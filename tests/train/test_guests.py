@@ -13,6 +13,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.ids import Hash
 from spes_p2p.model.params import ExpertPlace
 from spes_p2p.state.basis import Basis, first_basis, matrices
+from spes_p2p.state.layout import Values
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks
@@ -123,6 +124,17 @@ def test_coordinates_go_on_in_the_same_basis_and_begin_anew_in_another() -> None
     assert set(trainer.coordinates()) == {0, 3}
 
 
+def carried_over(config: Config, values: Values) -> Values:
+    """B Qᵀ Q' of coordinates in column 2, from its first basis to its next one."""
+    layout, at, parts = small_layout(config), 0, list[Values]()
+    old, new = (bases(config, (2,), number)[2].values for number in (0, 1))
+    for (placed, q), (_, q_new) in zip(matrices(layout, 2, old), matrices(layout, 2, new), strict=True):
+        stop = at + placed.tensor.shape[0] * RANK
+        parts.append((values[at:stop].reshape(-1, RANK) @ q.T @ q_new).reshape(-1).astype(np.float32))
+        at = stop
+    return np.concatenate(parts)
+
+
 def test_what_was_trained_ahead_is_carried_into_the_next_basis() -> None:
     config = guest_config()
     trainer = guest(config)
@@ -133,15 +145,23 @@ def test_what_was_trained_ahead_is_carried_into_the_next_basis() -> None:
     ahead = trainer.coordinates()[2].values - handed_in
     trainer.adopt(OWNED, initial(config), 1)
     trainer.use_bases(bases(config) | bases(config, (2,), number=1))
-    layout, found = small_layout(config), trainer.coordinates()[2].values
-    old, new = (bases(config, (2,), number)[2].values for number in (0, 1))
-    at = 0
-    for (placed, q), (_, q_new) in zip(matrices(layout, 2, old), matrices(layout, 2, new), strict=True):
-        stop = at + placed.tensor.shape[0] * RANK
-        wanted = ahead[at:stop].reshape(-1, RANK) @ q.T @ q_new
-        np.testing.assert_allclose(found[at:stop].reshape(-1, RANK), wanted, atol=1e-6)
-        at = stop
+    np.testing.assert_allclose(trainer.coordinates()[2].values, carried_over(config, ahead), atol=1e-6)
     assert ahead.any()
+
+
+def test_who_was_left_out_carries_all_of_it_into_the_next_basis() -> None:
+    config = guest_config()
+    trainer = guest(config)
+    trainer.train_step(batch_of(0))
+    trainer.run_ahead()
+    trainer.train_step(batch_of(1))
+    whole = trainer.coordinates()
+    trainer.adopt(OWNED, initial(config), 1)
+    trainer.use_bases(bases(config) | bases(config, (2,), number=1), left_out=True)
+    found = trainer.coordinates()
+    np.testing.assert_allclose(found[2].values, carried_over(config, whole[2].values), atol=1e-6)
+    assert found[2].values.any()
+    assert all(np.array_equal(found[column].values, whole[column].values) for column in (0, 3, 5))
 
 
 def test_columns_that_change_hands() -> None:

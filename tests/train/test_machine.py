@@ -116,6 +116,7 @@ def test_a_round_that_counts_the_work_ends_without_anything_to_carry() -> None:
     assert isinstance(close, CloseTurn)
     assert isinstance(load, Load)
     assert load.rebase == Rebase(frozenset())
+    assert not load.left_out
     assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 0))
     assert (machine.work, machine.carries, machine.stage) == (Uncounted(), False, Stage.TRAINING)
 
@@ -127,6 +128,7 @@ def test_what_a_round_left_out_is_carried_and_counted_once() -> None:
     *_, lease, load = commit(machine, None)
     assert isinstance(load, Load)
     assert load.rebase == Rebase(frozenset(tile.id for tile in RUN.layout.tiles))
+    assert load.left_out
     assert lease == UseLease(Place(load.turn.manifest.leases.of(A), 2 * BATCH))
     assert (machine.carries, machine.own_steps) == (True, 0)
     train(machine, 1)
