@@ -55,7 +55,7 @@ STEPS = (
         "anna",
         f"{PROGRAM} bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337 swarm.min_peers=2",
         "begins the run and prints the invitation, which Anna sends to Ben; goes on running",
-        until=r"or, with the address:\s+spes-p2p join \S.*\n",
+        until=r"or, using the address:\s+spes-p2p join \S.*\n",
     ),
     Step(
         "anna", f"{PROGRAM} join INVITATION", "in a second terminal: her machine trains, too", until="waiting until 2"

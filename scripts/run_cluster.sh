@@ -5,7 +5,7 @@
 #   RANK or SLURM_NODEID                number of this node; 0 also runs the bootstrap node
 #   WORLD_SIZE or SLURM_JOB_NUM_NODES   number of nodes
 #   MASTER_ADDR                         host name or IPv4 address of node 0 (default: the first of SLURM_JOB_NODELIST)
-#   NPROC_PER_NODE or SLURM_GPUS_ON_NODE   DDP ranks of a node (default: one a visible GPU)
+#   NPROC_PER_NODE or SLURM_GPUS_ON_NODE   DDP ranks of a node (default: one per visible GPU)
 #   SPES_SHARED    folder that all nodes see: addresses go through it, logs and outputs go there (required)
 #   SPES_CONFIG    the run: a YAML file or the name of a bundled config (required)
 #   SPES_DATA      folder of the run's token shards; with data.source=local this node's own (without it the bootstrap

@@ -21,37 +21,39 @@ def optional(text: str, metavar: str, *names: str) -> Any:
 
 
 Invitation = Annotated[
-    str | None, typer.Argument(metavar="INVITE", help="The word that the organiser sent you.", show_default=False)
+    str | None,
+    typer.Argument(metavar="INVITE", help="The invitation from the organiser (spes1...).", show_default=False),
 ]
 OptionalPeers = Annotated[
     list[str] | None,
     typer.Option(
         "--initial-peers",
         metavar=MADDR,
-        help="Instead of an invitation: address of a live node of the run, any peer (again: more).",
+        help="Address of a live node of the run, in place of an invitation; any peer will do (repeat for more).",
         show_default=False,
     ),
 ]
 HostMaddrs = Annotated[
     list[str] | None,
-    optional("Where to listen (again: more; default: everywhere).", MADDR, "--host-maddrs"),
+    optional("Address to listen on (repeat for more; default: all interfaces).", MADDR, "--host-maddrs"),
 ]
 AnnounceMaddrs = Annotated[
-    list[str] | None, optional("Where others should dial us instead (again: more).", MADDR, "--announce-maddrs")
+    list[str] | None,
+    optional(
+        "Address that others should dial, if not one it listens on (repeat for more).", MADDR, "--announce-maddrs"
+    ),
 ]
 IdentityPath = Annotated[
     Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE")
 ]
-MaxUpload = Annotated[str | None, optional("Most to send, such as 20Mbit (default: no limit).", "RATE")]
-MaxDownload = Annotated[str | None, optional("Most to receive, such as 100Mbit (default: no limit).", "RATE")]
+MaxUpload = Annotated[str | None, optional("Upload limit, such as 20Mbit (default: none).", "RATE")]
+MaxDownload = Annotated[str | None, optional("Download limit, such as 100Mbit (default: none).", "RATE")]
 MetricsPort = Annotated[
     int | None,
-    typer.Option(
-        help="Serve Prometheus metrics on this port (default: nowhere).", min=1, max=65535, show_default=False
-    ),
+    typer.Option(help="Serve Prometheus metrics on this port (default: off).", min=1, max=65535, show_default=False),
 ]
-MetricsHost = Annotated[str, typer.Option(help="At this address of the machine.")]
-RunId = Annotated[str | None, optional("Which run, where several are announced.", "NAME")]
+MetricsHost = Annotated[str, typer.Option(help="Local address to serve the metrics on.")]
+RunId = Annotated[str | None, optional("Name of the run, if several are announced.", "NAME")]
 Fingerprint = Annotated[str | None, optional("Only the run with this fingerprint (its first digits will do).", "HEX")]
 
 
@@ -70,7 +72,7 @@ CheckpointFolder = Annotated[Path | None, optional("A peer's output folder, or o
 TokenizerOption = Annotated[
     str | None,
     optional(
-        "As for tokenize: byte, a file, a folder, a name on the hub (default: what the checkpoint names).", "NAME"
+        "byte, a file, a folder or a name on the hub, as for tokenize (default: the one the checkpoint names).", "NAME"
     ),
 ]
 
@@ -84,5 +86,5 @@ def met(
 
     found = meeting((invitation,) if invitation else (), tuple(initial_peers or ()), run_id, fingerprint)
     if not found.addresses:
-        raise ConfigError("no invitation is given", fix="give the word that the organiser printed: spes1...")
+        raise ConfigError("no invitation was given", fix="give the invitation that the organiser printed: spes1...")
     return found

@@ -21,47 +21,51 @@ from spes_p2p.cli.arguments import (
 def bootstrap(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Changes, such as sync.steps_per_round=50.", show_default=False),
+        typer.Argument(help="Config overrides, such as sync.steps_per_round=50.", show_default=False),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="The run: a file or a bundled name (default: only a DHT node)."),
+        typer.Option(help="Config of the run: a file or a bundled name (default: serve the DHT only)."),
     ] = None,
     mirror: Annotated[
         str | None,
         typer.Option(
-            metavar="INVITE", help="Serve a run that somebody else began, without a say in it.", show_default=False
+            metavar="INVITE",
+            help="Mirror a run that somebody else started; a mirror signs nothing.",
+            show_default=False,
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder of the run's token shards (a mirror's default: from other peers).")
+        str | None, typer.Option(help="Folder of the run's token shards (a mirror fetches them from peers by default).")
     ] = None,
     max_disk: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most disk for data that a mirror copies from other peers.")
+        str, typer.Option(metavar="SIZE", help="Most disk space for data that a mirror copies from peers.")
     ] = "20GB",
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="Folder of identity and certificates (default: bootstrap-node; of a mirror: mirror).",
+            help="Folder for identity and certificates (default: bootstrap-node; for a mirror: mirror).",
             show_default=False,
         ),
     ] = None,
     archive: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps the newest state too, so that the run outlives its peers."),
+        typer.Option(help="Also keep the newest state, in this folder, so that the run outlives its peers."),
     ] = None,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="Reduce and hold for the peers too, so that those behind NAT need no other."),
+        typer.Option(
+            "--serve", help="Also average and store values for peers; those behind NAT then need no public peer."
+        ),
     ] = False,
     init_from: Annotated[
         Path | None,
         typer.Option(metavar="HF_DIR", help="Start the run from this model (see import and upcycle)."),
     ] = None,
     initial_peers: Annotated[
-        list[str] | None, typer.Option(help="Join the DHT of these nodes instead of founding one.", show_default=False)
+        list[str] | None, typer.Option(help="Join the DHT of these nodes instead of starting one.", show_default=False)
     ] = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
@@ -71,7 +75,7 @@ def bootstrap(
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
 ) -> None:
-    """Founds the DHT, begins a run, and prints what volunteers type; or mirrors a run. Needs no GPU.
+    """Starts the DHT and a run, and prints the command for volunteers; or mirrors a run. Needs no GPU.
 
     Example: spes-p2p bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337
     """
@@ -93,4 +97,4 @@ def bootstrap(
         archive, init_from, serve=serve, mirror=mirrored, max_disk=parse_disk(max_disk),
         metrics_port=metrics_port, metrics_host=metrics_host,
     )  # fmt: skip
-    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, with the address:\n  {command}\n"))
+    run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, using the address:\n  {command}\n"))

@@ -15,21 +15,23 @@ def dashboard(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    port: Annotated[int, typer.Option(help="Port of the page; 0: a free one.", min=0, max=65535)] = 8080,
-    host: Annotated[str, typer.Option(help="Address of the page; 0.0.0.0 opens it to others.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the web page; 0 picks a free one.", min=0, max=65535)] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address to serve the page on; 0.0.0.0 opens it to other machines.")
+    ] = "127.0.0.1",
     database: Annotated[
-        Path, typer.Option(help="Keeps the history; alone, without an invitation, it is shown as it is.")
+        Path, typer.Option(help="File that keeps the history; without an invitation, what it holds is shown.")
     ] = Path("dashboard.sqlite"),
     replay: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="A past run instead: metrics.jsonl of a peer, or its folder (again: more peers).",
+            help="Show a past run: metrics.jsonl of a peer, or its folder (repeat for more peers).",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Serves a web page of a run to this machine, until Ctrl-C: loss, speed, experts, rounds, peers. Takes no part.
+    """Serves a web page about a run until Ctrl-C: loss, speed, experts, rounds, peers. Takes no part in the run.
 
     Example: spes-p2p dashboard spes1... --port 8080
     """
@@ -38,7 +40,7 @@ def dashboard(
 
     found = meeting((invitation,) if invitation else (), tuple(initial_peers or ()), run_id, fingerprint)
     if replay and found.addresses:
-        raise ConfigError("--replay shows a past run, an invitation a live one", fix="give one of the two")
+        raise ConfigError("--replay shows a past run, but an invitation a live one", fix="give only one of the two")
     try:
         from spes_p2p.dashboard.serve import DashboardOptions, run_dashboard
     except ModuleNotFoundError as error:
@@ -46,7 +48,7 @@ def dashboard(
             raise
         raise ConfigError(
             f"the dashboard needs the package {error.name}, which is not installed",
-            fix="scripts/venv.sh dashboard",
+            fix="install it with scripts/venv.sh dashboard",
         ) from error
     live = found if found.addresses else None
     run_dashboard(DashboardOptions(live, host, port, database, tuple(replay or ())), typer.echo)

@@ -23,15 +23,15 @@ def doctor(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where a peer would write.")] = Path("peer"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that a peer would write to.")] = Path("peer"),
     device: DeviceOption = Device.AUTO,
     max_experts: Annotated[
-        int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
+        int | None, typer.Option(help="Most expert columns to train (default: as many as fit into memory).", min=0)
     ] = None,
     host_maddrs: HostMaddrs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Looks in half a minute whether this machine can train in a run; downloads nothing. Exit code 1: it cannot.
+    """Checks in half a minute whether this machine can train in a run; downloads nothing. Exits with 1 if it cannot.
 
     Example: spes-p2p doctor spes1...
     """
@@ -75,4 +75,4 @@ def verdict(checks: list[Check]) -> str:
     hints = f", with {warned} {'warning' if warned == 1 else 'warnings'}" if warned else ""
     if any(check.name == "fit" for check in checks):
         return f"\nthis machine can train in the run{hints}: spes-p2p join INVITE"
-    return f"\nnothing here keeps this machine from training{hints}"
+    return f"\nnothing was found that keeps this machine from training{hints}"

@@ -37,18 +37,22 @@ def evaluate(
     tokenizer: TokenizerOption = None,
     dtype: DtypeOption = Dtype.FP32,
     suite: Annotated[
-        str, typer.Option(help="spes (the paper's), quick, or tasks such as sciq,arc_challenge:25 (shots).")
+        str,
+        typer.Option(
+            help="spes (the paper's suite), quick, or tasks, with their shots, such as sciq,arc_challenge:25."
+        ),
     ] = "quick",
-    limit: Annotated[int | None, typer.Option(help="Samples of each task at most.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Most samples of each task.", min=1)] = None,
     include_path: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Task files of your own; nothing is downloaded for them.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of task files of your own; nothing is downloaded for them."),
     ] = None,
     device: DeviceOption = Device.AUTO,
-    batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
+    batch_size: Annotated[int, typer.Option(help="Sequences per batch.", min=1)] = 8,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens that the model sees at once (default: as it was trained).", min=1)
+        int | None, typer.Option(help="Context length in tokens (default: the one that it was trained with).", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Scores a model on tasks of lm-evaluation-harness (pip extra eval): a folder, a checkpoint, or a live run.
 

@@ -21,12 +21,12 @@ class Dtype(StrEnum):
     FP16 = "fp16"
 
 
-DtypeOption = Annotated[Dtype, typer.Option(help="Type of the values written; fp32 is exact.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Data type of the exported values; fp32 is exact.")]
 MaxShardSize = Annotated[str, typer.Option(metavar="5GB", help="Largest size of one safetensors file.")]
 
 
 def export(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
     invitation: Invitation = None,
     checkpoint: CheckpointFolder = None,
     initial_peers: OptionalPeers = None,
@@ -36,7 +36,7 @@ def export(
     max_shard_size: MaxShardSize = "5GB",
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Writes a model that transformers loads without code of ours, from a checkpoint or from a live run.
+    """Writes a model that transformers can load without our code, from a checkpoint or a live run.
 
     Example: spes-p2p export --checkpoint peer --output my-model --dtype bf16
     """
@@ -58,7 +58,7 @@ def one_source(checkpoint: Path | None, addresses: Sequence[str]) -> None:
     from spes_p2p.errors import ConfigError
 
     if (checkpoint is None) == (not addresses):
-        what = "both --checkpoint and a live run are" if addresses else "no --checkpoint is"
+        what = "both --checkpoint and a live run were" if addresses else "neither --checkpoint nor a live run was"
         raise ConfigError(
             f"{what} given", fix="give the folder of a checkpoint, or the invitation to a live run (or --initial-peers)"
         )

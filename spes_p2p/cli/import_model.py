@@ -9,10 +9,12 @@ import typer
 
 
 def import_model(
-    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="OLMoE, Qwen3-MoE, or what upcycle made.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the section there too.")] = None,
+    folder: Annotated[
+        Path, typer.Argument(metavar="HF_DIR", help="Folder of an OLMoE or Qwen3-MoE model, or one that upcycle made.")
+    ],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the section to this file.")] = None,
 ) -> None:
-    """Checks a Mixture-of-Experts checkpoint and prints the section `model` of a run that starts from it.
+    """Checks a Mixture-of-Experts checkpoint and prints the `model` section for a run that starts from it.
 
     Example: spes-p2p import OLMoE-1B-7B --output model.yaml
     """
@@ -23,4 +25,6 @@ def import_model(
     if output is not None:
         write_whole(output, section.encode())
     typer.echo(section, nl=False)
-    typer.echo(f"# in the run's file, then: spes-p2p bootstrap --config RUN.yaml --init-from {folder}", err=True)
+    typer.echo(
+        f"# put this into the run's config, then: spes-p2p bootstrap --config RUN.yaml --init-from {folder}", err=True
+    )

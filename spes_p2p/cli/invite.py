@@ -19,7 +19,7 @@ def invite(
         "bootstrap-node"
     ),
 ) -> None:
-    """Prints the newest invitation that a node of this machine knew; with an old one, makes one from who is there now.
+    """Prints the newest invitation that a node on this machine kept; given an old one, makes one from the live nodes.
 
     Example: spes-p2p invite --output bootstrap-node
     """

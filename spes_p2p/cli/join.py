@@ -39,68 +39,72 @@ def join(
         list[str] | None,
         typer.Argument(
             metavar="[INVITE] [KEY=VALUE]...",
-            help="The word that the organiser sent you; own choices such as output.tensorboard=true.",
+            help="The organiser's invitation; settings of your own, such as output.tensorboard=true.",
             show_default=False,
         ),
     ] = None,
     initial_peers: OptionalPeers = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder with a copy of the run's token shards (default: from other peers).")
+        str | None, typer.Option(help="Folder with a copy of the run's token shards (default: fetch them from peers).")
     ] = None,
-    max_disk: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most disk for data that comes from other peers.")
-    ] = "20GB",
+    max_disk: Annotated[str, typer.Option(metavar="SIZE", help="Most disk space for data from other peers.")] = "20GB",
     web_data: Annotated[
         WebAccess,
-        typer.Option(help="Web servers of the organiser's to fetch data from: none, public ones by https, or any."),
+        typer.Option(help="Which of the organiser's web servers to fetch data from: none, public https ones, or any."),
     ] = WebAccess.PUBLIC,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of state and metrics.")] = Path("peer"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for state and metrics.")] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     owned_experts: Annotated[
-        str | None, typer.Option(help="Expert columns to claim, such as 0,3-5 (default: what the others lack).")
+        str | None, typer.Option(help="Expert columns to claim, such as 0,3-5 (default: columns that the others lack).")
     ] = None,
     max_experts: Annotated[
-        int | None, typer.Option(help="Most expert columns to train (default: what fits into memory).", min=0)
+        int | None, typer.Option(help="Most expert columns to train (default: as many as fit into memory).", min=0)
     ] = None,
     device: DeviceOption = Device.AUTO,
-    local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one a visible GPU).", min=1)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the output folder.")] = False,
+    local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one per visible GPU).", min=1)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the output folder.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Stop when the run has committed this round.", min=1)] = None,
-    dump_rounds: Annotated[Path | None, typer.Option(help="Write what goes in and out of each round there.")] = None,
+    dump_rounds: Annotated[
+        Path | None, typer.Option(help="Folder to write the inputs and outputs of each round to.")
+    ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Refuse to join a run with another config than this."),
+        typer.Option(help="Refuse to join a run that has a different config."),
     ] = None,
     identity_path: IdentityPath = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
-    client_mode: Annotated[bool, typer.Option("--client-mode", help="Listen nowhere (behind NAT).")] = False,
+    client_mode: Annotated[
+        bool, typer.Option("--client-mode", help="Do not listen for connections (for use behind NAT).")
+    ] = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="HOURS", help="Train in these hours alone, such as 22:00-08:00.", show_default=False),
+        typer.Option(metavar="HOURS", help="Train only in these hours, such as 22:00-08:00.", show_default=False),
     ] = None,
     pause_on_battery: Annotated[
-        bool, typer.Option("--pause-on-battery", help="Train on mains power alone, where that can be known.")
+        bool, typer.Option("--pause-on-battery", help="Do not train on battery power, where that can be detected.")
     ] = False,
     follow: Annotated[
         str | None,
         typer.Option(
             metavar="HEX",
-            help="Where the run has gone on twice: follow this history, whatever others choose.",
+            help="If the run has split into two histories, follow this one, whatever others choose.",
             show_default=False,
         ),
     ] = None,
-    nice: Annotated[int, typer.Option(help="Give way to other programs: 0 (not) to 19 (to all).", min=0, max=19)] = 0,
+    nice: Annotated[
+        int, typer.Option(help="Give way to other programs: 0 (not at all) to 19 (to all of them).", min=0, max=19)
+    ] = 0,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
     log_format: Annotated[
-        LogFormat, typer.Option(help="A full screen on a terminal and lines elsewhere (auto), lines, or JSON lines.")
+        LogFormat, typer.Option(help="auto (full screen on a terminal, lines elsewhere), text (lines) or json.")
     ] = LogFormat.AUTO,
 ) -> None:
-    """Trains in a run until Ctrl-C; then says goodbye to the others and ends within ten seconds.
+    """Trains in a run until Ctrl-C; then tells the others and exits within ten seconds.
 
     Example: spes-p2p join spes1... --output peer
     """

@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, str] = {
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "run": (
-        "Begins a run, looks at its history, chooses where it has two, ends it: for organisers.\n\n"
+        "For organisers: starts a run, shows its history, chooses one if it has two, or ends the run.\n\n"
         "Example: spes-p2p run inspect spes1...",
         {
             "init": "spes_p2p.cli.run:init",
@@ -101,7 +101,7 @@ def _program(
 ) -> None:
     """Pretrain a Mixture-of-Experts language model together, on machines without a fast network.
 
-    Example: spes-p2p quickstart, a whole swarm on this machine; spes-p2p join spes1... in another's run
+    Example: spes-p2p quickstart (a whole swarm on this machine); spes-p2p join spes1... (somebody's run)
     """
 
 

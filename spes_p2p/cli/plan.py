@@ -22,16 +22,18 @@ EIGHT_BIT = "optimizer.name=adamw8bit"
 
 
 def plan(
-    config: Annotated[Path, typer.Option(help="The run: a YAML file, or a name such as small.")],
+    config: Annotated[Path, typer.Option(help="Config of the run: a YAML file, or a bundled name such as small.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Own choices such as model.num_layers=8.", show_default=False)
+        list[str] | None, typer.Argument(help="Config overrides, such as model.num_layers=8.", show_default=False)
     ] = None,
-    gpu_memory: Annotated[str | None, typer.Option(metavar="24GiB", help="What fits into a GPU of this size.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="24GiB", help="Show what fits into a GPU with this much memory.")
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
             metavar="RTX4090",
-            help="A GPU by name: its memory, and a guess at its speed.",
+            help="Name of a GPU, which sets its memory and a guess at its speed.",
         ),
     ] = None,
     owned_experts: Annotated[
@@ -41,10 +43,12 @@ def plan(
     downlink: Annotated[str | None, typer.Option(metavar="100Mbit", help="Download speed of a peer.")] = None,
     peers: Annotated[int | None, typer.Option(help="Peers of the run (default: swarm.min_peers).", min=1)] = None,
     tokens_per_second: Annotated[float | None, typer.Option(help="Training speed of a peer.", min=0.001)] = None,
-    local_ranks: Annotated[int, typer.Option(help="GPUs of a peer, each of this size.", min=1)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables, in bytes.")] = False,
+    local_ranks: Annotated[int, typer.Option(help="GPUs per peer, each with that much memory.", min=1)] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables, with sizes in bytes.")
+    ] = False,
 ) -> None:
-    """Says what a run needs: parameters, GPU memory by part, what fits, bytes and time of a sync. Needs no GPU.
+    """Shows what a run needs: parameters, GPU memory by part, what fits, bytes and time per sync. Needs no GPU.
 
     Example: spes-p2p plan --config small --gpu-memory 24GiB --uplink 20Mbit --downlink 100Mbit --peers 16
     """
@@ -83,7 +87,7 @@ def _checked_columns(config: Config, owned: int | None) -> int:
         return config.swarm.experts_per_peer
     if owned > config.model.num_experts:
         raise ConfigError(
-            f"--owned-experts is {owned}, the run has {config.model.num_experts} columns",
+            f"--owned-experts is {owned}, but the run has {config.model.num_experts} columns",
             fix=f"give at most {config.model.num_experts}",
         )
     return owned
@@ -113,9 +117,9 @@ def _show(found: Answer, is_guess: bool) -> None:
     if found.search is not None:
         console.print(_fit_table(found))
         if any(_mark(rung.adds) for rung in found.search.rungs):
-            console.print("* all peers must have this equal: the organiser chooses it")
+            console.print("* must be the same on all peers: the organiser chooses it")
         if any(rung.adds == EIGHT_BIT for rung in found.search.rungs):
-            console.print(f"{EIGHT_BIT} needs, in the clone of each peer: {EIGHT_BIT_INSTALL}", markup=False)
+            console.print(f"{EIGHT_BIT} must be installed in the clone of each peer: {EIGHT_BIT_INSTALL}", markup=False)
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
     console.print(_stored(found))
@@ -126,7 +130,7 @@ def _show(found: Answer, is_guess: bool) -> None:
 def _heading(found: Answer) -> str:
     question, sizes = found.question, found.sizes
     return (
-        f"{question.config.run.run_id}: {count_text(sizes.total)} parameters, {count_text(sizes.active)} active a "
+        f"{question.config.run.run_id}: {count_text(sizes.total)} parameters, {count_text(sizes.active)} active per "
         f"token, {count_text(sizes.trained(question.owned))} trained here ({count_text(sizes.shared)} shared, "
         f"{question.owned} of {sizes.num_experts} columns with {count_text(sizes.column)} each)\n"
     )
@@ -140,15 +144,15 @@ def _memory_table(found: Answer) -> Table:
     table = _table(f"memory of a GPU, {micro} x {config.data.sequence_length:,} tokens at once", "part", "size", "what")
     what = {
         "shared parameters": "fp32, and copies for matrix products",
-        "bank": f"all {config.model.num_experts} experts of each layer, to be read",
+        "bank": f"all {config.model.num_experts} experts of each layer, read-only",
         "masters": "owned experts in fp32",
-        "gradients": "of what is trained",
-        "optimizer": "moments of what is trained",
+        "gradients": "of trained parameters",
+        "optimizer": "moments of trained parameters",
         "guests": "what is trained in others' experts, with moments",
         "activations": "of the forward pass, and temporaries",
-        "logits": "one chunk of the vocabulary's",
+        "logits": "one chunk of the vocabulary at a time",
         "buffers": "work space of matrix products",
-        "allocator and CUDA": "what tensors do not show",
+        "allocator and CUDA": "overhead that no tensor accounts for",
     }
     parts = {**memory.parts, "allocator and CUDA": memory.slack + memory.context}
     for name, text in what.items():
@@ -158,7 +162,7 @@ def _memory_table(found: Answer) -> Table:
     table.add_row("[bold]highest need[/]", f"[bold]{gib_text(memory.total)}[/]", f"in {memory.moment}")
     if memory.host:
         table.add_row("pinned host memory", gib_text(memory.host), "offloaded experts")
-    share = f"{found.state_bytes / found.full_bytes:.0%} of {gib_text(found.full_bytes)} to train all in fp32"
+    share = f"{found.state_bytes / found.full_bytes:.0%} of the {gib_text(found.full_bytes)} for training all in fp32"
     table.add_row("without activations", gib_text(found.state_bytes), share)
     return table
 
@@ -170,7 +174,7 @@ def _fit_table(found: Answer) -> Table:
     wanted = found.question.owned
     title = (
         f"what fits into {gib_text(found.question.memory_bytes or 0)}, with a margin: most columns, and the largest\n"
-        f"micro-batch with {wanted} columns; each option on top of those before"
+        f"micro-batch with {wanted} columns; each option added to those before"
     )
     table = _table(title, "option", "needs", "columns", "micro-batch")
     for rung in found.search.rungs:
@@ -188,8 +192,8 @@ def _sync_table(found: Answer) -> Table:
     steps = steps_per_round_at(config, config.scheduler.total_steps)
     spread = Spread.of(config.model.num_experts, question.peers, question.owned, config.swarm.experts_per_peer)
     owners = "1 owner" if spread.replicas == 1 else f"{spread.replicas:.3g} owners"
-    title = f"a sync of each of {question.peers} peers, after {steps} steps, {owners} a column"
-    table = _table(title, "codec", "up", "down", "time", "of all time", "a day, up + down")
+    title = f"one sync, per peer: {question.peers} peers, every {steps} steps, {owners} per column"
+    table = _table(title, "codec", "up", "down", "time", "share of time", "per day, up + down")
     for cost in found.costs:
         table.add_row(
             cost.codec,
@@ -207,7 +211,7 @@ def _stored(found: Answer) -> str:
 
     config = found.question.config
     half = "" if config.sync.outer == "none" else ", half of it outer momentum, which no round sends"
-    return f"A state takes {bytes_text(stored_bytes(config))} of disk, which a newcomer fetches once{half}."
+    return f"The state takes {bytes_text(stored_bytes(config))} on disk; a newcomer fetches it once{half}."
 
 
 def _hints(question: Question, is_guess: bool) -> Iterable[str]:
@@ -218,10 +222,10 @@ def _hints(question: Question, is_guess: bool) -> Iterable[str]:
     if not question.link.is_known:
         yield "Time of a sync: --uplink 20Mbit --downlink 100Mbit."
     if question.tokens_per_second is None:
-        yield "Share of time and traffic a day: --tokens-per-second N, or --gpu RTX4090 for a guess."
+        yield "Share of time and traffic per day: --tokens-per-second N, or --gpu RTX4090 for a guess."
     elif is_guess:
         speed = count_text(question.tokens_per_second)
-        yield f"{speed} tokens/s are a guess ({USUAL_MFU:.0%} of the GPU's peak); give --tokens-per-second."
+        yield f"{speed} tokens/s is a guess ({USUAL_MFU:.0%} of the GPU's peak); set it with --tokens-per-second."
 
 
 def _mark(override: str) -> str:

@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 
 def quickstart(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes, such as sync.steps_per_round=5.", show_default=False)
+        list[str] | None, typer.Argument(help="Config overrides, such as sync.steps_per_round=5.", show_default=False)
     ] = None,
     peers: Annotated[int, typer.Option(help="Peers to start.", min=1)] = 3,
     rounds: Annotated[int, typer.Option(help="Rounds to train.", min=1)] = 6,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Empty folder for everything (default: a new one).")
+        Path | None, typer.Option("--output", "-o", help="Empty folder for all files (default: a new one).")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Token shards, or text files (default: the text of this Python).")
+        Path | None,
+        typer.Option(help="Token shards, or text files (default: the sources of Python's standard library)."),
     ] = None,
-    dump_rounds: Annotated[Path | None, typer.Option(help="Write what goes in and out of each round there.")] = None,
+    dump_rounds: Annotated[
+        Path | None, typer.Option(help="Folder to write the inputs and outputs of each round to.")
+    ] = None,
 ) -> None:
-    """Trains a small model with several processes on the CPU of this machine; nothing else is needed. Takes minutes.
+    """Trains a small model with several processes on this machine's CPU; needs nothing else. Takes a few minutes.
 
     Example: spes-p2p quickstart --peers 3 --rounds 6
     """
@@ -45,12 +48,12 @@ def quickstart(
     finally:
         display.close()
     _show(result)
-    typer.echo(f"\nEverything is in {folder}; took {result.seconds:.0f} s.")
+    typer.echo(f"\nEverything is in {folder}. It took {result.seconds:.0f} s.")
     for problem in result.problems:
         typer.echo(f"problem: {problem}", err=True)
     if result.problems:
         raise typer.Exit(1)
-    typer.echo("All peers finished, all hashes agree, the held-out loss fell.")
+    typer.echo("All peers finished, all hashes agree, and the held-out loss fell.")
 
 
 def _new_folder() -> Path:

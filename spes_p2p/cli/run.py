@@ -25,49 +25,54 @@ NodeFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder of the 
 
 def init(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes, such as sync.codec=int8.", show_default=False)
+        list[str] | None, typer.Argument(help="Config overrides, such as sync.codec=int8.", show_default=False)
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)] = None,
     template: Annotated[
         str | None,
         typer.Option(
-            help="Bundled config to begin with: tiny, small, spes-1b...",
+            help="Bundled config to start from: tiny, small, spes-1b...",
             show_default=False,
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Folder of token shards; empty: peers bring their own.", show_default=False)
+        str | None, typer.Option(help="Folder of token shards (empty: peers bring their own).", show_default=False)
     ] = None,
     data_url: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where they lie on the web: https://... or hf://datasets/... (again: mirrors); without --data, too.",
+            help="URL of the shards: https://... or hf://datasets/... (repeat for mirrors); may replace --data.",
             show_default=False,
         ),
     ] = None,
-    peers: Annotated[int | None, typer.Option(help="Peers with which it begins.", min=1, show_default=False)] = None,
+    peers: Annotated[int | None, typer.Option(help="Peers needed to start the run.", min=1, show_default=False)] = None,
     experts_per_peer: Annotated[
-        int | None, typer.Option(help="Expert columns that each of them trains.", min=0, show_default=False)
+        int | None, typer.Option(help="Expert columns that each peer trains.", min=0, show_default=False)
     ] = None,
     steps_per_round: Annotated[
-        int | None, typer.Option(help="Inner steps between two syncs (default: the template's).", min=1)
+        int | None, typer.Option(help="Inner steps between syncs (default: as in the template).", min=1)
     ] = None,
     guest_rank: Annotated[
         int | None,
         typer.Option(
-            help="Rank of what each peer trains in others' experts, too; 0: nothing.", min=0, show_default=False
+            help="Rank of the change that each peer trains in others' experts (0: none).", min=0, show_default=False
         ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="24GiB", help="Of the volunteers' GPUs: does it fit?", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="24GiB", help="Memory of the volunteers' GPUs, to check that the run fits.", show_default=False
+        ),
     ] = None,
-    uplink: Annotated[str | None, typer.Option(metavar="20Mbit", help="Of the volunteers.", show_default=False)] = None,
+    uplink: Annotated[
+        str | None, typer.Option(metavar="20Mbit", help="Upload speed of the volunteers.", show_default=False)
+    ] = None,
     downlink: Annotated[
-        str | None, typer.Option(metavar="100Mbit", help="Of the volunteers.", show_default=False)
+        str | None, typer.Option(metavar="100Mbit", help="Download speed of the volunteers.", show_default=False)
     ] = None,
     output: NodeFolder = Path("bootstrap-node"),
 ) -> None:
-    """Asks a few questions (or takes flags), writes NAME.yaml with comments, checks it, and makes the organiser's key.
+    """Asks a few questions (or takes flags), checks and writes a commented NAME.yaml, and creates the organiser's key.
 
     Example: spes-p2p run init --name mine --template small --data shards --peers 4 --experts-per-peer 2
     """
@@ -83,14 +88,14 @@ def init(
         data="" if data is None and data_url else _answer(
             data, "folder of token shards (empty: peers bring their own)", ""
         ),
-        peers=_answer(peers, "peers with which it begins", known.swarm.min_peers, int),
+        peers=_answer(peers, "peers needed to start the run", known.swarm.min_peers, int),
         experts_per_peer=_answer(
-            experts_per_peer, f"of {known.model.num_experts} expert columns, each peer trains",
+            experts_per_peer, f"expert columns that each peer trains (of {known.model.num_experts})",
             known.swarm.experts_per_peer, int,
         ),
         steps_per_round=steps_per_round,
         guest_rank=_answer(
-            guest_rank, "rank of what it trains in others' experts, too (16 is good; 0: nothing, as SPES)", 0, int
+            guest_rank, "rank of each peer's change to others' experts (16 is good; 0: none, as in SPES)", 0, int
         ),
         gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else None,
         up=parse_rate(uplink, "--uplink") if uplink else None,
@@ -99,7 +104,9 @@ def init(
         data_urls=tuple(data_url or ()),
     )  # fmt: skip
     made = start_run(run, Path(f"{run.name}.yaml"), output)
-    typer.echo(f"{made.path}: run {run.name}; the organiser is {made.organiser} ({output}/identity.key: keep it)")
+    typer.echo(
+        f"{made.path}: run {run.name}; the organiser is {made.organiser} (key: {output}/identity.key; keep it safe)"
+    )
     for words in made.words:
         typer.echo(words)
     where = f" --data {run.data}" if run.data else ""
@@ -120,12 +127,12 @@ def inspect(
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of a bootstrap node or of a peer, without an invitation.")
+        Path, typer.Option("--output", "-o", help="Folder of a bootstrap node or a peer, if no invitation is given.")
     ] = Path("bootstrap-node"),
-    last: Annotated[int | None, typer.Option(help="Only so many of the newest rounds.", min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a round.")] = False,
+    last: Annotated[int | None, typer.Option(help="Show only this many of the newest rounds.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
 ) -> None:
-    """Prints the history of a run, a round a line: from a folder, or from a live run, with its certificates checked.
+    """Prints the history of a run, one round per line: from a folder, or from a live run, whose certificates it checks.
 
     Example: spes-p2p run inspect --output bootstrap-node --last 20
     """
@@ -145,7 +152,7 @@ def inspect(
 
 def history_text(lines: Sequence[HistoryLine]) -> str:
     """A table of at most 100 columns, but for lists of names."""
-    text = [f"{'round':>6} {'commit':<10} {'step':>8} {'tokens':>8} {'in all':>8} {'peers':>5}  {'state':<10} when"]
+    text = [f"{'round':>6} {'commit':<10} {'step':>8} {'tokens':>8} {'total':>8} {'peers':>5}  {'state':<10} when"]
     for line in lines:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(line.received_at)) if line.received_at else "-"
         text.append(
@@ -177,11 +184,11 @@ def stop(
     fingerprint: Fingerprint = None,
     output: NodeFolder = Path("bootstrap-node"),
     after_round: Annotated[
-        int | None, typer.Option(help="The last round (default: the one that runs now).", min=1)
+        int | None, typer.Option(help="Last round of the run (default: the current one).", min=1)
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Ends a run with the organiser's key: peers commit the last round, save and exit. It cannot be taken back.
+    """Ends a run with the organiser's key: peers commit the last round, save and exit. This cannot be undone.
 
     Example: spes-p2p run stop --output bootstrap-node
     """
@@ -191,7 +198,7 @@ def stop(
     given = invitation if invitation or initial_peers else kept_invite(output)
     meeting = met(given, initial_peers, run_id, fingerprint)
     if not yes:
-        typer.confirm(f"end run {meeting.run_id or 'for ever'} for everybody? This cannot be taken back", abort=True)
+        typer.confirm(f"end {meeting.run_id or 'the run'} for everybody? This cannot be undone", abort=True)
     last = stop_run(output / "identity.key", meeting, after_round, typer.echo)
     typer.echo(f"the run ends with round {last}: its peers commit it, save and exit")
 
@@ -201,7 +208,7 @@ def choose(
         str | None,
         typer.Argument(
             metavar="[CHILD]",
-            help="First digits of the history to go on with, as peers print them; without, histories are shown.",
+            help="First digits of the history to continue, as peers print them (default: list the histories).",
             show_default=False,
         ),
     ] = None,
@@ -212,7 +219,7 @@ def choose(
     output: NodeFolder = Path("bootstrap-node"),
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Says with the organiser's key which of two histories a run goes on with: who stands on the other comes over.
+    """Chooses, with the organiser's key, which of two histories a run continues; peers on the other switch to it.
 
     Example: spes-p2p run choose 4f0c2a91d3 --output bootstrap-node
     """
@@ -231,13 +238,13 @@ def choose(
         typer.echo(line)
     if digits is None:
         if not parted.forks:
-            typer.echo("the run has one history")
+            typer.echo("the run has only one history: there is nothing to choose")
         return
     fork, side = choose_child(parted.forks, digits)
     check_key(output / "identity.key", parted.info)
     for line in fork.lost_texts(side.child):
         typer.echo(f"lost: {line}")
     if not yes:
-        typer.confirm(f"go on with {side.name} for everybody?", abort=True)
+        typer.confirm(f"continue with {side.name} for everybody?", abort=True)
     choose_history(output / "identity.key", meeting, parted, fork, side)
-    typer.echo(f"the run goes on with {side.name}: peers of other histories come over as soon as they hear of it")
+    typer.echo(f"the run goes on with {side.name}: peers on other histories switch to it as soon as they hear of it")

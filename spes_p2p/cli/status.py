@@ -31,8 +31,8 @@ def status(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every few seconds, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every few seconds, until Ctrl-C.")] = False,
 ) -> None:
     """Shows a run: round, peers, columns with their owners, age of the newest certificate. Any live node will do.
 
@@ -75,7 +75,7 @@ def _show_again(report: RunReport, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     elif sys.stdout.isatty():
-        ending = f"{time.strftime('%H:%M:%S')}, every {WATCH_SECONDS:g} s, Ctrl-C ends"
+        ending = f"{time.strftime('%H:%M:%S')}, refreshed every {WATCH_SECONDS:g} s; Ctrl-C to stop"
         typer.echo(f"{CLEAR_SCREEN}{text_of(report, time.time())}\n\n{ending}")
     else:
         typer.echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text_of(report, time.time())}\n")
@@ -112,8 +112,8 @@ def _data_line(report: RunReport) -> str | None:
         text += f"; without {' or '.join(names)}{more} training would stop"
         text += f", after {data.safe_part:.0%} of an epoch" if data.safe_part >= 0.01 else ""
     if data.web:
-        return f"{text}, and all of it on the web"
-    return text if data.copies else f"{text}: training will wait until somebody brings it"
+        return f"{text}; all of the data is on the web, too"
+    return text if data.copies else f"{text}: training will wait until somebody provides it"
 
 
 def _certificate(report: RunReport) -> str:
@@ -123,7 +123,7 @@ def _certificate(report: RunReport) -> str:
         waiting = sum(peer.state == "waiting" for peer in report.peers)
         return f"the run has not begun: {_count(waiting, 'peer')} waiting"
     signed = _count(report.seals, "signature")
-    by = f"DEGRADED, {signed} of those who were heard" if report.degraded else signed
+    by = f"DEGRADED, {signed} by those members who could be heard" if report.degraded else signed
     if report.certificate == "organiser":
         by = "DEGRADED, signed by the organiser for new members"
     if report.certificate == GENESIS:

@@ -22,23 +22,25 @@ def tokenize(
     tokenizer: Annotated[
         str, typer.Option(help="byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub.")
     ] = "byte",
-    eos_token: Annotated[str | None, typer.Option(help="The token that ends a document (default: found).")] = None,
-    text_field: Annotated[str, typer.Option(help="Where the text stands in a JSON record or Parquet table.")] = "text",
-    processes: Annotated[int | None, typer.Option(help="Worker processes (default: one a core).", min=1)] = None,
-    max_shard_bytes: Annotated[int, typer.Option(help="Largest size of a shard.")] = 256 * 2**20,
-    strict: Annotated[bool, typer.Option("--strict", help="A bad line is an error, not only counted.")] = False,
+    eos_token: Annotated[str | None, typer.Option(help="Token that ends a document (default: detected).")] = None,
+    text_field: Annotated[str, typer.Option(help="JSON field or Parquet column that holds the text.")] = "text",
+    processes: Annotated[int | None, typer.Option(help="Worker processes (default: one per core).", min=1)] = None,
+    max_shard_bytes: Annotated[int, typer.Option(help="Largest size of a shard, in bytes.")] = 256 * 2**20,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Treat a bad line as an error instead of counting it.")
+    ] = False,
     sequence_length: Annotated[
-        int, typer.Option(help="Of the run that it is for: less text than one sequence is an error.", min=1)
+        int, typer.Option(help="Sequence length of the run; less text than one sequence is an error.", min=1)
     ] = 128,
     url: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where the output folder will lie on the web: https://... or hf://datasets/... (again: mirrors).",
+            help="URL that the output folder will have: https://... or hf://datasets/... (repeat for mirrors).",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Turns text into the token shards that a run trains on; an interrupted call goes on where it stopped.
+    """Turns text into the token shards that a run trains on; an interrupted call resumes where it stopped.
 
     Example: spes-p2p tokenize "corpus/**/*.jsonl.zst" --tokenizer Qwen/Qwen3-0.6B --output shards
     """
@@ -57,7 +59,7 @@ def tokenize(
     if manifest.bad_lines:
         typer.echo(f"{manifest.bad_lines:,} bad lines were left out (--strict makes them an error)", err=True)
     if result.files_skipped:
-        typer.echo(f"{result.files_skipped} of {len(manifest.inputs)} input files were finished before")
+        typer.echo(f"{result.files_skipped} of {len(manifest.inputs)} input files had been finished before")
     typer.echo(
         f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}) of {manifest.documents:,} documents in "
         f"{len(manifest.shards)} shards; vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"

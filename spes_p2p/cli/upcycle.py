@@ -23,23 +23,23 @@ class RouterInit(StrEnum):
 
 def upcycle(
     dense: Annotated[Path, typer.Option(metavar="HF_DIR", help="A Qwen3, Llama or Qwen2 model.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
     experts: Annotated[int, typer.Option(help="Experts of each layer.", min=1)] = 8,
-    top_k: Annotated[int, typer.Option(help="Experts a token.", min=1)] = 2,
+    top_k: Annotated[int, typer.Option(help="Experts per token.", min=1)] = 2,
     noise_std: Annotated[float, typer.Option(help="Standard deviation of the noise on expert weights.")] = 0.02,
-    noise_fraction: Annotated[float, typer.Option(help="Part of the entries that get noise.")] = 0.5,
+    noise_fraction: Annotated[float, typer.Option(help="Share of the weights that get noise.")] = 0.5,
     router_init: Annotated[
         RouterInit,
-        typer.Option(help="Normal with sigma 1, 0.02 (scaled_normal) or that of the down projection; or zeros."),
+        typer.Option(help="normal (sigma 1), scaled_normal (0.02), from_mlp (as the down projection) or zeros."),
     ] = RouterInit.FROM_MLP,
     norm_topk: Annotated[
-        bool, typer.Option("--norm-topk/--no-norm-topk", help="Let the top-k weights add up to one.")
+        bool, typer.Option("--norm-topk/--no-norm-topk", help="Scale the top-k weights to add up to one.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of noise and routers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the noise and the routers.")] = 0,
     dtype: DtypeOption = Dtype.FP32,
     max_shard_size: MaxShardSize = "5GB",
 ) -> None:
-    """Makes a model with experts of a dense one; each expert is a copy of the MLP, with noise.
+    """Turns a dense model into a Mixture of Experts; each expert is a copy of the MLP plus noise.
 
     Example: spes-p2p upcycle --dense Qwen3-1.7B --experts 8 --top-k 2 --output start
     """
@@ -56,5 +56,5 @@ def upcycle(
         typer.echo(f"warning: {ZEROS_WARNING}", err=True)
     with shown_bytes() as report, filled_folder(output) as folder:
         run(dense, folder, how, form, lambda done, total: report("upcycle", done, total))
-    typer.echo(f"{output}: put the section of {output / 'model.yaml'} into the run's file, then start it with")
+    typer.echo(f"{output}: copy the section in {output / 'model.yaml'} into the run's config, then start the run with")
     typer.echo(f"  spes-p2p bootstrap --config RUN.yaml --init-from {output}")

@@ -56,7 +56,7 @@ def apply_peer_overrides(config: Config, overrides: Sequence[str]) -> Config:
         key, value = parse_override(refused[0])
         section, name = key.split(".")
         raise ConfigError(
-            f"{key}={value} cannot be chosen by one peer: all peers of run {config.run.run_id} agreed on "
+            f"{key}={value} cannot be set for one peer: all peers of run {config.run.run_id} use "
             f"{getattr(getattr(config, section), name)}",
             fix=f"leave it out, or start a run of your own; a peer may choose: {', '.join(local_keys())}",
         )

@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no config file {path}", fix="check the path") from error
+        raise ConfigError(f"the config file {path} does not exist", fix="check the path") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file {path} cannot be read: {error}", fix="give a YAML text file") from error
     return config_from_text(text, overrides, origin=str(path))
@@ -42,7 +42,7 @@ def config_from_text(text: str, overrides: Sequence[str] = (), origin: str = "th
     """As `load_config`, from YAML text; `origin` names it in errors."""
     tree = _parse(text, origin)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{origin} is not a tree of sections", fix="start it with `run:`, `model:`, ...")
+        raise ConfigError(f"{origin} has no sections", fix="begin it with `run:`, `model:`, ...")
     for override in overrides:
         _set(tree, *parse_override(override))
     return config_from_tree(tree)
@@ -77,7 +77,7 @@ def bundled_config(name: str) -> Path:
         if (path := folder / f"{name}.yaml").is_file():
             return path
     fix = f"choose one of: {', '.join(bundled_names())}"
-    raise ConfigError(f"no config named {name} comes with spes-p2p", fix=fix)
+    raise ConfigError(f"spes-p2p has no bundled config named {name}", fix=fix)
 
 
 def bundled_names() -> list[str]:
@@ -120,7 +120,7 @@ class _Loader(yaml.SafeLoader):
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             line = node.start_mark.line + 1
-            raise ConfigError(f"key {twice} stands twice in the section at line {line}", fix="remove one of them")
+            raise ConfigError(f"key {twice} appears twice in the section at line {line}", fix="remove one of them")
         return super().construct_mapping(node, deep)
 
 
@@ -133,7 +133,9 @@ def _parse(text: str, origin: str) -> Any:
     try:
         return deepcopy(_read(text))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}", fix="mend that line") from error
+        raise ConfigError(
+            f"{origin} is not valid YAML: {' '.join(str(error).split())}", fix="correct that line"
+        ) from error
     except RecursionError as error:
         raise ConfigError(f"{origin} is nested too deeply", fix="write sections of plain values") from error
 

@@ -47,12 +47,12 @@ class Config(Section):
     run: RunConfig = agreed("Which run this is.", RunConfig())
     model: ModelConfig = agreed("The model.")
     data: DataConfig = agreed("The tokens.")
-    optimizer: OptimizerConfig = agreed("One inner step.")
+    optimizer: OptimizerConfig = agreed("Settings of one inner step.")
     scheduler: SchedulerConfig = agreed("The learning rate over the run.")
     sync: SyncConfig = agreed("The exchange that ends each round.")
     swarm: SwarmConfig = agreed("Who takes part.")
     eval: EvalConfig = local("The held-out loss.", EvalConfig())
-    output: OutputConfig = local("What a peer writes down.", OutputConfig())
+    output: OutputConfig = local("What a peer writes to disk.", OutputConfig())
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -60,7 +60,7 @@ class Config(Section):
         if claimed > experts:
             raise ConfigError(
                 f"swarm.experts_per_peer is {claimed}, more than model.num_experts ({experts})",
-                fix=f"set it to at most {experts} (all: every peer trains the whole model)",
+                fix=f"set it to at most {experts} (then every peer trains the whole model)",
             )
         if self.model.guest_rank:
             self._check_guests()
@@ -75,15 +75,15 @@ class Config(Section):
             )
         if not self.sync.enabled:
             raise ConfigError(
-                f"model.guest_rank is {rank}, but peers exchange nothing: no owner would take it in",
+                f"model.guest_rank is {rank}, but peers exchange nothing, so no owner would receive it",
                 fix="set model.guest_rank=0",
             )
         row = math.lcm(self.model.d_model, self.model.expert_ffn)
         if self.sync.tile_values % row:
             whole = max(1, self.sync.tile_values // row) * row
             raise ConfigError(
-                f"sync.tile_values is {self.sync.tile_values}, which cuts rows of the experts' matrices apart, but "
-                f"with model.guest_rank ({rank}) whoever reduces a tile needs whole rows",
+                f"sync.tile_values is {self.sync.tile_values}, which splits rows of the experts' matrices, but "
+                f"with model.guest_rank ({rank}) the reducer of a tile needs whole rows",
                 fix=f"set sync.tile_values to a multiple of {row} (of d_model and expert_ffn), such as {whole}",
             )
 

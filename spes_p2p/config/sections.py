@@ -38,8 +38,8 @@ class ModelConfig(Section):
     """The decoder-only Mixture-of-Experts transformer."""
 
     own_layout: str = agreed(
-        "Hash of a model of one's own that is trained in the place of this one (set by spes_p2p.Run(model=...), see "
-        "docs/api.md): of this section only vocab_size, num_experts (its columns) and this field count then.",
+        "Hash of a custom model that is trained in place of this one (set by spes_p2p.Run(model=...), see "
+        "docs/api.md); then only vocab_size, num_experts (its columns) and this field of this section count.",
         "",
         pattern=r"^([0-9a-f]{64})?$",
     )
@@ -50,7 +50,9 @@ class ModelConfig(Section):
     num_heads: Positive = agreed("Query heads.")
     num_kv_heads: Positive = agreed("Key and value heads; fewer than num_heads is grouped-query (default: num_heads).")
     head_dim: Positive = agreed("Width of one head (default: d_model / num_heads).")
-    num_experts: Positive = agreed("E, the experts of every layer, and so the expert columns of the run.")
+    num_experts: Positive = agreed(
+        "E, the number of experts in every layer, which is also the number of expert columns of the run."
+    )
     top_k: Positive = agreed("Experts that each token is sent to.")
     expert_ffn: Positive = agreed("Inner width of one SwiGLU expert.")
     norm_topk: bool = agreed("Scale the top-k router weights so that they add up to one.", False)
@@ -61,8 +63,8 @@ class ModelConfig(Section):
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
     guest_rank: Natural = agreed(
-        "Rank of the change that each peer trains in every expert that it does not own, as a guest, and that the owner "
-        "takes in when it hands the expert out; 0: none, as SPES has it. 16 is a good one.",
+        "Rank of the low-rank change that each peer trains, as a guest, in each expert that it does not own; its owner "
+        "adds it when it hands the expert out. 0 turns guests off, as in SPES; 16 is a good value.",
         0,
     )
     init_std: float = agreed("Standard deviation of the initial weights (normal, cut at three of these).", 0.02, gt=0)
@@ -70,18 +72,18 @@ class ModelConfig(Section):
         "How this machine computes experts; auto takes the fastest that works here.", "auto"
     )
     foreign_dtype: Literal["compute", "int8", "fp8"] = local(
-        "How experts are held that this peer does not train: in the compute dtype, or in one byte a value.", "compute"
+        "How experts that this peer does not train are held: in the compute dtype, or in one byte per value.", "compute"
     )
     foreign_offload: bool = local(
         "Hold experts that this peer does not train in host memory, and fetch them one layer ahead.", False
     )
     activation_checkpointing: Literal["none", "selective", "full"] = local(
-        "What is computed again in the backward pass to save memory: nothing, what is cheap (norms, rotations, "
+        "What is recomputed in the backward pass to save memory: nothing, the cheap parts (norms, rotations, "
         "routing), or whole layers.",
         "none",
     )
     torch_compile: bool = local(
-        "Let torch.compile make fused kernels of what lies between the experts; the first step then takes a minute.",
+        "Let torch.compile fuse the parts of the model outside the experts; the first step then takes a minute.",
         False,
     )
 
@@ -109,7 +111,9 @@ class ModelConfig(Section):
                 fix="choose num_kv_heads as a divisor of num_heads",
             )
         if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim is {self.head_dim}, but rotary positions need pairs", fix="make it even")
+            raise ConfigError(
+                f"model.head_dim is {self.head_dim}, but rotary positions need an even number", fix="make it even"
+            )
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"model.top_k is {self.top_k}, more than model.num_experts ({self.num_experts})",
@@ -118,13 +122,13 @@ class ModelConfig(Section):
         narrowest = min(self.d_model, self.expert_ffn)
         if self.guest_rank >= narrowest:
             raise ConfigError(
-                f"model.guest_rank is {self.guest_rank}, no less than the width of the experts' matrices ({narrowest})",
-                fix="16 is a good rank; 0 turns guests off",
+                f"model.guest_rank is {self.guest_rank}, but the experts' matrices are only {narrowest} wide",
+                fix="set it to 16, for example, or to 0 to turn guests off",
             )
         if self.guest_rank and self.own_layout:
             raise ConfigError(
-                f"model.guest_rank is {self.guest_rank}, but the run trains a model of one's own, whose experts may be "
-                "anything",
+                f"model.guest_rank is {self.guest_rank}, but the run trains a custom model, whose experts may have "
+                "any form",
                 fix="set model.guest_rank=0",
             )
         if self.embedding_rows < self.vocab_size:
@@ -139,11 +143,11 @@ class DataConfig(Section):
     """The tokens."""
 
     source: Literal["leased", "local"] = local(
-        "leased: blocks of the run's dataset; local: this peer's own.", "leased", private=True
+        "leased: blocks of the run's dataset; local: this peer's own data.", "leased", private=True
     )
     path: str = local(
-        "Folder of token shards with manifest.json, or a text file that lists raw memmaps; a peer without gets what "
-        "it is leased from others.",
+        "Folder of token shards with manifest.json, or a text file that lists raw memmaps; a peer without one fetches "
+        "its leased data from others.",
         "",
         private=True,
     )
@@ -153,32 +157,32 @@ class DataConfig(Section):
         private=True,
     )
     urls: tuple[str, ...] = local(
-        "Where the same shards lie on the web (https://... or hf://datasets/...). Bootstrap tells them to all peers, "
-        "signed, but as no part of the run's fingerprint: they may change. A peer's own are asked before those.",
+        "URLs of the same shards (https://... or hf://datasets/...). The bootstrap node signs and sends them to all "
+        "peers; they are not part of the run's fingerprint and may change. A peer tries URLs of its own first.",
         (),
         private=True,
     )
     tokenizer: str = local(
-        "Tokenizer of the run's dataset: byte, or its name on the Hugging Face hub, so that whoever exports has it; "
-        "bootstrap takes it from the dataset's manifest, unless it is a file there.",
+        "Tokenizer of the run's dataset, for whoever exports the model: byte, or a name on the Hugging Face hub; "
+        "bootstrap takes it from the dataset's manifest, unless that names a file.",
         "",
     )
     tokenizer_hash: str = local(
-        "SHA-256 over all that decides the ids of that tokenizer; bootstrap takes it from the dataset's manifest.",
+        "SHA-256 of everything that decides that tokenizer's ids; bootstrap takes it from the dataset's manifest.",
         "",
         max_length=64,
     )
     copies: Natural = local(
-        "Peers at which the data of the next rounds lies at least, as far as their disks allow; a peer may choose for "
-        "itself, and with 0 it keeps nothing for others.",
+        "Least number of peers to hold the data of the next rounds, as far as their disks allow; a peer may choose, "
+        "and with 0 it keeps nothing for others.",
         3,
     )
     sequence_length: Positive = agreed("Tokens of one training sequence.")
     block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
     mask_repetitions: bool = agreed(
-        "Give no loss to sequences that repeat a pattern of 1 to 13 tokens 32 times.", False
+        "Leave sequences that repeat a pattern of 1 to 13 tokens 32 times out of the loss.", False
     )
-    held_out_fraction: float = agreed("Part of the dataset that nobody trains on, for evaluation.", 0.01, ge=0, le=0.5)
+    held_out_fraction: float = agreed("Share of the dataset that nobody trains on, for evaluation.", 0.01, ge=0, le=0.5)
 
     @model_validator(mode="before")
     @classmethod
@@ -191,7 +195,7 @@ class OptimizerConfig(Section):
     """One inner step."""
 
     name: Literal["adamw", "adamw8bit", "muon"] = local(
-        "The inner optimizer: AdamW, with moments in fp32 or in 8 bits (2 bytes a trained value instead of 8; needs "
+        "The inner optimizer: AdamW, with moments in fp32 or in 8 bits (2 bytes per trained value instead of 8; needs "
         "the extra optim8bit); or Muon for the matrices of experts and attention (4 bytes) and AdamW for the rest, at "
         "the same learning rate: for all peers alike, though nothing breaks where they differ.",
         "adamw",
@@ -201,14 +205,15 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = agreed("AdamW's decay rates of both moments.", (0.9, 0.95))
     eps: float = agreed("AdamW's epsilon.", 1e-8, gt=0)
     weight_decay: float = agreed("Decoupled weight decay, on every parameter.", 0.1, ge=0)
-    grad_clip: float = agreed("Gradient norms above this are scaled down to it.", 1.0, gt=0)
-    batch_sequences: Positive = agreed("Sequences of one inner step of one peer.")
+    grad_clip: float = agreed("Gradients with a norm above this are scaled down to it.", 1.0, gt=0)
+    batch_sequences: Positive = agreed("Sequences in one inner step of one peer.")
     micro_batch_sequences: Positive = local("Sequences that go through the device at once (default: batch_sequences).")
     load_balancing_weight: float = agreed("Weight of the load-balancing loss of the router.", 0.01, ge=0)
     router_z_weight: float = agreed("Weight of the mean square logsumexp of the router logits.", 0.001, ge=0)
     output_z_weight: float = agreed("Weight of the mean square logsumexp of the output logits.", 1e-5, ge=0)
     decayed_aux_loss: bool = agreed(
-        "Load balancing of owned experts from 0.7 to 1.0 over the first 20% of the run.", False
+        "Raise the load-balancing loss of owned experts from 0.7 to 1.0 of its weight over the first 20% of the run.",
+        False,
     )
 
     @model_validator(mode="before")
@@ -242,9 +247,9 @@ class SchedulerConfig(Section):
     )
     warmup_steps: Natural = agreed("Steps over which the learning rate rises from warmup_ratio * lr.")
     warmup_ratio: float = agreed("Learning rate before the first step, as a part of the highest.", 0.0, ge=0, le=1)
-    total_steps: Positive = agreed("Step at which it has fallen to min_ratio * lr, where it stays.")
+    total_steps: Positive = agreed("Step at which the learning rate has fallen to min_ratio * lr, where it stays.")
     decay_steps: Positive = agreed("Steps over which it falls with wsd (default: a fifth of total_steps).")
-    min_ratio: float = agreed("Last learning rate as a part of the highest.", 0.1, ge=0, le=1)
+    min_ratio: float = agreed("Final learning rate as a share of the highest.", 0.1, ge=0, le=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -274,13 +279,15 @@ class SyncConfig(Section):
     """The exchange that ends each round."""
 
     enabled: bool = agreed("False: peers never exchange anything (only for a control experiment).", True)
-    steps_per_round: Positive | Schedule = agreed("H, or a schedule [[until step, H], ..., [0, H]]; 0 is for ever.")
+    steps_per_round: Positive | Schedule = agreed(
+        "H, or a schedule [[until step, H], ..., [0, H]], where 0 means until the end."
+    )
     codec: Codec = agreed(
-        "How values travel: fp32 as they are; the others send what changed, rounded to bf16, to 8 or 4 bits in small "
-        "blocks, or the largest 3% of it (topk; topk2: 1.6%, in 2 bits), and send later what that leaves out.",
+        "How values are sent: fp32 sends them as they are; the others send changes, rounded to bf16, to 8 or 4 bits in "
+        "small blocks, or only the largest 3% (topk; topk2: 1.6%, in 2 bits), and send later what was left out.",
         "fp32",
     )
-    expert_codec: Codec = agreed("The same for expert columns (default: codec).")
+    expert_codec: Codec = agreed("Codec for the values of expert columns (default: codec).")
     residual_decay: float = agreed(
         "By how much of it is what a contribution left out sent with the next one; SparseLoCo takes 0.95.",
         1.0,
@@ -292,24 +299,26 @@ class SyncConfig(Section):
         "bf16",
     )
     expert_rounds: Positive = agreed(
-        "Rounds between two times that a column is handed out, staggered; its owners go on from their own values, the "
-        "others keep its last committed ones. Shared parameters are averaged in every round.",
+        "A column is handed out once in this many rounds, in turns; in between, its owners keep their own values "
+        "and the others keep the last committed ones. Shared parameters are averaged in every round.",
         1,
     )
     overlap: bool = agreed(
-        "Train on while a round is synced; what was trained since its snapshot is added to what comes out of it. At "
-        "most one round is outstanding.",
+        "Keep training while a round is synced; what was trained since its snapshot is added to the result. At "
+        "most one round is in flight.",
         False,
     )
-    overlap_steps: Natural = agreed("Most inner steps made while a round is synced; 0: as many as a round has.", 0)
+    overlap_steps: Natural = agreed(
+        "Most inner steps to make while a round is synced; 0 means as many as a round has.", 0
+    )
     fragments: Positive = agreed(
-        "Syncs that a round is spread over: each brings one part of the shared parameters and of the columns, after "
-        "H / fragments steps. The same bytes in all, and a part of them at a time.",
+        "Syncs that a round is spread over: each averages one part of the shared parameters and of the columns, after "
+        "H / fragments steps. The total number of bytes is the same, but fewer are sent at a time.",
         1,
     )
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(
-        "How far an expert moves to its neighbours at step 0; 0 turns the merge off.", 0.05, ge=0, le=1
+        "How far an expert moves towards its neighbours in a merge at step 0; 0 turns merges off.", 0.05, ge=0, le=1
     )
     merge_decay_steps: Positive = agreed("Step at which the merge has faded out.", 10_000)
     merge_kind: Literal["paper", "released", "shrink"] = agreed(
@@ -321,12 +330,12 @@ class SyncConfig(Section):
     tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=2**26)
     slice_tiles: Positive = agreed("Most tiles that are reduced together.", 16)
     outer: Literal["none", "nesterov"] = agreed(
-        "Outer optimizer on the averaged change of a round, as in DiLoCo: none takes it as it is; nesterov is SGD with "
-        "Nesterov momentum, which makes the state twice as large.",
+        "Outer optimizer for a round's averaged change, as in DiLoCo: none applies it as it is; nesterov is SGD with "
+        "Nesterov momentum, which doubles the size of the state.",
         "none",
     )
-    outer_lr: float = agreed("Its learning rate (only with nesterov).", 0.7, gt=0, le=10)
-    outer_momentum: float = agreed("Its momentum (only with nesterov).", 0.9, ge=0, lt=1)
+    outer_lr: float = agreed("Learning rate of the outer optimizer (only with nesterov).", 0.7, gt=0, le=10)
+    outer_momentum: float = agreed("Momentum of the outer optimizer (only with nesterov).", 0.9, ge=0, lt=1)
     outer_steps: Natural = agreed(
         "Inner steps between two of its steps that rate and momentum are meant for: where there are fewer or more, "
         "both follow, so that as much adds up in as many inner steps; 0: both stay as they are (only with nesterov).",
@@ -358,7 +367,7 @@ def _check_fragments(steps_per_round: int | tuple[tuple[int, int], ...], fragmen
         if steps % fragments:
             raise ConfigError(
                 f"sync.steps_per_round is {steps}, not a multiple of sync.fragments ({fragments})",
-                fix=f"{steps // fragments * fragments or fragments} steps, for example",
+                fix=f"use {steps // fragments * fragments or fragments} steps, for example",
             )
 
 
@@ -366,12 +375,13 @@ def _check_schedule(schedule: tuple[tuple[int, int], ...]) -> None:
     shown = [list(entry) for entry in schedule]
     if not schedule or schedule[-1][0] != 0:
         raise ConfigError(
-            f"sync.steps_per_round is {shown}, which ends", fix="let the last entry be [0, H]: H for ever"
+            f"sync.steps_per_round is {shown}, but a schedule must not end",
+            fix="make the last entry [0, H]: H for ever",
         )
     ends = [0, *(until for until, _ in schedule[:-1])]
     if any(later <= earlier for earlier, later in pairwise(ends)):
         raise ConfigError(
-            f"sync.steps_per_round is {shown}, whose steps do not rise",
+            f"sync.steps_per_round is {shown}, but its steps must increase",
             fix="order it by step, for example [[100, 5], [300, 10], [0, 50]]",
         )
 
@@ -379,11 +389,11 @@ def _check_schedule(schedule: tuple[tuple[int, int], ...]) -> None:
 class SwarmConfig(Section):
     """Who takes part."""
 
-    min_peers: Positive = agreed("Peers that must have come before the first round starts.", 1)
+    min_peers: Positive = agreed("Peers that must have joined before the first round starts.", 1)
     experts_per_peer: Positive = agreed(
-        "Expert columns that every peer must have memory for; one that has more takes more where owners lack."
+        "Expert columns that every peer must have memory for; one with more memory takes more if owners are missing."
     )
-    target_replicas: Positive = agreed("Owners that each column should have.", 1)
+    target_replicas: Positive = agreed("Number of owners that each column should have.", 1)
     heartbeat_seconds: float = agreed("Pause between two status messages of a peer.", 1.0, gt=0, le=60)
     faults: Literal["crash", "byzantine"] = agreed(
         "What voting peers may do wrong: crash (they stop and come back; more than half decide), or byzantine (fewer "
@@ -391,8 +401,8 @@ class SwarmConfig(Section):
         "crash",
     )
     final_rounds: Positive = agreed(
-        "Where the run has gone on twice, peers that made more rounds than this leave them for no history with less "
-        "work, unless the organiser says so (spes-p2p run choose).",
+        "If the run splits in two histories, peers that made more rounds than this on theirs do not switch to one with "
+        "less work, unless the organiser says so (spes-p2p run choose).",
         20,
     )
 
@@ -400,15 +410,15 @@ class SwarmConfig(Section):
 class EvalConfig(Section):
     """The held-out loss of the committed model. One peer a round measures it: the first in the order of leaders."""
 
-    every_rounds: Natural = local("Rounds between two evaluations, when it is this peer's turn; 0 is never.", 1)
+    every_rounds: Natural = local("Rounds between two evaluations, when it is this peer's turn; 0 means never.", 1)
     sequences: Positive = local("Held-out sequences of one evaluation.", 64)
 
 
 class OutputConfig(Section):
     """What one peer writes down."""
 
-    keep_checkpoints: Positive = local("Newest checkpoints that are kept.", 2, private=True)
+    keep_checkpoints: Positive = local("How many of the newest checkpoints are kept.", 2, private=True)
     checkpoint_every_rounds: Positive = local("Rounds between two checkpoints.", 1, private=True)
     log_every_steps: Positive = local("Inner steps between two step events.", 1, private=True)
-    tensorboard: bool = local("Write TensorBoard files too.", False, private=True)
-    wandb: bool = local("Report to Weights & Biases too (WANDB_MODE=offline works).", False, private=True)
+    tensorboard: bool = local("Also write TensorBoard files.", False, private=True)
+    wandb: bool = local("Also report to Weights & Biases (WANDB_MODE=offline works).", False, private=True)

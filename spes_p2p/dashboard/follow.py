@@ -93,7 +93,7 @@ class Follower:
         at = now - (report.head_age_seconds or 0.0) if newest else None
         known = self.name_of(manifest.round)
         if known is not None and known != manifest_hash(manifest):
-            history.add_event(now, "fork", "", f"another history has won from round {manifest.round} on")
+            history.add_event(now, "fork", "", f"another history won: rounds from {manifest.round} on were replaced")
         stale = sum(manifest.round > since for since in manifest.column_rounds) if manifest.slices else 0
         history.add_round(
             round=manifest.round, name=manifest_hash(manifest).hex(), at=at,
@@ -122,16 +122,16 @@ class Follower:
         for peer in sorted(set(now["members"]) - set(before["members"])):
             history.add_event(at, "joined", peer, f"{short(peer)} joined with round {manifest.round}")
         for peer in sorted(set(before["members"]) - set(now["members"])):
-            history.add_event(at, "left", peer, f"{short(peer)} is no member from round {manifest.round} on")
+            history.add_event(at, "left", peer, f"{short(peer)} is no longer a member from round {manifest.round} on")
         if now["orphans"] != before["orphans"]:
-            without = f"columns without an owner: {span_text(now['orphans'])}"
+            without = f"expert columns without an owner: {span_text(now['orphans'])}"
             history.add_event(at, "experts", "", without if now["orphans"] else "every expert column has an owner")
 
     def _set_head(self, report: RunReport, now: float) -> None:
         before: dict[str, Any] = self._history.get("head") or {}
         forks = [fork.texts(now) for fork in report.forks]
         if bool(forks) != bool(before.get("forks")):
-            self._history.add_event(now, "fork", "", forks[0][0] if forks else "the run has one history again")
+            self._history.add_event(now, "fork", "", forks[0][0] if forks else "the run has only one history again")
         self._history.put(
             "head",
             {
@@ -204,13 +204,15 @@ class Follower:
     def _note_peer(self, line: PeerLine, before: dict[str, Any] | None, now: float) -> None:
         was, is_now, name = before or {}, line.state, short(line.peer)
         if was.get("state") != is_now and is_now in ("silent", "joining", "waiting"):
-            words = {"silent": "is silent", "joining": "is joining", "waiting": "waits for the run to begin"}
+            words = {"silent": "is silent", "joining": "is joining", "waiting": "is waiting for the run to start"}
             self._history.add_event(now, is_now, line.peer, f"{name} {words[is_now]}")
         if was.get("version") not in (None, "", line.version) and line.version:
             self._history.add_event(now, "version", line.peer, f"{name} now runs version {line.version}")
         paused = (was.get("phase") == "paused", line.vitals.phase == "paused")
         if before is not None and paused[0] != paused[1]:
-            self._history.add_event(now, "pause", line.peer, f"{name} {'is paused' if paused[1] else 'trains again'}")
+            self._history.add_event(
+                now, "pause", line.peer, f"{name} {'is paused' if paused[1] else 'resumes training'}"
+            )
 
     def _note_absent(self, before: dict[str, dict[str, Any]], report: RunReport, now: float) -> None:
         """Keeps peers whose record has disappeared in the list, marked as gone."""

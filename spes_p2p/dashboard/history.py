@@ -67,11 +67,11 @@ class History:
             self._base.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
             raise ConfigError(
-                f"{path} cannot be used as the dashboard's history: {error}", fix="name another file with --database"
+                f"{path} cannot be used as the dashboard's history: {error}", fix="choose another file with --database"
             ) from error
         if self.get("format", FORMAT) != FORMAT:
             raise ConfigError(
-                f"{path} was written by another version of spes-p2p", fix="name another file with --database"
+                f"{path} was written by another version of spes-p2p", fix="choose another file with --database"
             )
         self.put("format", FORMAT)
 
@@ -118,7 +118,7 @@ class History:
         if kept is not None and kept["fingerprint"] != fingerprint:
             raise ConfigError(
                 f"{self.path} holds the history of run {kept['run_id']} with fingerprint "
-                f"{kept['fingerprint'][:16]}, not of {run_id} with {fingerprint[:16]}",
+                f"{kept['fingerprint'][:16]}, not that of run {run_id} with {fingerprint[:16]}",
                 fix="name another file with --database",
             )
         self.put("run", {"run_id": run_id, "fingerprint": fingerprint})

@@ -25,7 +25,7 @@ def replay(paths: Sequence[Path], history: History) -> None:
     for name, path in zip(_names(paths), map(_file, paths)):
         found = EventReader(path).read()
         if not found:
-            raise ConfigError(f"{path} holds no events", fix=f"give the {METRICS_FILE} of a peer, or its folder")
+            raise ConfigError(f"{path} contains no events", fix=f"give the {METRICS_FILE} of a peer, or its folder")
         events += [(time, name, event) for time, event in found]
     with history.writing():
         folds: dict[str, _Fold] = {}
@@ -39,7 +39,7 @@ def replay(paths: Sequence[Path], history: History) -> None:
 def _file(path: Path) -> Path:
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"{path} is not there", fix=f"give the {METRICS_FILE} of a peer, or its folder")
+        raise ConfigError(f"{path} does not exist", fix=f"give the {METRICS_FILE} of a peer, or its folder")
     return path
 
 

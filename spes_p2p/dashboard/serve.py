@@ -65,8 +65,8 @@ def _history(options: DashboardOptions) -> History:
         return history
     if options.meeting is None and not options.database.exists():
         raise ConfigError(
-            f"no invitation is given, and there is no {options.database}",
-            fix="give the word that the organiser printed (spes1...), or a past run with --replay DIR",
+            f"no invitation was given, and {options.database} does not exist",
+            fix="give the invitation that the organiser printed (spes1...), or a past run with --replay DIR",
         )
     return History(options.database)
 
@@ -84,7 +84,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     except OSError as error:
         raise ConfigError(
             f"the page cannot be served at {host} port {port}: {error.strerror or error}",
-            fix="choose another --port, or a --host that is an address of this machine",
+            fix="choose another --port, or an address of this machine with --host",
         ) from error
 
 

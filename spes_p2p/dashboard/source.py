@@ -82,7 +82,7 @@ class SwarmSource:
         async def accept(newest: Commit, holders: tuple[PeerId, ...]) -> bool:
             for holder in holders:
                 if now < self._doubted.get(holder, 0.0):
-                    refused.append(f"{short(holder)}: proved nothing lately")
+                    refused.append(f"{short(holder)}: skipped, since it proved nothing lately")
                     continue
                 try:
                     found[:] = await self._leading_to(newest, holder, known, info)
@@ -96,7 +96,9 @@ class SwarmSource:
         self._doubted = {peer: until for peer, until in self._doubted.items() if now < until}
         report, newest, _ = await read_run(self._network, info.run_id, now, info.fingerprint.hex(), accept)
         if newest is None and refused:
-            raise RemoteProtocolError(f"nobody proves the certificate that it announces: {'; '.join(refused[:3])}")
+            raise RemoteProtocolError(
+                f"no peer could prove the certificate that it announces: {'; '.join(refused[:3])}"
+            )
         return Look(report, tuple(found))
 
     async def close(self) -> None:
@@ -119,7 +121,7 @@ class SwarmSource:
                 self._check_next(commits[-1], commit, info)
                 commits.append(commit)
         if manifest_hash(commits[-1].manifest) != name:
-            raise RemoteProtocolError("its commits lead to another one")
+            raise RemoteProtocolError("its commits do not lead to the one it announced")
         return [one for one in commits if known.name_of(one.manifest.round) != manifest_hash(one.manifest)]
 
     async def _branch(self, last: int, holder: PeerId, known: Known, info: RunInfo) -> Commit:
@@ -137,7 +139,7 @@ class SwarmSource:
     async def _part(self, holder: PeerId, first: int, count: int) -> tuple[Commit, ...]:
         commits = await fetch_commits(self._network.transport, (holder,), first, count)
         if any(commit.manifest.round != first + at for at, commit in enumerate(commits)):
-            raise RemoteProtocolError(f"it gave other rounds than those from {first} on")
+            raise RemoteProtocolError(f"it sent rounds other than those from {first} on")
         return commits
 
     def _check_next(self, before: Commit, commit: Commit, info: RunInfo) -> None:

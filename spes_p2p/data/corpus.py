@@ -27,7 +27,7 @@ def build_stdlib_corpus(output_dir: Path, max_bytes: int = 4_000_000, files: int
     """
     documents = list(_documents(Path(sysconfig.get_path("stdlib")), max_bytes))
     if not documents:
-        raise DataError("this Python carries no sources of its standard library", fix="give text of your own: --data")
+        raise DataError("this Python has no sources of its standard library", fix="give your own text with --data")
     with storing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
     paths = [output_dir / f"stdlib-{index}.jsonl" for index in range(files)]

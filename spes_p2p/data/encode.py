@@ -64,7 +64,7 @@ def encode_records(records: Sequence[Record], text_field: str, tokenizer: Tokeni
     eos = np.array([tokenizer.eos_id], np.uint32)
     for ids, end, line in zip(_encoded(texts, tokenizer), ends, lines, strict=True):
         if ids is None:
-            bad.append((line, "a lone surrogate is no valid Unicode"))
+            bad.append((line, "a lone surrogate is not valid Unicode"))
             continue
         parts += [ids, eos] if end else [ids]
         documents += end
@@ -163,7 +163,7 @@ def encoder(processes: int, tokenizer: Tokenizer, text_field: str, dtype: str) -
     try:
         yield lambda records: pool.submit(_encode_in_worker, records).result
     except BrokenProcessPool as error:
-        fix = "was memory short? use fewer --processes; the same command goes on from here"
+        fix = "if memory ran out, use fewer --processes; the same command resumes from here"
         raise DataError("a tokenizer process was killed", fix=fix) from error
     finally:
         pool.shutdown(cancel_futures=True)

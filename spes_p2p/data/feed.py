@@ -96,7 +96,7 @@ class Feed:
         with self._news:
             self._urgent = _NOTHING
         if told and not left:
-            self._say(f"the data has come: training goes on after {self._now() - began:.0f} s")
+            self._say(f"the data has arrived: training resumes after {self._now() - began:.0f} s")
         return not left
 
     def _fill(self, wanted: list[int]) -> int:
@@ -120,7 +120,7 @@ class Feed:
         self._said_at = now
         size = left * self.grid.catalogue.piece_bytes
         why = f" ({self.trouble})" if self.trouble else ""
-        self._say(f"training waits for its data: {size / 1e6:.2g} MB of the next batch are not here yet{why}")
+        self._say(f"training is waiting for data: {size / 1e6:.2g} MB of the next batch have not arrived yet{why}")
         return True
 
     def read_into(self, row: NDArray[np.int64], start: int) -> None:
@@ -129,7 +129,7 @@ class Feed:
         for piece in grid.of_tokens(np.array([start]), len(row)).tolist():
             joined = self._at_hand.get(piece) or self.cache.find(piece)
             if joined is None:
-                raise DataNotReady(f"piece {piece} of the dataset is not here")
+                raise DataNotReady(f"piece {piece} of the dataset has not been fetched")
             data = np.frombuffer(joined, f"<u{grid.item_bytes}", grid.place(piece).size // grid.item_bytes)
             inside = start + filled - grid.first_token(piece)
             part = data[inside : inside + len(row) - filled]
@@ -171,7 +171,7 @@ class Feed:
             self.cache.put(piece, joined)
             if self._was_full and self.cache.used > self._full_slots:
                 self._was_full = False
-                self._say("there is room again for data that is fetched ahead")
+                self._say("there is disk space again for fetching data ahead")
         except StorageFull as error:
             self._disk_is_full(error)
 
@@ -182,7 +182,9 @@ class Feed:
         if not self._was_full:
             self._was_full = True
             held = self.cache.held * self.grid.catalogue.piece_bytes
-            self._say(f"{error}; training goes on with {held / 1e6:.2g} MB of data on disk and may wait for more")
+            self._say(
+                f"{error}; training continues with {held / 1e6:.2g} MB of data on disk, and may have to wait for more"
+            )
 
     def _try_disk_again(self) -> None:
         if self._full_until is not None and self._now() > self._full_until:

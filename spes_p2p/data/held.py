@@ -30,7 +30,7 @@ class Held:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= MAX_FIRST or len(self.bits) > (MOST_SPANS + 7) // 8:
-            raise ValueError(f"{len(self.bits)} bytes of spans from {self.first} on")
+            raise ValueError(f"the spans from {self.first} on have {len(self.bits)} bytes, which is out of bounds")
 
     def has(self, span: int) -> bool:
         at = span - self.first

@@ -94,7 +94,7 @@ def next_leases(
         block_sequences: positions of one block; blocks start at multiples of it.
     """
     if block_sequences < 1:
-        raise ValueError(f"block_sequences is {block_sequences}, must be at least 1")
+        raise ValueError(f"block_sequences is {block_sequences}, but must be at least 1")
     staying = set(members)
     unused = {peer: take(ranges, used.get(peer, 0))[1] for peer, ranges in leases.held}
     given_back = (span for peer, ranges in unused.items() if peer not in staying for span in ranges)

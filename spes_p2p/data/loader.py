@@ -62,7 +62,7 @@ def check_vocabulary(dataset: Dataset, config: Config) -> None:
     if dataset.vocab_size is not None and dataset.vocab_size > config.model.vocab_size:
         raise DataError(
             f"the dataset was made with tokenizer {dataset.tokenizer!r} of {dataset.vocab_size} ids, "
-            f"model.vocab_size is {config.model.vocab_size}",
+            f"but model.vocab_size is {config.model.vocab_size}",
             fix=f"set model.vocab_size to {dataset.vocab_size}, or tokenize with the run's tokenizer",
         )
 
@@ -75,7 +75,7 @@ def check_enough(tokens: int, config: Config) -> None:
     training = count_sequences(tokens, length, config.data.held_out_fraction)[0]
     if training < peers * steps * batch:
         raise DataError(
-            f"the dataset's {tokens:,} tokens are {training:,} training sequences of {length} tokens, a round "
+            f"the dataset's {tokens:,} tokens give {training:,} training sequences of {length} tokens, but a round "
             f"needs {peers * steps * batch:,} (swarm.min_peers {peers} x {steps} steps x {batch} sequences)",
             fix="tokenize more text, or lower sync.steps_per_round, optimizer.batch_sequences or data.sequence_length",
         )
@@ -95,7 +95,7 @@ class _Reader:
         if tokens.size and (largest := int(tokens.max())) >= self._vocab_size:
             row = int(tokens.max(axis=1).argmax())
             raise DataError(
-                f"sequence {sequences[row]} holds token {largest}, model.vocab_size is {self._vocab_size}",
+                f"sequence {sequences[row]} holds token {largest}, but model.vocab_size is {self._vocab_size}",
                 fix="tokenize with the run's tokenizer, or check data.raw_dtype",
             )
         repeated = has_repetition(tokens) if self._mask_repetitions else np.zeros(len(tokens), dtype=bool)
@@ -153,7 +153,9 @@ class LeasedLoader(_Loader):
         Raises LocalProtocolError when fewer remain (ask `remaining` first; who runs out waits for the next commit).
         """
         if sequences > self.remaining():
-            raise LocalProtocolError(f"a batch of {sequences} sequences was asked for, {self.remaining()} are leased")
+            raise LocalProtocolError(
+                f"a batch of {sequences} sequences was asked for, but only {self.remaining()} are leased"
+            )
         batch = self._batch(self._next_positions(sequences))
         self._offset += sequences
         if self._reader.sequences.is_tight:
@@ -232,7 +234,7 @@ def held_out_batches(
     for start in range(0, len(chosen), size):
         sequences = chosen[start : start + size]
         if not reader.sequences.wait(sequences, should_stop):
-            raise DataNotReady(f"{len(chosen) - start} held-out sequences have not come yet")
+            raise DataNotReady(f"{len(chosen) - start} held-out sequences have not arrived yet")
         yield reader.batch(sequences, sequences)
 
 

@@ -77,7 +77,9 @@ class Manifest:
             version = plain["format_version"]
             if version != FORMAT_VERSION:
                 fix = "update spes-p2p, or tokenize the corpus again"
-                raise DataError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}", fix=fix)
+                raise DataError(
+                    f"{path} has format version {version}, but this program reads {FORMAT_VERSION}", fix=fix
+                )
             plain["inputs"] = tuple(InputFile(**item) for item in plain["inputs"])
             plain["shards"] = tuple(Shard(**item) for item in plain["shards"])
             plain["urls"] = tuple(plain.get("urls", ()))
@@ -152,7 +154,7 @@ def _from_manifest(path: Path) -> Dataset:
         dtype, file = _inspect(path.parent / shard.file, manifest.dtype)
         if (dtype, file.tokens) != (manifest.dtype, shard.tokens):
             raise DataError(
-                f"shard {file.path} holds {file.tokens} tokens of {dtype}, the manifest says {shard.tokens} of "
+                f"shard {file.path} holds {file.tokens} tokens of {dtype}, but the manifest says {shard.tokens} of "
                 f"{manifest.dtype}",
                 fix=_repair(file.path),
             )
@@ -171,16 +173,16 @@ def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except UnicodeDecodeError as error:
-        fix = "give a folder with manifest.json, or a text file with one path a line"
+        fix = "give a folder with manifest.json, or a text file with one path per line"
         raise DataError(f"{path} is not a text file of paths", fix=fix) from error
     paths = [path.parent / line for line in lines if line and not line.startswith("#")]
     if not paths:
-        raise DataError(f"{path} lists no file", fix="write one path of a memmap a line")
+        raise DataError(f"{path} lists no file", fix="write the path of one memmap per line")
     missing = next((item for item in paths if not os.path.isfile(item)), None)  # a line of prose is no valid path
     if missing is not None:
         raise DataError(
-            f"{path} lists {str(missing)[:100]}, which is no file",
-            fix="name token files in it, or give a folder of token shards, as spes-p2p tokenize makes it of text",
+            f"{path} lists {str(missing)[:100]}, which is not a file",
+            fix="list token files in it, or give a folder of token shards as spes-p2p tokenize makes it from text",
         )
     inspected = [_inspect(item, raw_dtype) for item in paths]
     dtypes = {dtype for dtype, _ in inspected}
@@ -229,7 +231,7 @@ def dataset_dtype(name: str) -> Dtype:
         return "uint16"
     if name == "uint32":
         return "uint32"
-    raise DataError(f"tokens of {name} cannot be read", fix="use uint16 or uint32")
+    raise DataError(f"tokens of type {name} are not supported", fix="use uint16 or uint32")
 
 
 def _repair(path: Path) -> str:

@@ -56,7 +56,7 @@ class Catalogue:
         if self.version != CATALOGUE_VERSION or self.dtype not in _ITEM_BYTES or len(self.shards) > MAX_SHARDS:
             raise ValueError(f"catalogue version {self.version}, {self.dtype!r}, {len(self.shards)} shards")
         if not 16 <= self.piece_bytes <= 2**20 or self.piece_bytes % 4:
-            raise ValueError(f"pieces of {self.piece_bytes} bytes")
+            raise ValueError(f"the piece size of {self.piece_bytes} bytes is out of bounds")
 
     @cached_property
     def dataset_hash(self) -> Hash:

@@ -158,7 +158,7 @@ def _check_settings(folder: Path, settings: Settings) -> None:
     for key, value in plain.items():
         if before.get(key) != value:
             raise DataError(
-                f"{folder} holds shards made with {key} {before.get(key)}, now it is {value}",
+                f"{folder} holds shards made with {key} {before.get(key)}, but now it is {value}",
                 fix="give another --output, or delete that folder",
             )
 

@@ -137,7 +137,9 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
         found.update(matches)
     for path in sorted(found):
         if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path} is none of {', '.join(SUFFIXES)}", fix="convert it, or narrow the pattern")
+            raise DataError(
+                f"{path} has none of the suffixes {', '.join(SUFFIXES)}", fix="convert it, or narrow the pattern"
+            )
     return sorted(found)
 
 
@@ -153,7 +155,7 @@ def _matches(pattern: str) -> list[Path]:
 def text_of(value: Any, text_field: str) -> str | Bad:
     """The text of a parsed JSON record."""
     if not isinstance(value, dict):
-        return Bad(f"not a JSON object but {type(value).__name__}")
+        return Bad(f"a {type(value).__name__} instead of a JSON object")
     if text_field not in value:
         return Bad(f"no field {text_field!r}")
     text = value[text_field]
@@ -240,7 +242,7 @@ class _ZstdFrames(io.RawIOBase):
             self._input = self._input or self._raw.read(PIECE_BYTES)
             if not self._input:
                 if self._frame is not None:
-                    raise EOFError("the last zstd frame has no end")
+                    raise EOFError("the last zstd frame is cut short")
                 return 0
             self._frame = self._frame or self._decompressor.decompressobj()
             self._ready = self._frame.decompress(self._input)
@@ -257,4 +259,6 @@ def _optional(module: str, package: str, path: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"{path} needs {package}, which is not installed", fix="scripts/venv.sh data") from error
+        raise DataError(
+            f"{path} needs {package}, which is not installed", fix="install it with scripts/venv.sh data"
+        ) from error

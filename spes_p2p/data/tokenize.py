@@ -201,16 +201,16 @@ def _examples(batch: _Batch, encoded: Encoded) -> tuple[str, ...]:
 
 
 def _bad_line(example: str) -> DataError:
-    return DataError(f"bad line {example}", fix="mend or remove it, or run without --strict to leave bad lines out")
+    return DataError(f"bad line {example}", fix="correct or remove it, or run without --strict to skip bad lines")
 
 
 def _refuse_if_no_text(unit: Unit, progress: UnitProgress) -> None:
     """A few bad lines are left out; where most are, the file is something else than it was taken for."""
     if 2 * progress.bad_lines > progress.lines > 0:
         raise DataError(
-            f"{unit.path} is not text as it should be: {progress.bad_lines:,} of its {progress.lines:,} lines are bad, "
+            f"{unit.path} is not valid text: {progress.bad_lines:,} of its {progress.lines:,} lines are bad, "
             f"such as {progress.examples[0]}",
-            fix="leave the file out, convert it to UTF-8, or set --text-field to where its text stands",
+            fix="leave the file out, convert it to UTF-8, or name its text field with --text-field",
         )
 
 
@@ -218,7 +218,7 @@ def _refuse_if_short(manifest: Manifest, sequence_length: int) -> None:
     if manifest.tokens < sequence_length:
         raise DataError(
             f"the text gives {manifest.tokens} tokens, fewer than one sequence of {sequence_length}",
-            fix="give more text; --sequence-length is for a run with shorter sequences (data.sequence_length)",
+            fix="give more text, or set --sequence-length to the run's data.sequence_length if that is shorter",
         )
 
 

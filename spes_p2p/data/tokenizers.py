@@ -91,7 +91,7 @@ class HuggingFaceTokenizer:
         try:
             encodings = self.rust.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:  # how the library refuses a lone surrogate
-            raise ValueError("text is no valid Unicode") from error
+            raise ValueError("the text is not valid Unicode") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
@@ -113,7 +113,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, through_transformers
         rust = _from_file(path / "tokenizer.json")
         return HuggingFaceTokenizer(here, rust, eos_token or _configured_eos(path / "tokenizer_config.json"))
     if path.suffix == ".json" or path.is_absolute():  # no name on the hub, which would be asked for minutes
-        raise _not_loaded(name, "there is no such file")
+        raise _not_loaded(name, "the file does not exist")
     return _from_transformers(name, eos_token)
 
 
@@ -169,7 +169,7 @@ def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | None) -> int
     known = ", ".join(WELL_KNOWN_EOS)
     raise DataError(
         f"tokenizer {name!r} does not say which token ends a text, and has none of {known}",
-        fix="name it with --eos-token",
+        fix="name the token with --eos-token",
     )
 
 

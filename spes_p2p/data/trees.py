@@ -74,7 +74,7 @@ class FolderPieces:
                 return found
         size = sum(file.tokens for file in dataset.files) * (2 if dataset.dtype == "uint16" else 4)
         if size > LONG_BYTES:
-            say(f"hashing the dataset ({size / 1e9:.0f} GB), once: its pieces are known by their hashes")
+            say(f"hashing the dataset ({size / 1e9:.0f} GB), so that others can check its pieces; this is done once")
         try:
             return _made(beside, dataset, key, piece_bytes)
         except (OSError, StorageFull):  # a folder that is only read, or a disk that the shards fill
@@ -132,7 +132,9 @@ def head_bytes(start: bytes) -> int:
     """How long what goes before the trees is, by the first HEAD_START_BYTES. Raises DataError for another file."""
     size = int.from_bytes(start[len(_MAGIC) :], "big")
     if not start.startswith(_MAGIC) or size > MAX_CATALOGUE_BYTES + 2**10:
-        raise DataError(f"{TREES} is no file of hashes", fix="copy it again from where spes-p2p tokenize has made it")
+        raise DataError(
+            f"{TREES} is not a file of hashes", fix="copy it again from the folder that spes-p2p tokenize wrote"
+        )
     return HEAD_START_BYTES + size
 
 
@@ -179,7 +181,9 @@ def _made(path: Path, dataset: Dataset, key: Hash, piece_bytes: int) -> FolderPi
     _hash_all(dataset, key, piece_bytes, path)
     kept = _kept(path, dataset, key)
     if kept is None:
-        raise DataError(f"{path} changed while it was written", fix="start again; use the dataset in one place")
+        raise DataError(
+            f"{path} changed while it was written", fix="start again, and use the dataset from one process only"
+        )
     return kept
 
 

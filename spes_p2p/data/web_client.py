@@ -159,12 +159,12 @@ class WebClient:
             try:
                 response = await self._ask(folder, at, span)
             except (ValueError, httpx2.InvalidURL) as error:
-                raise NetworkError(f"{_host(url)} leads to what is no URL") from error
+                raise NetworkError(f"{_host(url)} redirects to an invalid URL") from error
             if response.has_redirect_location:
                 target = urljoin(at, response.headers["location"])
                 await response.aclose()
                 if at.startswith("https:") and not target.startswith("https:"):
-                    raise NetworkError(f"{_host(at)} leads from https to {urlsplit(target).scheme[:10]}")
+                    raise NetworkError(f"{_host(at)} redirects from https to {urlsplit(target).scheme[:10]}")
                 at = target
                 continue
             if response.status_code in (200, 206):
@@ -214,17 +214,17 @@ class WebClient:
         """Where the host is. Raises NetworkError where we may not talk to it."""
         host = parts.hostname or ""
         if parts.scheme not in ("https", "http") or not host or parts.username is not None:
-            raise NetworkError(f"the web server leads to {parts.scheme[:10]}://{host}, which is not fetched from")
+            raise NetworkError(f"the web server redirects to {parts.scheme[:10]}://{host}, which is not allowed")
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise _Passing(f"{host} is not found") from error
+            raise _Passing(f"{host} could not be looked up") from error
         addresses = [str(entry[4][0]) for entry in found]
         is_typed = folder.is_own and host == urlsplit(folder.url).hostname
         if self._access is not WebAccess.ANY and not is_typed:
             if parts.scheme != "https":
-                raise NetworkError(f"{host} is asked by plain http", fix=_CONSENT)
+                raise NetworkError(f"{host} would be contacted over plain http", fix=_CONSENT)
             inside = next((address for address in addresses if not is_public_address(address)), None)
             if inside is not None:
                 raise NetworkError(f"{host} is {inside}, an address of a private network", fix=_CONSENT)
@@ -279,11 +279,11 @@ def _bytes_to_skip(response: httpx2.Response, begin: int, host: str) -> int:
     if response.status_code == 206:
         said = response.headers.get("content-range", "")
         if not said.startswith(f"bytes {begin}-"):
-            raise NetworkError(f"{host} gave another range ({said[:40]!r}) than the one asked for")
+            raise NetworkError(f"{host} sent range {said[:40]!r} instead of the one asked for")
         return 0
     size = response.headers.get("content-length", "")
     if not size.isdecimal() or int(size) > MAX_UNRANGED_BYTES:
-        raise NetworkError(f"{host} knows no range requests, and its files are large")
+        raise NetworkError(f"{host} does not support range requests, which its large files need")
     return begin
 
 

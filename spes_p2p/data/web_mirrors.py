@@ -53,7 +53,7 @@ class WebMirrors:
         pieces = [piece for part in found for piece in part]
         self.trouble = "" if pieces else "; ".join(dict.fromkeys(reasons)) or self.trouble
         if not pieces:
-            raise NetworkError(self.trouble or "no web server can be asked now")
+            raise NetworkError(self.trouble or "no web server is available now")
         return pieces
 
     async def _run(self, numbers: Sequence[int], reasons: list[str]) -> list[tuple[int, bytes]]:
@@ -65,7 +65,7 @@ class WebMirrors:
             except RemoteProtocolError as error:
                 if folder not in self._liars:
                     self._liars.add(folder)
-                    self._tell(f"{error}; it is not asked for data again")
+                    self._tell(f"{error}; this server is not asked for data again")
                 reasons.append(str(error))
             except NetworkError as error:
                 self._rest(folder)

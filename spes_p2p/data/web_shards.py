@@ -68,7 +68,7 @@ class WebShards:
             piece = data[at * piece_bytes : at * piece_bytes + place.size]
             proof = await self._proof(place)
             if not self._grid.is_sound(number, piece, proof):
-                raise RemoteProtocolError(f"{name} at {self.folder} is not the run's: piece {number} hashes to another")
+                raise RemoteProtocolError(f"{name} at {self.folder} is not the run's: piece {number} has another hash")
             found.append((number, piece + proof))
         return found
 
@@ -82,7 +82,7 @@ class WebShards:
         manifest = await read_manifest(self._client, self.folder)
         tokens = tuple(shard.tokens for shard in manifest.shards)
         if tokens != tuple(shard.tokens for shard in self._grid.catalogue.shards):
-            raise RemoteProtocolError(f"{MANIFEST} at {self.folder} lists other shards than the run's")
+            raise RemoteProtocolError(f"{MANIFEST} at {self.folder} lists shards other than the run's")
         names = tuple(shard.file for shard in manifest.shards)
         if not all(isinstance(name, str) and _NAME.fullmatch(name) and name.isprintable() for name in names):
             raise RemoteProtocolError(f"{MANIFEST} at {self.folder} has names that lead out of its folder")
@@ -139,7 +139,7 @@ class WebShards:
         return await self._client.read(self.folder, TREES, at, count * HASH_BYTES)
 
     def _wrong_hashes(self) -> RemoteProtocolError:
-        return RemoteProtocolError(f"{TREES} at {self.folder} is not of the run's data")
+        return RemoteProtocolError(f"{TREES} at {self.folder} does not belong to the run's data")
 
 
 def runs_of(grid: PieceGrid, numbers: Sequence[int]) -> list[list[int]]:

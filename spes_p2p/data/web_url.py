@@ -67,32 +67,32 @@ def checked_url(text: str, is_own: bool = False) -> str:
         parts = urlsplit(text)
         shown, host, _ = shown_url(parts), parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError("a URL of the data is no URL", fix="write https://HOST/FOLDER") from error
+        raise ConfigError("a URL given for the data is invalid", fix="write https://HOST/FOLDER") from error
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
         raise ConfigError(
-            f"{shown} of the data has a user name or a password in it, and all peers would learn them",
-            fix="leave them out; keys stay in ~/.netrc (or in `hf auth login`) of the machine that has them",
+            f"the data URL {shown} contains a user name or a password, which all peers would see",
+            fix="remove them; keep credentials in ~/.netrc (or `hf auth login`) on the machine that needs them",
         )
     if parts.query or parts.fragment:
         raise ConfigError(
-            f"{shown} of the data goes on with ? or #, where keys and signatures stand",
-            fix="give the plain address of the folder in which manifest.json lies",
+            f"the data URL {shown} has a part after ? or #, which may hold keys or signatures",
+            fix="give the plain URL of the folder that holds manifest.json",
         )
     if len(text) > MAX_URL_CHARACTERS or not re.fullmatch(r"[!-~]+", text):
         raise ConfigError(
-            f"{shown[:80]!r} of the data is longer than {MAX_URL_CHARACTERS} characters or has others than ASCII",
-            fix="shorten it, and write what is not ASCII with percent signs",
+            f"the data URL {shown[:80]!r} has over {MAX_URL_CHARACTERS} characters, or some that are not ASCII",
+            fix="shorten it, and percent-encode what is not ASCII",
         )
     if parts.scheme == "hf":
         if not _HF.fullmatch(text) or ".." in text:
             raise ConfigError(f"{shown} names no dataset on the hub", fix="write hf://datasets/OWNER/NAME/FOLDER")
     elif parts.scheme not in ("https", "http") or not host:
         raise ConfigError(
-            f"{shown} of the data is not on the web", fix="write https://HOST/FOLDER or hf://datasets/..."
+            f"the data URL {shown} is not on the web", fix="write https://HOST/FOLDER or hf://datasets/..."
         )
     elif parts.scheme == "http" and not is_own and not _is_private_host(host):
         raise ConfigError(
-            f"{shown} is plain http, in which anybody on the way reads what volunteers fetch",
+            f"{shown} uses plain http, so anybody on the way can read what volunteers fetch",
             fix="write https:// (http:// is for addresses of your own network, such as 192.168.1.5)",
         )
     return text
@@ -102,7 +102,7 @@ def checked_urls(texts: Sequence[str]) -> tuple[str, ...]:
     """All of them, each once. Raises ConfigError."""
     found = tuple(dict.fromkeys(checked_url(text) for text in texts))
     if len(found) > MAX_URLS:
-        raise ConfigError(f"{len(found)} URLs of the data are given", fix=f"give at most {MAX_URLS}")
+        raise ConfigError(f"{len(found)} URLs of the data were given", fix=f"give at most {MAX_URLS}")
     return found
 
 

@@ -76,4 +76,4 @@ async def fetch_within(
     finally:
         fetch.cancel()
         await asyncio.wait((fetch,))
-    raise NeverEnding(f"{short(peer)} did not come to an end in {loop.time() - started:.3g} s")
+    raise NeverEnding(f"{short(peer)} did not finish within {loop.time() - started:.3g} s")

@@ -96,8 +96,8 @@ async def fetch_catalogue(
             tell(holder, f"sent {error}; it is not asked for data again")
             raise
 
-    fix = "keep the bootstrap node running, which hands out its --data, or give a copy of the token shards: --data"
-    return await first_good(holders, ask, "nobody gave the list of the run's data", fix)
+    fix = "keep the bootstrap node running, which serves its --data, or give a copy of the token shards with --data"
+    return await first_good(holders, ask, "no node could provide the catalogue of the run's data", fix)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class PieceFetcher:
             if self._web is not None and self._web.trouble and WEB not in chosen:
                 job.reasons.append(f"{WEB}: {self._web.trouble}")
             reasons = "; ".join(dict.fromkeys(job.reasons)) or "nobody has them"
-            raise NetworkError(f"{len(job.left)} pieces of the data could not be had ({reasons})")
+            raise NetworkError(f"{len(job.left)} pieces of the data could not be fetched ({reasons})")
 
     def _chosen(self, among: Collection[PeerId] | None) -> dict[PeerId, float]:
         """Whom to ask, and what part of the dataset each has; those with most, and always organiser and web."""
@@ -231,7 +231,7 @@ class PieceFetcher:
                 finally:
                     job.release(peer, numbers)
                 if not found and share * len(numbers) >= EXPECTED_AT_LEAST:
-                    raise NetworkError(f"none of {len(numbers)} pieces")
+                    raise NetworkError(f"it gave none of {len(numbers)} pieces")
                 self._failures.pop(peer, None)
         except Lie as error:
             if peer not in self._liars:

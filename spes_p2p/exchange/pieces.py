@@ -113,7 +113,9 @@ class PieceServing:
 
     def _pieces(self, numbers: Sequence[int]) -> Blob:
         if max(numbers) >= self._shelf.grid.total:
-            raise RemoteProtocolError(f"a request for piece {max(numbers)} of {self._shelf.grid.total}")
+            raise RemoteProtocolError(
+                f"piece {max(numbers)} was requested, but there are only {self._shelf.grid.total}"
+            )
         given, found = np.zeros(len(numbers), bool), list[bytes]()
         for at, number in enumerate(numbers):
             joined = self._shelf.find(number)
@@ -144,7 +146,7 @@ def given_pieces(grid: PieceGrid, asked: Sequence[int], given: bytes, data: byte
         end = at + place.size + place.proof_bytes
         joined = bytes(view[at:end])
         if not grid.is_sound(number, memoryview(joined)[: place.size], joined[place.size :]):
-            raise RemoteProtocolError(f"what came as piece {number} does not hash to it")
+            raise RemoteProtocolError(f"the bytes sent as piece {number} have another hash")
         at = end
         yield number, joined
     if at != len(data):

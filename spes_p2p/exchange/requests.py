@@ -55,7 +55,7 @@ class TilesRequest:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.hashes) <= MAX_TILES_AT_ONCE:
-            raise ValueError(f"a request for {len(self.hashes)} tiles")
+            raise ValueError(f"a request must not be for {len(self.hashes)} tiles")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class MomentsRequest:
 
     def __post_init__(self) -> None:
         if not 0 < self.count <= MAX_TILES_AT_ONCE:
-            raise ValueError(f"a request for the moments of {self.count} tiles")
+            raise ValueError(f"a request must not be for the moments of {self.count} tiles")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class PiecesRequest:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.numbers) <= MAX_PIECES_AT_ONCE or min(self.numbers) < 0:
-            raise ValueError(f"a request for {len(self.numbers)} pieces of data")
+            raise ValueError(f"a request must not be for {len(self.numbers)} pieces of data")
 
 
 DataRequest = CatalogueRequest | SourcesRequest | PiecesRequest
@@ -156,7 +156,7 @@ def unpack_request(data: bytes) -> Request:
     packed = unpack(PackedRequest, data)
     kind = _TYPES.get(packed.kind)
     if kind is None:
-        raise RemoteProtocolError(f"nothing is known of {packed.kind[:20]!r}")
+        raise RemoteProtocolError(f"unknown kind of request {packed.kind[:20]!r}")
     request: Request = unpack(kind, packed.body)
     return request
 

@@ -203,7 +203,7 @@ class Transfers:
 
         async with self._turns.turn(place):  # whom to ask is decided when our turn comes
             in_order = self._in_order(holders, have(), poor, sum(sizes))
-            return await first_good(in_order, ask, f"nobody gave {len(ids)} tiles from {ids[0]} on")
+            return await first_good(in_order, ask, f"no peer could provide {len(ids)} tiles from {ids[0]} on")
 
     def _in_order(
         self, holders: Sequence[PeerId], sure: Collection[PeerId], poor: Collection[PeerId], size: int
@@ -234,10 +234,10 @@ class Transfers:
         async def ask(holder: PeerId) -> tuple[Hash, ...]:
             hashes = await self._list(holder, HashesRequest(root, round))
             if self._layout.root_of(hashes) != root:
-                raise RemoteProtocolError("a list that does not hash to it")
+                raise RemoteProtocolError("it sent a list of hashes that does not match the root")
             return hashes
 
-        return await first_good(holders, ask, f"nobody gave the hashes of state {short(root)}")
+        return await first_good(holders, ask, f"no peer could provide the hashes of state {short(root)}")
 
     async def wire_list(
         self, holders: Sequence[PeerId], request: WiresRequest, tile_ids: Sequence[int], root: Hash
@@ -250,10 +250,10 @@ class Transfers:
         async def ask(holder: PeerId) -> dict[int, Hash]:
             hashes = await self._list(holder, request)
             if sha256(*(hashes[at] for at in tile_ids)) != root:
-                raise RemoteProtocolError("a list that does not hash to it")
+                raise RemoteProtocolError("it sent a list of hashes that does not match the root")
             return {tile_id: hashes[tile_id] for tile_id in tile_ids}
 
-        return await first_good(holders, ask, f"nobody has what round {request.round} handed out")
+        return await first_good(holders, ask, f"no peer has the tiles that round {request.round} handed out")
 
     async def _list(self, holder: PeerId, request: HashesRequest | WiresRequest) -> tuple[Hash, ...]:
         """A hash for each tile, unchecked."""
@@ -268,7 +268,7 @@ class Transfers:
     ) -> memoryview:
         async with self._turns.turn():
             if not is_wanted():
-                raise PeerSilent(f"{short(peer)} is not waited for any more")
+                raise PeerSilent(f"{short(peer)} is no longer waited for")
             return await self._fetch(peer, request, max_bytes)
 
     async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> memoryview:

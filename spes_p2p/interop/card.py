@@ -79,15 +79,15 @@ def model_card(facts: Facts, family: str, dtype: str) -> str:
         "",
         f"# {facts.run_id}",
         "",
-        "A base language model with a Mixture of Experts, pretrained by peers without a server with spes-p2p "
+        "A base language model with a Mixture of Experts, pretrained by peers, without a server, with spes-p2p "
         "(the algorithm is that of SPES, arXiv 2602.11543).",
         "",
         "| | |",
         "| --- | --- |",
-        f"| class | {family}, {model.num_layers} layers, {model.num_experts} experts, {model.top_k} a token |",
-        f"| parameters | {total:,}, of them {active:,} active for a token |",
+        f"| class | {family}, {model.num_layers} layers, {model.num_experts} experts, {model.top_k} per token |",
+        f"| parameters | {total:,}, of which {active:,} are active per token |",
         f"| values | {dtype} |",
-        f"| training tokens | {'not known' if facts.tokens is None else f'{facts.tokens:,}'} |",
+        f"| training tokens | {'unknown' if facts.tokens is None else f'{facts.tokens:,}'} |",
         f"| rounds, steps | {facts.round:,}, {facts.step:,} |",
         f"| sequence length | {config.data.sequence_length:,} tokens |",
         f"| run fingerprint | `{facts.fingerprint}` |",
@@ -115,8 +115,8 @@ def _curve_lines(curve: Sequence[CurvePoint]) -> list[str]:
     return [
         "## Losses",
         "",
-        "Cross entropy in nats a token, as the exporting peer saw it: its own training loss since the row before, and "
-        "the held-out loss of the committed model where it measured it.",
+        "Cross entropy in nats per token, as the exporting peer saw it: its training loss since the previous row, and "
+        "the held-out loss of the committed model if it measured one.",
         "",
         "| round | step | tokens | training loss | held-out loss |",
         "| --- | --- | --- | --- | --- |",

@@ -57,7 +57,7 @@ def chosen_tasks(suite: str) -> Mapping[str, int | None]:
         name, colon, shots = part.strip().partition(":")
         if not name or (colon and not shots.isdecimal()):
             raise ConfigError(
-                f"--suite {suite!r} is no list of tasks",
+                f"--suite {suite!r} is neither a suite nor a list of tasks",
                 fix=f"give {', '.join(SUITES)}, or names: sciq,arc_challenge:25",
             )
         tasks[name] = int(shots) if colon else None
@@ -85,9 +85,9 @@ def evaluate(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError(f"lm-eval cannot be imported: {error}", fix="scripts/venv.sh eval") from error
+        raise ConfigError(f"lm-eval cannot be imported: {error}", fix="install it with scripts/venv.sh eval") from error
     if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include-path {include_path} is no folder", fix="give a folder of task files (YAML)")
+        raise ConfigError(f"--include-path {include_path} is not a folder", fix="give a folder of task files (YAML)")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise DataError(
             f"{folder} has no tokenizer, which the harness needs",
@@ -112,8 +112,8 @@ def evaluate(
             )
         except AssertionError as error:  # all that the harness says of it
             raise DataError(
-                f"a sample does not fit into the {model.max_length} tokens that the model sees at once",
-                fix="let it see more with --max-length",
+                f"a sample is longer than the model's context of {model.max_length} tokens",
+                fix="raise --max-length",
             ) from error
     assert found is not None
     return tuple(_scores(found))

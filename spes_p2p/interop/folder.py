@@ -17,11 +17,13 @@ def filled_folder(target: Path) -> Iterator[Path]:
     Raises ConfigError where there is something at `target` already, or where it cannot be made; StorageFull.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there already", fix="choose another --output, or remove it")
+        raise ConfigError(f"{target} already exists", fix="choose another --output, or remove it")
     partial = target.with_name(f"{target.name}.partial")
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(whole_folder(target, partial))
         except OSError as error:
-            raise ConfigError(f"{partial} cannot be made: {error.strerror}", fix="choose another --output") from error
+            raise ConfigError(
+                f"{partial} cannot be created: {error.strerror}", fix="choose another --output"
+            ) from error
         yield folder

@@ -80,7 +80,7 @@ def state_layout(config: Config) -> Layout:
     """
     if config.model.own_layout:
         raise ConfigError(
-            f"run {config.run.run_id} trains a model of its organiser's own ({config.model.own_layout[:16]})",
+            f"run {config.run.run_id} trains a custom model of its organiser ({config.model.own_layout[:16]})",
             fix="join it from Python with the same model: spes_p2p.Peer(..., model=...), see docs/api.md",
         )
     sync, tensors, rank = config.sync, state_tensors(config.model), config.model.guest_rank
@@ -108,7 +108,7 @@ def hf_config(model: ModelConfig, max_positions: int = 4096) -> PretrainedConfig
 
     if model.qkv_bias and model.qk_norm != "none":
         raise ConfigError(
-            f"model.qkv_bias with model.qk_norm {model.qk_norm} is what no Hugging Face family has",
+            f"no Hugging Face model family has model.qkv_bias with model.qk_norm {model.qk_norm}",
             fix="leave qkv_bias out, or set model.qk_norm to none (Qwen2-MoE)",
         )
     if model.qk_norm == "head":

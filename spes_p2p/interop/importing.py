@@ -101,7 +101,7 @@ class StartModel:
             known = ", ".join(QK_NORMS)
             raise ConfigError(
                 f"{folder} holds a {config.model_type} model, not one of {known}",
-                fix="make a dense model one with spes-p2p upcycle, or give another folder",
+                fix="convert a dense model with spes-p2p upcycle, or give another folder",
             )
         check_parts(config, folder)
         fields = model_fields(config) | {
@@ -136,7 +136,7 @@ class StartModel:
         if wrong:
             raise ConfigError(
                 "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
-                fix=f"take the section model that `spes-p2p import {self.folder}` prints",
+                fix=f"use the `model` section that `spes-p2p import {self.folder}` prints",
             )
 
     def section(self) -> str:

@@ -84,13 +84,13 @@ class Model:
         for tensor in self.tensors:
             if found.get(tensor.name) != tensor.shape:
                 raise ConfigError(
-                    f"the factory gave {tensor.name} the shape {found.get(tensor.name)}, and {tensor.shape} before",
+                    f"the factory gave {tensor.name} the shape {found.get(tensor.name)} now, but {tensor.shape} before",
                     fix="let the factory give the same model each time",
                 )
         if len(found) != len(self.tensors) or self._digest_of(module) != self.digest:
             raise ConfigError(
                 "the factory gave other parameters, or other values of frozen ones, than before",
-                fix="let it give the same model each time; only trained parameters may begin at random",
+                fix="let it give the same model each time; only trained parameters may start from random values",
             )
         names = [[t.name for t in self.tensors if t.column == column] for column in (None, *range(self.num_columns))]
         return OwnModel(module.to(device), self._loss, names)
@@ -191,13 +191,13 @@ def _tensors(module: nn.Module, columns: Columns) -> tuple[StateTensor, ...]:
     if isinstance(columns, Mapping):
         unknown = sorted(columns.keys() - dict(module.named_parameters()).keys())
         if unknown:
-            raise ConfigError(f"columns names {unknown[0]}, which the model does not have", fix="take it out")
+            raise ConfigError(f"columns names {unknown[0]}, which the model does not have", fix="remove it")
     found = [_tensor(name, parameter, columns) for name, parameter in parameters.items()]
     numbers = {tensor.column for tensor in found if tensor.column is not None}
     missing = next((at for at in range(len(numbers)) if at not in numbers), None)
     if missing is not None:
         raise ConfigError(
-            f"no parameter is of column {missing}, but one is of column {max(numbers)}",
+            f"no parameter belongs to column {missing}, but one belongs to column {max(numbers)}",
             fix="number the columns from 0 on without gaps",
         )
     return tuple(sorted(found, key=lambda tensor: -1 if tensor.column is None else tensor.column))
@@ -206,7 +206,7 @@ def _tensors(module: nn.Module, columns: Columns) -> tuple[StateTensor, ...]:
 def _tensor(name: str, parameter: nn.Parameter, columns: Columns) -> StateTensor:
     if parameter.dtype != torch.float32:
         raise ConfigError(
-            f"parameter {name} is {parameter.dtype}, but what is trained must be torch.float32",
+            f"parameter {name} is {parameter.dtype}, but trained parameters must be torch.float32",
             fix="make the model in fp32; on a GPU it computes in bf16 by autocast",
         )
     return StateTensor(name, tuple(parameter.shape), _column(name, columns), "zeros")
@@ -216,7 +216,11 @@ def _column(name: str, columns: Columns) -> int | None:
     try:
         column: Any = columns[name] if isinstance(columns, Mapping) else columns(name)
     except KeyError as error:
-        raise ConfigError(f"parameter {name} is not mapped", fix="give its column, or None: shared") from error
+        raise ConfigError(
+            f"parameter {name} is not mapped", fix="map it to its column, or to None if it is shared"
+        ) from error
     if column is not None and (type(column) is not int or column < 0):
-        raise ConfigError(f"parameter {name} is mapped to {column!r}", fix="give a column's number, or None: shared")
+        raise ConfigError(
+            f"parameter {name} is mapped to {column!r}", fix="map it to a column number, or to None if it is shared"
+        )
     return column if column is None else int(column)

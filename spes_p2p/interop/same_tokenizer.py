@@ -20,15 +20,15 @@ FILE = "tokenizer.json"
 def check_tokenizer(folder: Path, dataset: Dataset, say: Callable[[str], None]) -> None:
     """Raises ConfigError where `dataset` has other ids than the model in `folder`; says where that cannot be known."""
     if (doubt := _doubt(folder, dataset)) is not None:
-        say(f"warning: whether the data was cut with the tokenizer of the model in {folder} is not known: {doubt}")
+        say(f"warning: cannot tell whether the data was tokenized with the tokenizer of {folder}: {doubt}")
 
 
 def _doubt(folder: Path, dataset: Dataset) -> str | None:
     """Why it cannot be known; None where the tokenizer is the same."""
     if not dataset.tokenizer or not dataset.tokenizer_fingerprint:
-        return "the data names none"
+        return "the data names no tokenizer"
     if not (folder / FILE).is_file():
-        return f"there is no {FILE} in it; the data names {dataset.tokenizer!r}"
+        return f"that folder has no {FILE}; the data names {dataset.tokenizer!r}"
     try:
         theirs = load_tokenizer(str(folder))
     except DataError as error:
@@ -36,9 +36,9 @@ def _doubt(folder: Path, dataset: Dataset) -> str | None:
     if dataset.tokenizer_fingerprint in _fingerprints(folder, theirs):
         return None
     if theirs.vocab_size == dataset.vocab_size:  # the hash depends on the program that wrote the file, too
-        return f"{dataset.tokenizer!r} has as many ids, but another hash"
+        return f"{dataset.tokenizer!r} has the same number of ids but a different hash"
     raise ConfigError(
-        f"the data was cut with tokenizer {dataset.tokenizer!r} of {dataset.vocab_size} ids, the {FILE} of the model "
+        f"the data was tokenized with {dataset.tokenizer!r} of {dataset.vocab_size} ids, but the {FILE} of the model "
         f"in {folder} has {theirs.vocab_size}",
         fix=f"tokenize with the model's own: --tokenizer {folder}, or its name on the hub",
     )

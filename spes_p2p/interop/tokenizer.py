@@ -34,7 +34,7 @@ class Publishable:
         """Raises ConfigError where it makes ids that the model does not have."""
         if self.vocab_size > vocab_size:
             raise ConfigError(
-                f"tokenizer {self.name!r} has {self.vocab_size} ids, model.vocab_size is {vocab_size}",
+                f"tokenizer {self.name!r} has {self.vocab_size} ids, but model.vocab_size is {vocab_size}",
                 fix="give the tokenizer of the run's dataset with --tokenizer",
             )
 

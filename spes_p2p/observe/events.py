@@ -268,11 +268,11 @@ class EventBus:
             known = id(sink) in self._full
             self._full.add(id(sink))
             fix = error.fix if isinstance(error, StorageFull) else ""
-            return [] if known else [Error(f"{name} loses events: {error}", fix)]
+            return [] if known else [Error(f"{name} is losing events: {error}", fix)]
         except Exception as error:  # noqa: BLE001 (whatever it is, training goes on without this sink)
             self._sinks.remove(sink)
-            return [Warning(f"{name} failed and is off from now on: {type(error).__name__}: {error}")]
+            return [Warning(f"{name} failed and has been turned off: {type(error).__name__}: {error}")]
         if id(sink) in self._full:
             self._full.discard(id(sink))
-            return [Warning(f"{name} writes again")]
+            return [Warning(f"{name} is working again")]
         return []

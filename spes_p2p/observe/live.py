@@ -155,7 +155,7 @@ def _share(state: LiveState) -> RenderableType:
     rank = f", rank {facts.rank} of {facts.contributors}" if facts.rank else ""
     owned = f"{len(facts.owned)} of {facts.columns}" + (f": {span_text(facts.owned)}" if facts.owned else "")
     rows = [
-        ("tokens", count_text(state.tokens) + (f", {count_text(speed)} a second" if speed is not None else "")),
+        ("tokens", count_text(state.tokens) + (f", {count_text(speed)} per second" if speed is not None else "")),
         ("rounds", f"{facts.counted_rounds} counted{rank}"),
         ("experts", owned if facts.columns else "-"),
         ("loss", "-" if state.loss is None else f"{state.loss:.4f} {sparkline(state.losses)}"),
@@ -168,9 +168,9 @@ def _swarm(state: LiveState) -> RenderableType:
     facts = state.facts
     without = facts.columns - facts.covered
     cover = f"all {facts.columns} have an owner" if not without else f"{without} of {facts.columns} without owner"
-    tokens = f"{count_text(facts.swarm_tokens)}, {count_text(facts.swarm_tokens_per_second)} a second"
+    tokens = f"{count_text(facts.swarm_tokens)}, {count_text(facts.swarm_tokens_per_second)} per second"
     rows = [
-        ("peers", f"{facts.members}, {facts.heard} heard now"),
+        ("peers", f"{facts.members}, {facts.heard} online"),
         ("round", f"{state.round}, step {state.step:,}"),
         ("experts", cover if facts.columns else "-"),
         ("tokens", tokens),
@@ -187,7 +187,7 @@ def _sync(state: LiveState) -> RenderableType:
     else:
         done, total, unit, title = facts.done, facts.total, "slices", "this sync"
     what = f"paused: {state.paused}" if state.paused and facts.phase in (TRAINING, READY) else PHASES[facts.phase]
-    what = "the others go on without this peer" if facts.leaving and facts.phase == WAITING else what
+    what = "the others continue without this peer" if facts.leaving and facts.phase == WAITING else what
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=28)
     table.add_row(Text(title, style="bold"), "", "")
@@ -203,13 +203,13 @@ def _messages(state: LiveState) -> list[RenderableType]:
     if not state.messages:
         return []
     lines = [Text(f"  {message}", style="dim", overflow="ellipsis", no_wrap=True) for message in state.messages]
-    return [Text("of late", style="bold"), *lines, Text()]
+    return [Text("recent messages", style="bold"), *lines, Text()]
 
 
 def _foot(state: LiveState) -> RenderableType:
     if state.facts.leaving:
-        return Text("Ctrl-C: leave at once", style="dim")
-    pause = "resume training" if state.paused else "pause training, and go on serving others"
+        return Text("Ctrl-C: exit at once", style="dim")
+    pause = "resume training" if state.paused else "pause training but keep serving others"
     keys = f"p: {pause}    q: leave" if state.keys else "Ctrl-C: leave"
     return Text(f"{keys}\nothers join with: {state.invite}" if state.invite else keys, style="dim")
 

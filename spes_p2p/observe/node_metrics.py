@@ -29,17 +29,17 @@ class NodeState:
 
     bytes_sent: int = _number("Bytes sent to peers since the start.", 0)
     bytes_received: int = _number("Bytes received from peers since the start.", 0)
-    round: int | None = _number("Newest round whose certificate is here.")
+    round: int | None = _number("Newest round whose certificate this node has.")
     step: int | None = _number("Global step after that round.")
     tokens: int | None = _number("Tokens that all rounds have counted.")
-    round_timestamp_seconds: float | None = _number("When that certificate came, seconds since 1970.")
-    degraded: bool | None = _number("1 where that certificate is without a quorum.")
-    members: int | None = _number("Members that it names.")
+    round_timestamp_seconds: float | None = _number("When that certificate arrived, in seconds since 1970.")
+    degraded: bool | None = _number("1 if that certificate was not signed by a quorum.")
+    members: int | None = _number("Members that the newest manifest names.")
     columns_without_owner: int | None = _number("Expert columns that nobody trains.")
     peers_seen: int | None = _number("Peers whose records are in the DHT, members or not.")
-    peers_waiting: int | None = _number("Peers that wait for the run to begin.")
+    peers_waiting: int | None = _number("Peers waiting for the run to start.")
     archive_round: int | None = _number("Round whose state is in the archive.")
-    data_pieces: int | None = _number("Pieces of the run's dataset that are held here.")
+    data_pieces: int | None = _number("Pieces of the run's dataset that this node holds.")
 
 
 class NodeMetrics(Collector):

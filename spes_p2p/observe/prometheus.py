@@ -28,29 +28,34 @@ class Metrics:
         self._labels = {"run_id": run_id, "peer": peer}
         gauge, counter = self._gauge, self._counter
         self._step = gauge("step", "Global step: the committed one plus the own steps of this round.")
-        self._loss = gauge("loss", "Training loss of the newest logged step, nats a token.")
+        self._loss = gauge("loss", "Training loss of the newest logged step, in nats per token.")
         self._lr = gauge("learning_rate", "Learning rate of the newest logged step.")
         self._grad_norm = gauge("grad_norm", "Gradient norm of the newest logged step, before clipping.")
         self._speed = gauge("tokens_per_second", "Training speed of this peer in its newest logged step.")
         self._steps = counter("steps_logged", "Inner steps that were logged.")
         self._trained = counter("step_tokens", "Tokens of the steps that were logged.")
-        self._round = gauge("round", "Newest round that was applied here.")
+        self._round = gauge("round", "Newest round that this peer applied.")
         self._roster = gauge("roster_size", "Peers whose work the newest round counted.")
-        self._rounds = counter("rounds", "Rounds that were applied here, by kind of commit.", "commit")
+        self._rounds = counter("rounds", "Rounds that this peer applied, by kind of commit.", "commit")
         self._tokens = counter("round_tokens", "Tokens that rounds counted, all peers together.")
         self._lost_tokens = counter("lost_tokens", "Tokens of committed rounds that were lost to another history.")
         self._bytes = counter("bytes", "Bytes to and from other peers in rounds.", "direction", "what")
         self._phase = self._histogram("phase_seconds", "Duration of the phases of a round.", "phase")
         self._alpha = gauge("merge_alpha", "Alpha of the newest round's merge; 0 when nothing was merged.")
-        self._stale = gauge("stale_columns", "Expert columns that the newest round gave no new version.")
-        self._deadline = gauge("deadline_seconds", "How long the newest round was given without progress.")
-        self._refused = counter("refused_values", "Peers whose values for some slice were not fit, in rounds.")
-        self._load = gauge("expert_load", "Tokens routed to an expert, over an even share; mean over layers.", "expert")
+        self._stale = gauge("stale_columns", "Expert columns without a new version in the newest round.")
+        self._deadline = gauge(
+            "deadline_seconds",
+            "Seconds without progress after which the newest round's leader would have been replaced.",
+        )
+        self._refused = counter("refused_values", "Peers whose values for a slice were refused, summed over rounds.")
+        self._load = gauge(
+            "expert_load", "Tokens routed to an expert, relative to an even share; mean over layers.", "expert"
+        )
         self._most_load = gauge("expert_load_highest", "The highest load of an expert in a layer.")
         self._least_load = gauge("expert_load_lowest", "The lowest load of an expert in a layer.")
         self._held_out = gauge("held_out_loss", "Held-out loss of the newest model that this peer evaluated.")
         self._peers = counter("peer_changes", "Peers that joined, left or were lost.", "change")
-        self._adopted = counter("adopted_columns", "Expert columns that this peer newly owns.")
+        self._adopted = counter("adopted_columns", "Expert columns that this peer has taken over.")
         self._paused = gauge("paused", "1 while this peer is paused.")
         self._warnings = counter("warnings", "Warnings.")
         self._errors = counter("errors", "Errors.")
@@ -157,7 +162,9 @@ class MetricsServer:
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             raise ConfigError(
-                f"--metrics-port {port} is taken" if taken else f"--metrics-port {port} at {host}: {error}",
+                f"--metrics-port {port} is taken"
+                if taken
+                else f"--metrics-port {port} cannot be opened at {host}: {error}",
                 fix="choose another port" if taken else "choose an address of this machine with --metrics-host",
             ) from error
         self.port: int = self._server.server_port

@@ -185,7 +185,7 @@ class Wandb:
             )
         except wandb.errors.Error as error:
             fix = "run `wandb login`, or set WANDB_MODE=offline, or output.wandb=false"
-            raise ConfigError(f"Weights & Biases did not start: {error}", fix=fix) from error
+            raise ConfigError(f"Weights & Biases could not be started: {error}", fix=fix) from error
         # Steps of training and of rounds come interleaved, so the global step is an axis and not wandb's own counter.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -202,7 +202,7 @@ class Wandb:
 def _not_installed(key: str, extra: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f"{key} is true, but {extra} cannot be imported ({error})",
-        fix=f"scripts/venv.sh {extra}, or set {key}=false",
+        fix=f"install it with scripts/venv.sh {extra}, or set {key}=false",
     )
 
 

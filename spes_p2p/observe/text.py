@@ -26,7 +26,7 @@ def line(event: Event) -> str:
         case Columns():
             return _columns_line(event)
         case Pause():
-            return f"paused: {event.why}" if event.paused else "training goes on"
+            return f"paused: {event.why}" if event.paused else "training resumes"
         case Eval():
             return f"eval at step {event.step} (round {event.round}): held-out loss {event.loss:.4f}"
         case Tasks():
@@ -66,23 +66,23 @@ def _round_line(event: Round) -> str:
     if event.guests:
         parts.append(f"{event.guests} guests")
     if event.refused:
-        parts.append(f"values refused of {', '.join(short(peer) for peer in event.refused)}")
+        parts.append(f"values refused from {', '.join(short(peer) for peer in event.refused)}")
     if event.lost_tokens:
-        parts.append(f"{count_text(event.lost_tokens)} tokens of another history lost")
+        parts.append(f"{count_text(event.lost_tokens)} tokens lost to another history")
     return ", ".join(parts)
 
 
 def _load_line(event: ExpertLoad) -> str:
     text = (
         f"experts got {min(event.mean, default=0):.2f} to {max(event.mean, default=0):.2f} of an even share of tokens, "
-        f"in one layer {min(event.lowest, default=0):.2f} to {max(event.highest, default=0):.2f}"
+        f"within a layer {min(event.lowest, default=0):.2f} to {max(event.highest, default=0):.2f}"
     )
     dead = tuple(expert for expert, load in enumerate(event.highest) if not load)
     return f"{text}; nothing went to {span_text(dead)}" if dead else text
 
 
 def _columns_line(event: Columns) -> str:
-    own = f"own columns {span_text(event.adopted)} from round {event.round} on"
+    own = f"this peer owns columns {span_text(event.adopted)} from round {event.round} on"
     if not event.fresh:
         return f"{own}, with the optimizer moments of their former owners"
     which = "" if event.fresh == event.adopted else f" for {span_text(event.fresh)}"

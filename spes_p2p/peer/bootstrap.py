@@ -105,14 +105,14 @@ async def serve_until(
 def _check(options: BootstrapOptions) -> None:
     if options.mirror is not None and (options.config_path or options.overrides or options.init_from):
         raise ConfigError(
-            "a mirror takes the run as it is: config, changes and start come from those who have them",
-            fix="leave out everything that says how the run is to be",
+            "--mirror serves an existing run, so it cannot be combined with --config, overrides or --init-from",
+            fix="leave these out",
         )
     if options.serve and options.config_path is None and options.mirror is None:
         raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
     if options.serve and options.archive is not None:
         raise ConfigError(
-            "--serve keeps the newest state in --output already, --archive would keep it twice",
+            "--serve already keeps the newest state in --output; --archive would keep it twice",
             fix="leave --archive out",
         )
 
@@ -249,7 +249,7 @@ async def _organise(
         for line in introduction(config, info, chain.newest):
             say(line)
         say(f"volunteers join with:\n  spes-p2p join {contacts.word}")
-        say(f"once peers are there, the newest invitation names them too: spes-p2p invite --output {options.folder}")
+        say(f"once peers have joined, get an invitation that lists them too: spes-p2p invite --output {options.folder}")
 
         def look() -> NodeState:
             return state_of_run(network.transport, chain, announcer, organiser, _held(data))
@@ -286,10 +286,10 @@ def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
     def told(words: Words) -> None:
         nonlocal before
         if words.last_round is not None and words.last_round != before.last_round:
-            say(f"the run ends with round {words.last_round}, by the organiser's key: nobody can join it after that")
+            say(f"the organiser ends the run with round {words.last_round}: nobody can join it after that")
         for parent, child in words.children.items():
             if before.children.get(parent) != child:
-                say(f"after {short(parent)} the run goes on with {short(child)}, by the organiser's choice")
+                say(f"the organiser has chosen: after {short(parent)} the run continues with {short(child)}")
         organiser.choose(words.children)
         before = words
 

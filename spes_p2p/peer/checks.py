@@ -90,7 +90,7 @@ def _torch(machine: Machine) -> Check:
 
 def _gpus(machine: Machine, on_gpu: bool) -> Iterable[Check]:
     if not machine.gpus:
-        fix = "enough for a tiny run; for any other use a machine with a GPU"
+        fix = "use a machine with a GPU; a CPU is enough only for a tiny run"
         yield Check("gpu", "warning", "none that torch can use: training runs on the CPU", fix)
     none_can = all(gpu.trouble for gpu in machine.gpus)
     for number, gpu in enumerate(machine.gpus):
@@ -99,7 +99,7 @@ def _gpus(machine: Machine, on_gpu: bool) -> Iterable[Check]:
             continue
         text = f"{number}: {gpu.name}, {gib_text(gpu.free_bytes)} of {gib_text(gpu.total_bytes)} free"
         crowded = gpu.total_bytes - gpu.free_bytes > IN_USE_SHARE * gpu.total_bytes
-        fix = "end the other programs that use it (nvidia-smi shows them)" if crowded else ""
+        fix = "close the other programs that use it (nvidia-smi lists them)" if crowded else ""
         yield Check("gpu", "warning" if crowded else "ok", text, fix)
 
 
@@ -123,7 +123,7 @@ def fit_check(
             fix = f"install 8-bit moments, with which more fits (in the clone: {EIGHT_BIT_INSTALL}); or {fix}"
         return Check("fit", "failure" if count == 0 else "warning", f"{run}: {words}", fix)
     if count < wanted:
-        text = f"{run} wants {wanted} expert columns of each peer, memory for {count} is free here"
+        text = f"{run} wants {wanted} expert columns of each peer, but there is free memory for only {count}"
         return Check("fit", "warning", text, "free some memory, or join with a smaller --max-experts")
     options = f"; {words}" if words else ""
     return Check("fit", "ok", f"{run}: room for {count} of {config.model.num_experts} expert columns{options}")
@@ -147,11 +147,11 @@ def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int =
         return Check("disk", "ok", f"{bytes_text(disk.free_bytes)} free at {disk.path}")
     need = DiskNeed.of(config, wanted)
     room = disk.free_bytes + disk.held_bytes
-    text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, the run takes up to {bytes_text(need.most)}"
+    text = f"{bytes_text(disk.free_bytes)} free at {disk.path}; the run takes up to {bytes_text(need.most)}"
     if data_bytes:
         text += f", and at most {bytes_text(data_bytes)} for its data (--max-disk)"
     if room < need.least:
-        text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, the run needs at least {bytes_text(need.least)}"
+        text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, but the run needs at least {bytes_text(need.least)}"
         return Check("disk", "failure", text, "free some space, or choose another disk with --output")
     if room < need.most:
         fix = "free some space, or join with output.keep_checkpoints=1; saving pauses while the disk is full"
@@ -161,7 +161,7 @@ def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int =
 
 def clock_check(ahead_seconds: float) -> Check:
     """`ahead_seconds`: how far the clocks of others are ahead; more than 3 s keep a peer out of the DHT."""
-    return Check("clock", "ok", f"{abs(ahead_seconds):.1f} s from the others'")
+    return Check("clock", "ok", f"differs from the others' by {abs(ahead_seconds):.1f} s")
 
 
 def reach_check(is_public: bool | None, address: str) -> Check:
@@ -170,14 +170,14 @@ def reach_check(is_public: bool | None, address: str) -> Check:
         return Check("reach", "ok", f"direct: others dial this machine at {address}")
     fix = "forward a TCP port in the router and name it: --host-maddrs /ip4/0.0.0.0/tcp/PORT"
     if is_public is None:
-        return Check("reach", "ok", "not known: nobody could try to dial this machine; it can train all the same")
-    text = "none: nobody can dial this machine; it trains all the same, over connections that it keeps open"
-    return Check("reach", "warning", text, f"{fix} (it then reduces for others too)")
+        return Check("reach", "ok", "unknown: no other node could try to dial this machine; it can train all the same")
+    text = "none: nobody can dial this machine; it can still train, over connections that it keeps open"
+    return Check("reach", "warning", text, f"{fix} (it then also reduces for others)")
 
 
 def speed_check(up: float, down: float, peer: str, config: Config, owned: int, peers: int) -> Check:
     """`up`, `down`: bytes a second against `peer`. `peers`: that the run has, this one counted."""
-    text = f"{_mbit(up)} up, {_mbit(down)} down against {peer}"
+    text = f"{_mbit(up)} up, {_mbit(down)} down, measured with {peer}"
     if peers > 1:
         cost = sync_costs(config, peers, owned, Link(up, down), None)[0]
         assert cost.seconds is not None

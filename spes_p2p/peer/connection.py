@@ -248,7 +248,7 @@ class Connection:
         self.driver.choose(words.children)
         if words.last_round != self.last_round:
             self.last_round = words.last_round
-            text = f"the organiser ends the run with round {self.last_round}: then this peer saves and goes"
+            text = f"the organiser has ended the run: this peer saves and exits after round {self.last_round}"
             self.gate.notice(Notice("ending", text))
 
     def close(self) -> None:

@@ -89,8 +89,8 @@ def check_dataset(found: Hash, path: str, info: RunInfo) -> None:
     """Raises DataError where what lies at `path` is not the run's dataset."""
     if found != info.dataset:
         raise DataError(
-            f"the data in {path} has hash {found.hex()[:16]}, the run trains on {info.dataset.hex()[:16]}",
-            fix="leave --data out (the data comes from other peers then), use the organiser's shards, or train on "
+            f"the data in {path} has hash {found.hex()[:16]}, but the run trains on {info.dataset.hex()[:16]}",
+            fix="leave --data out (the data then comes from other peers), use the organiser's shards, or train on "
             "your own with data.source=local",
         )
 

@@ -82,7 +82,7 @@ class DataSupply:
             keep_catalogue(self._folder, pack(catalogue))
         grid, most = PieceGrid(catalogue), self._options.max_disk
         whole = bytes_text(grid.tokens * grid.item_bytes)
-        say(f"data comes from other peers: {whole} in all, at most {bytes_text(most)} are kept here")
+        say(f"data comes from other peers: {whole} in total, of which at most {bytes_text(most)} are kept here")
         self._feed = Feed(await asyncio.to_thread(partial(PieceCache, self._folder, grid, most)), warn)
         self.serve(self._feed.cache)
         return self._feed

@@ -86,7 +86,7 @@ class Departure:
             self._loop.take(news.applied)
         else:
             tokens = self._machine.lead.tokens
-            text = f"{tokens:,} tokens are lost: the round that they came after was not synced in time"
+            text = f"{tokens:,} tokens of training are lost: the round before them was not synced in time"
             self._loop.emit(Warning(text))
 
     def _hand_in(self, until: float) -> None:

@@ -35,11 +35,13 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is no device", fix="use auto, cpu or cuda") from error
+        raise ConfigError(f"--device {name!r} is not a device", fix="use auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name}: training runs on a CPU or on CUDA only", fix="use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch sees no GPU here", fix="use --device cpu, or install CUDA torch")
+        raise ConfigError(
+            f"--device {name}: torch sees no GPU here", fix="use --device cpu, or install a torch with CUDA"
+        )
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         here = "cuda:0 is the only one" if count == 1 else f"those here are cuda:0 to cuda:{count - 1}"
         raise ConfigError(f"--device {name}: there is no such GPU, {here}", fix="use one of these, or auto")
@@ -64,7 +66,7 @@ def choose_cards(
     if not able:
         raise ConfigError("; ".join(reasons), fix=_ON_CPU)
     if len(able) < (options.local_ranks or 1):
-        asked = f"{options.local_ranks} local ranks were asked for, {len(able)} GPUs can train"
+        asked = f"--local-ranks asks for {options.local_ranks} ranks, but {len(able)} GPUs can train"
         raise ConfigError("; ".join([asked, *reasons]), fix="use fewer --local-ranks")
     if options.local_ranks is not None or one:
         return tuple(able[: options.local_ranks or 1])

@@ -76,7 +76,7 @@ def examine(options: PeerOptions, meeting: JoinTarget, device: torch.device, tel
         note(check)
     if not meeting.addresses:
         note(disk_check(None, 0, find_disk(options.output)))
-        note(Check("run", "warning", "not checked: no invitation is given", "spes-p2p doctor spes1..."))
+        note(Check("run", "warning", "not checked: no invitation was given", "run spes-p2p doctor spes1..."))
         return checks
     found = _ask_others(options, meeting, note)
     if found.config is not None:
@@ -123,7 +123,7 @@ async def _within(options: PeerOptions, meeting: JoinTarget, folder: Path, note:
             await _ask(options, meeting, folder, note, found)
     except TimeoutError:
         fix = "try again; another initial peer may answer sooner"
-        note(Check("network", "failure", f"not all was answered within {NETWORK_SECONDS:g} s", fix))
+        note(Check("network", "failure", f"the checks did not finish within {NETWORK_SECONDS:g} s", fix))
     except ClockSkewed as error:
         note(of_error("clock", error))
     except SpesError as error:
@@ -156,7 +156,7 @@ def _port_check(network: HivemindNetwork) -> Check:
     listening = (address for address in network.transport.addresses if "/tcp/" in address)
     ports = sorted({address.split("/tcp/")[1].split("/")[0] for address in listening})
     if not ports:
-        return Check("port", "ok", "none is listened on (client mode)")
+        return Check("port", "ok", "not listening (client mode)")
     return Check("port", "ok", f"TCP {', '.join(ports)} is free to listen on")
 
 
@@ -186,17 +186,17 @@ async def web_check(urls: Sequence[str], access: WebAccess, grid: PieceGrid) -> 
     """Asks each for one piece of the run's data, which must be the right one."""
     answers = await asyncio.gather(*(_why_not(url, access, grid) for url in urls))
     absent = [f"{url}: {why}" for url, why in zip(urls, answers, strict=True) if why]
-    text = f"{len(urls) - len(absent)} of {len(urls)} web servers give the run's data"
+    text = f"{len(urls) - len(absent)} of {len(urls)} web servers have the run's data"
     if not absent:
         return Check("web", "ok", text)
-    fix = "other peers may have the data: spes-p2p status says how many copies there are; else tell the organiser"
+    fix = "see with spes-p2p status whether other peers have copies of the data; if not, tell the organiser"
     return Check("web", "warning", f"{text}; {'; '.join(absent)}", fix)
 
 
 async def _why_not(url: str, access: WebAccess, grid: PieceGrid) -> str:
     """Why `url` cannot provide the run's data; "" if it can."""
     if access is not WebAccess.ANY and needs_consent(url):
-        return "not of the open web, asked only with join --web-data any"
+        return "not on the public web; used only with join --web-data any"
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             return (await absent_on_web([WebFolder(url)], access, grid)).get(url, "")

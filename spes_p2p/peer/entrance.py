@@ -61,8 +61,8 @@ def reach_text(network: HivemindNetwork) -> str:
         return f"others can dial this machine, at {network.dialled_at}"
     if network.reach is Reach.PRIVATE:
         return (
-            "nobody can dial this machine (NAT or a firewall): it trains all the same, over connections that it keeps "
-            "open; to let it reduce for others too, forward a TCP port and name it in --host-maddrs"
+            "nobody can dial this machine (NAT or a firewall): it can still train, over connections that it keeps "
+            "open; to let it also reduce for others, forward a TCP port and name it in --host-maddrs"
         )
     return ""
 
@@ -77,7 +77,7 @@ async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNet
     addresses = tuple(dict.fromkeys((*options.network.initial_peers, *before)))
     if not addresses:
         raise ConfigError(
-            "no invitation is given", fix="give the word that the organiser printed: spes-p2p join spes1..."
+            "no invitation was given", fix="give the invitation that the organiser printed: spes-p2p join spes1..."
         )
     network = await open_network(replace(options.network, initial_peers=addresses), options.output / "identity.key")
     if said := reach_text(network):
@@ -98,7 +98,7 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     await _check_not_over(network, info, group.round)
     if options.rounds is not None and group.round > options.rounds:
         raise PermanentError(
-            f"the run is at round {group.round}, and this peer was to stop with round {options.rounds}",
+            f"the run is already at round {group.round}, but --rounds says to stop at round {options.rounds}",
             fix="give a later round with --rounds, or leave it out",
         )
     if expected is not None:
@@ -123,8 +123,8 @@ async def _check_not_over(network: HivemindNetwork, info: RunInfo, round: int) -
     last_round = together(words.values()).last_round
     if last_round is not None and round >= last_round:
         raise PermanentError(
-            f"run {info.run_id} is over: its organiser has ended it with round {last_round}",
-            fix="take its model with spes-p2p export, or ask for an invitation to another run",
+            f"run {info.run_id} is over: its organiser ended it with round {last_round}",
+            fix="get its model with spes-p2p export, or ask for an invitation to another run",
         )
 
 
@@ -132,8 +132,8 @@ def check_organiser(expected: PeerId | None, info: RunInfo) -> None:
     """Raises RemoteProtocolError where the run is not that of the organiser who invited."""
     if expected not in (None, info.organiser):
         raise RemoteProtocolError(
-            f"run {info.run_id} is of the organiser {info.organiser}, the invitation of {expected}",
-            fix="ask who invited you for another invitation",
+            f"run {info.run_id} belongs to organiser {info.organiser}, but the invitation is from {expected}",
+            fix="ask whoever invited you for a new invitation",
         )
 
 
@@ -144,6 +144,6 @@ def _check_same(ours: Config, theirs: Config, info: RunInfo) -> None:
         shown = ", ".join(f"{item.key} is {item.ours!r} here and {item.theirs!r} there" for item in wrong[:3])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise PermanentError(
-            f"--config has another fingerprint than run {info.run_id}: {shown}{more}",
+            f"--config differs from the config of run {info.run_id}: {shown}{more}",
             fix="leave --config out (the run's config comes from the swarm), or join the right run with --run-id",
         )

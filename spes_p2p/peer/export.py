@@ -67,7 +67,7 @@ def run_export(options: ExportOptions, say: Say, report: Report = lambda what, d
         if tokenizer is not None and data.tokenizer_hash not in ("", tokenizer.fingerprint):
             say(
                 f"warning: tokenizer {tokenizer.name!r} differs from the one of the run's data: its hash begins "
-                f"with {tokenizer.fingerprint[:16]}, the other's with {data.tokenizer_hash[:16]}"
+                f"with {tokenizer.fingerprint[:16]}, that of the run's data with {data.tokenizer_hash[:16]}"
             )
         how = Format(options.dtype, options.max_shard_bytes)
         export_model(version, facts, folder, how, tokenizer, lambda done, total: report("export", done, total))
@@ -85,7 +85,7 @@ def _named_tokenizer(own: str | None, data: DataConfig, say: Say) -> Publishable
         except DataError as error:
             why = str(error)
     known = f" (its hash begins with {data.tokenizer_hash[:16]})" if data.tokenizer_hash else ""
-    say(f"the folder has no tokenizer: {why}; give the one of the run's data{known} with --tokenizer")
+    say(f"exported without a tokenizer: {why}; add the one of the run's data{known} with --tokenizer")
     return None
 
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 ANSWER_SECONDS = 15.0
 MOST_TRIES = 5
 """Donors keep a state that is being fetched; where they have no room for that, the next one is tried."""
-_FIX = "take a checkpoint of a peer, or try again while a peer is up, or with a bootstrap node that keeps an --archive"
+_FIX = "use a peer's checkpoint, or try again while a peer is up or a bootstrap node runs with --archive"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Fetching:
                     raise NetworkError(str(error), fix=_FIX) from error
                 tried = commit  # it may have gone on while we fetched
         raise NetworkError(
-            f"run {self._info.run_id} went on {MOST_TRIES} times before its state was here",
+            f"the state of run {self._info.run_id} was replaced {MOST_TRIES} times before it could be fetched",
             fix=_FIX,
         )
 
@@ -151,7 +151,7 @@ class _Fetching:
         if self.chain.newest is not None:
             return self.chain.newest, (), list(peers)
         raise NetworkError(
-            f"nobody gives the certificates of run {self._info.run_id}: {'; '.join(reasons) or 'it has not begun'}",
+            f"no peer gave the certificates of run {self._info.run_id}: {'; '.join(reasons) or 'it has not begun'}",
             fix="try again when the run has begun and one of its peers can be reached (spes-p2p status shows them)",
         )
 

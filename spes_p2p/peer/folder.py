@@ -32,7 +32,7 @@ def make_folder(output: Path, flag: str = "--output") -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the folder {output} of {flag} cannot be made: {error.strerror}", fix=f"give another with {flag}"
+            f"the folder {output} of {flag} cannot be created: {error.strerror}", fix=f"choose another with {flag}"
         ) from error
 
 
@@ -45,11 +45,11 @@ def prepare_folder(output: Path, resume: bool) -> bool:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the output folder {output} cannot be made: {error.strerror}", fix="give another with --output"
+            f"the output folder {output} cannot be created: {error.strerror}", fix="choose another with --output"
         ) from error
     if holds_run(output) and not resume:
         raise ConfigError(
-            f"{output} already holds a run", fix="add --resume to go on with it, or choose another --output"
+            f"{output} already holds a run", fix="add --resume to continue it, or choose another --output"
         )
     return holds_run(output)
 
@@ -104,5 +104,5 @@ def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:
         raise PermanentError(
             f"{folder} holds another run: its fingerprint is {found.hex()[:16]}, "
             f"that of {info.run_id} is {info.fingerprint.hex()[:16]}",
-            fix="go on with the config that it began with, or choose another --output",
+            fix="use the config that it was started with, or choose another --output",
         )

@@ -156,7 +156,9 @@ class HandOver:
         try:
             check_moments(moments, optimizer.betas, optimizer.grad_clip)
         except RemoteProtocolError as error:
-            self._emit(Warning(f"peer {short(holder)}: column {column} begins afresh: it sent {error}"))
+            self._emit(
+                Warning(f"column {column} starts with fresh optimizer moments: peer {short(holder)} sent {error}")
+            )
             return False
         return True
 

@@ -29,7 +29,7 @@ def expected_coverage(config: Config) -> str | None:
         return None
     return (
         f"warning: {peers} {peers_text(peers)} with {each} columns each cover {peers * each} of {columns} expert "
-        "columns; the others stay as they are until more peers come, unless some have memory for more"
+        "columns; the rest are not trained until more peers join, unless some peers have memory for more"
     )
 
 
@@ -37,9 +37,9 @@ def introduction(config: Config, info: RunInfo, newest: Commit | None) -> list[s
     """Lines that name the run, and say at which round it is or for what it waits."""
     named = f"run {info.run_id}, fingerprint {info.fingerprint.hex()}"
     if newest is not None:
-        return [named, f"it goes on at round {newest.manifest.round}, step {newest.manifest.step:,}"]
+        return [named, f"it continues at round {newest.manifest.round}, step {newest.manifest.step:,}"]
     wanted, warning = config.swarm.min_peers, expected_coverage(config)
-    begins = f"it begins when {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} come"
+    begins = f"it starts once {wanted} {peers_text(wanted)} {'has' if wanted == 1 else 'have'} joined"
     return [named, *([warning] if warning is not None else []), begins]
 
 
@@ -61,7 +61,7 @@ def coverage(ownership: Ownership) -> str:
 def genesis_lines(manifest: Manifest) -> list[str]:
     """The first members with their columns."""
     names = sorted(member.peer for member in trainers(manifest.members))
-    lines = [f"the run begins with {len(names)} {peers_text(len(names))}"]
+    lines = [f"the run starts with {len(names)} {peers_text(len(names))}"]
     lines += [
         f"  {short(peer)} trains columns {span_text(columns_of(manifest.ownership, peer)) or '-'}" for peer in names
     ]
@@ -78,11 +78,11 @@ def commit_lines(commit: Commit, before: Manifest) -> list[str]:
     lines = [
         f"round {manifest.round}{kind}: step {manifest.step:,}, "
         + (
-            f"{count_text(tokens)} tokens of {len(manifest.roster)} {peers_text(len(manifest.roster))}, "
+            f"{count_text(tokens)} tokens from {len(manifest.roster)} {peers_text(len(manifest.roster))}, "
             if tokens
             else ""
         )
-        + f"{count_text(manifest.tokens)} in all"
+        + f"{count_text(manifest.tokens)} in total"
     ]
     was, now = ({member.peer for member in one.members} for one in (before, manifest))
     lines += [f"joined: {_named(now - was)}"] if now - was else []

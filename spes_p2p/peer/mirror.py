@@ -90,12 +90,12 @@ class Mirror:
         check_organiser(meeting.organiser, info)
         if network.signer.peer_id == info.organiser:
             raise ConfigError(
-                f"{folder} holds the organiser's key of run {info.run_id}: this is its bootstrap node, no mirror",
+                f"{folder} holds the organiser's key of run {info.run_id}: it cannot be a mirror of this run",
                 fix="start it with --config as before, or give the mirror a folder of its own with --output",
             )
         claim_folder(folder / RUN, info, run_layout(config, None))
         write_whole(folder / RUN / INFO_FILE, pack(info))
-        say(f"a mirror of run {info.run_id}: it serves what it has, and signs nothing")
+        say(f"mirroring run {info.run_id}: this node serves what it has, and signs nothing")
         return cls(network, info, config, folder, say)
 
     async def sources(self) -> tuple[PeerId, ...]:
@@ -131,7 +131,7 @@ class Mirror:
             keep_catalogue(folder, pack(catalogue))
         grid = PieceGrid(catalogue)
         whole = bytes_text(grid.tokens * grid.item_bytes)
-        self._say(f"the run's data is copied from other peers: {whole} in all, at most {bytes_text(max_disk)} of it")
+        self._say(f"the run's data is copied from other peers: {whole} in total, {bytes_text(max_disk)} of it at most")
         self._cache = await in_thread(lambda: PieceCache(folder, grid, max_disk))
         return self._cache
 
@@ -157,7 +157,7 @@ class Mirror:
             except NetworkError:
                 await asyncio.sleep(PAUSE_SECONDS)
             except StorageFull as error:
-                self._say(f"no more of the run's data is copied for now: {error}")
+                self._say(f"copying the run's data is paused: {error}")
                 await asyncio.sleep(FULL_SECONDS)
                 cache.grow_again()
 

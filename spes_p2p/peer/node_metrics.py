@@ -34,7 +34,7 @@ async def measuring(
 
     def failed(error: BaseException) -> None:
         metrics.show(None)
-        say(f"no metrics any more: {error!r}")
+        say(f"the metrics have stopped: {error!r}")
 
     server, tasks = MetricsServer(metrics, port, host), Tasks(failed)
     tasks.spawn(_keep_looking(metrics, look))

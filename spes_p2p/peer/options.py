@@ -140,7 +140,7 @@ def parse_disk(text: str) -> int:
     size = parse_bytes(text, "--max-disk")
     if size < LEAST_DISK:
         raise ConfigError(
-            f"--max-disk {text} holds too little of the run's data to train from",
+            f"--max-disk {text} is too small: it must hold enough of the run's data to train from",
             fix=f"allow {LEAST_DISK // 10**6}MB or more, or give a copy of the token shards with --data",
         )
     return size
@@ -181,7 +181,7 @@ def check_columns(columns: tuple[int, ...], num_experts: int) -> None:
     wrong = [column for column in columns if column >= num_experts]
     if wrong:
         raise PermanentError(
-            f"--owned-experts names column {wrong[0]}, the run has {num_experts} (0 to {num_experts - 1})",
+            f"--owned-experts names column {wrong[0]}, but the run has {num_experts} (0 to {num_experts - 1})",
             fix=f"choose columns below {num_experts}",
         )
 
@@ -197,7 +197,7 @@ def column_budget(options: PeerOptions, experts_per_peer: int, fit: int, num_exp
         return min(num_experts, max(fit, claimed or experts_per_peer))
     if claimed > options.max_experts:
         raise PermanentError(
-            f"--owned-experts names {claimed} columns, --max-experts is {options.max_experts}",
+            f"--owned-experts names {claimed} columns, but --max-experts is {options.max_experts}",
             fix="claim fewer columns, or raise --max-experts",
         )
     return min(num_experts, options.max_experts)

@@ -49,7 +49,7 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
         info, _ = await find_and_load(network, report.run_id, report.fingerprint, ANSWER_SECONDS)
         sealer = _sealer_of(identity, info)
         last = max(report.round + 1, after_round or 0)
-        say(f"telling that run {info.run_id} ends with round {last}, until a node of the run says so too")
+        say(f"announcing that run {info.run_id} ends with round {last}, until one of its nodes confirms it")
         known = await tell(network, info, ending(info, last, sealer))
         return last if known.last_round is None else known.last_round
 
@@ -100,7 +100,7 @@ def _sealer_of(identity: Path, info: RunInfo) -> KeySealer:
     signer = signer_of(identity)
     if signer.peer_id != info.organiser:
         raise ConfigError(
-            f"{identity} is the key of {signer.peer_id}, run {info.run_id} is of {info.organiser}",
+            f"{identity} is the key of {signer.peer_id}, but the organiser of run {info.run_id} is {info.organiser}",
             fix="give the folder of the run's bootstrap node with --output",
         )
     return KeySealer(signer)
@@ -121,7 +121,9 @@ async def tell(network: Network, info: RunInfo, word: Words) -> Words:
         if repeated:
             return together(repeated)
         if now() > until:
-            raise NetworkError("no node of the run repeats it", fix="do it again while the bootstrap node runs")
+            raise NetworkError(
+                "no node of the run has confirmed it", fix="repeat the command while the bootstrap node is running"
+            )
         await asyncio.sleep(1.0)
 
 

@@ -39,7 +39,7 @@ class Schedule:
             fits = found and max(int(found[2]), int(found[4])) < 60 and max(hours) <= MINUTES
             if not fits or hours[0] == hours[1]:
                 fix = "write it as 22:00-08:00, or 12:00-13:00,22:00-08:00"
-                raise ConfigError(f"--schedule {text!r} are no hours of a day", fix=fix)
+                raise ConfigError(f"--schedule {text!r} is not a list of hours", fix=fix)
             spans.append((hours[0] % MINUTES, hours[1] % MINUTES))
         return cls(tuple(spans))
 

@@ -78,7 +78,7 @@ class Saver:
             save_checkpoint(self._folder, version, manifest.step, private, run, keep)
         except StorageFull as error:
             if not self._paused:
-                self._emit(Warning(f"saving is paused, training goes on: {error} ({error.fix})"))
+                self._emit(Warning(f"checkpoints are paused, but training continues: {error} ({error.fix})"))
             self._paused = True
             return
         except StateError:
@@ -86,7 +86,7 @@ class Saver:
                 raise
             return  # another history won meanwhile
         if self._paused:
-            self._emit(Warning("there is room again: checkpoints are saved"))
+            self._emit(Warning("there is disk space again: checkpoints are saved"))
         self._paused = False
 
 
@@ -114,7 +114,7 @@ class Resumed:
         try:
             checkpoint, warnings = load_latest(folder, store)
         except CheckpointError as error:
-            emit(Warning(f"{error}; training goes on from the committed state, with fresh optimizer moments"))
+            emit(Warning(f"{error}; training continues from the committed state, with fresh optimizer moments"))
             return None
         for text in warnings:
             emit(Warning(text))

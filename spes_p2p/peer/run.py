@@ -93,7 +93,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
         serve(outer)
         return
     if not prepare_folder(options.output, options.resume) and options.resume:
-        say(f"nothing to resume in {options.output}: starting anew")
+        say(f"nothing to resume in {options.output}: starting afresh")
     traffic = DataTraffic()
     gate = TrainerBridge(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
     around = Surroundings(bus, say, show, pause or PauseSwitch())
@@ -161,7 +161,7 @@ def _train(
     pause.on_change(lambda why: _note_pause(why, connection, bus))
     connection.wishes.pause(pause.active)
     tip = connection.enter(columns)
-    say(f"peer {me} is in, round {tip.manifest.round}")
+    say(f"peer {me} has joined at round {tip.manifest.round}")
     say(f"others join with:\n  spes-p2p join {connection.found.contacts.word}")
     facts = LiveFacts(connection)
     around.show(Running(me, info.run_id, options.output, lambda step: steps_per_round_at(config, step), facts))
@@ -188,7 +188,7 @@ def _train(
         loop.run()
         Departure(loop).run()
         if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
-            say(f"the run is over; its model: spes-p2p export --checkpoint {options.output} --output MODEL")
+            say(f"the run is over; get its model with: spes-p2p export --checkpoint {options.output} --output MODEL")
     finally:
         pause.close()
 
@@ -237,7 +237,8 @@ def _ranks(
     count = len(cards) or options.local_ranks or 1
     if options.model is not None and count > 1:
         raise ConfigError(
-            f"a model of your own is trained by one rank, not by {count}", fix="start a peer for each GPU instead"
+            f"a model of your own can be trained by one rank only, not by {count}",
+            fix="start a peer for each GPU instead",
         )
     if batch_sequences % count:  # the trainer would say so too, but only when all ranks are up
         raise ConfigError(

@@ -32,7 +32,7 @@ async def open_run_data(
     if not config.data.path and not urls:
         raise ConfigError(
             "the run leases data, but no dataset is given",
-            fix="give the folder of the token shards with --data, say where they lie on the web with data.urls, or let "
+            fix="give the folder of the token shards with --data, name their URLs with data.urls, or let "
             "peers bring their own: data.source=local",
         )
     shelf: PieceSource
@@ -51,7 +51,7 @@ async def open_run_data(
             check_tokenizer(init_from, dataset, say)
     check_enough(shelf.grid.tokens, config)
     for url in filter(needs_consent, urls):
-        say(f"{url} is of a private network or plain http: peers fetch data from it only with join --web-data any")
+        say(f"{url} is on a private network or plain http: peers fetch data from it only with join --web-data any")
     config = config.model_copy(update={"data": config.data.model_copy(update={"urls": urls})})
     return with_tokenizer(config, dataset, say), shelf
 
@@ -64,14 +64,14 @@ def with_tokenizer(config: Config, dataset: Dataset, say: Say) -> Config:
     """
     found = {"tokenizer": dataset.tokenizer or "", "tokenizer_hash": dataset.tokenizer_fingerprint or ""}
     if not config.data.tokenizer and found["tokenizer"] and not is_public(found["tokenizer"]):
-        say("the tokenizer of the data is a file here: who exports the model needs it, or its name on the hub "
+        say("the data's tokenizer is a local file: whoever exports the model needs it, or its name on the hub "
             "(data.tokenizer=NAME)")  # fmt: skip
         found["tokenizer"] = ""
     named = {key: getattr(config.data, key) or value for key, value in found.items()}
     if found["tokenizer_hash"] not in ("", named["tokenizer_hash"]) or _one_is_byte(found, named):
         raise ConfigError(
-            f"the data was cut with tokenizer {dataset.tokenizer!r}, the config names {named['tokenizer']!r}, "
-            "which is another one",
+            f"the data was tokenized with {dataset.tokenizer!r}, but the config names {named['tokenizer']!r}, "
+            "which is a different tokenizer",
             fix="tokenize with the one that the config names, or leave data.tokenizer and data.tokenizer_hash out",
         )
     return config.model_copy(update={"data": config.data.model_copy(update=named)})

@@ -62,7 +62,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     Raises ConfigError where the answers do not go together or `path` is there, DataError, IdentityInUse.
     """
     if path.exists():
-        raise ConfigError(f"{path} is there already", fix="choose another name, or remove it")
+        raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
     template = bundled_config(run.template)
     given = [*_overrides(run), *_guest_overrides(run, template), *run.overrides]
     words = list[str]()
@@ -72,7 +72,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
         check_enough(tokens, config)
     else:
         config = load_config(template, ["data.source=local", *given])
-    heading = f"Made by `spes-p2p run init` from the template {run.template}; docs/configuration.md has all fields."
+    heading = f"Made by `spes-p2p run init` from the template {run.template}; docs/configuration.md lists all fields."
     make_folder(node)
     identity = IdentityFile(node / "identity.key")
     identity.release()

@@ -50,7 +50,7 @@ def make_start(store: StateStore, layout: Layout, config: Config, source: Path |
     wanted = config.run.initial_state
     if source is None:
         raise ConfigError(
-            f"the run starts from a state that is not here (run.initial_state {wanted[:16]})",
+            f"the state that the run starts from is not here (run.initial_state {wanted[:16]})",
             fix="give the folder of that model with --init-from",
         )
     start = StartModel.open(source)
@@ -60,8 +60,8 @@ def make_start(store: StateStore, layout: Layout, config: Config, source: Path |
     if version.root.hex() != wanted:
         store.drop(version.round)
         raise CheckpointError(
-            f"the model in {source} hashes to {version.root.hex()[:16]}, the run starts from {wanted[:16]}",
-            fix="give the folder that the run began with, and leave it as it is",
+            f"the model in {source} hashes to {version.root.hex()[:16]}, but the run starts from {wanted[:16]}",
+            fix="give the folder that the run was started from, unchanged",
         )
     return version
 
@@ -82,9 +82,9 @@ def make_own_start(store: StateStore, config: Config, model: Model) -> Version:
     if version.root.hex() != config.run.initial_state:
         store.drop(version.round)
         raise ConfigError(
-            f"the factory gave values that hash to {version.root.hex()[:16]}, and to "
+            f"the model's factory gave values that hash to {version.root.hex()[:16]} now, but to "
             f"{config.run.initial_state[:16]} before",
-            fix="take random numbers from torch's default generator alone",
+            fix="let the factory draw random numbers only from torch's default generator",
         )
     return version
 

@@ -81,10 +81,10 @@ def _watch(read: int, asked: threading.Event, leave: Callable[[], object], say: 
         return
     asked.set()
     leave()
-    _try_to_say(say, "leaving (Ctrl-C again: at once)")
+    _try_to_say(say, "leaving (press Ctrl-C again to exit at once)")
     if _heard(read, EXIT_SECONDS):
         _end(INTERRUPTED)
-    _try_to_say(say, "what was running did not end in time: leaving without it")
+    _try_to_say(say, "work in progress did not end in time: exiting without it")
     _end(0)
 
 

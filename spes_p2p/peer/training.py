@@ -145,14 +145,14 @@ class TrainingLoop:
 
     def _explain_waiting(self) -> None:
         """Tells the user once why this peer, which is not a member yet, is waiting."""
-        text = "this peer trains as soon as a round names it as a member"
+        text = "this peer will train as soon as a round names it as a member"
         if (lost := self.connection.lost_round()) is not None:
             text = (
-                f"nobody who answers has the state of round {lost}, the newest: it is lost unless a former peer comes "
-                "back with --resume; a bootstrap node with --archive DIR goes on from the state that it keeps"
+                f"no answering node has the state of round {lost}, the newest: it is lost unless a former peer comes "
+                "back with --resume; a bootstrap node with --archive DIR continues from the state that it keeps"
             )
         elif not self.connection.others():
-            text = "no member of the run answers: it stands still until one comes back"
+            text = "no member of the run answers: the run is on hold until one comes back"
         if text != self._explained and not self.gate.stopping:
             self._explained = text
             self.emit(Warning(text))
@@ -214,7 +214,9 @@ class TrainingLoop:
         """Lowers the limit of owned columns to what fits beside the activations that the first steps showed."""
         fit = self.trainer.columns_that_fit() if steps else None
         if fit is not None and self.connection.wishes.limit_columns(fit):
-            self.emit(Warning(f"activations leave memory for {fit} expert columns: no more will be taken over"))
+            self.emit(
+                Warning(f"activations leave memory for only {fit} expert columns: this peer will take on no more")
+            )
 
     def _on_step(self, result: StepResult, own_steps: int) -> None:
         now, machine = time.monotonic(), self.machine

@@ -52,7 +52,7 @@ def mirrors_of(
         refused = [url for url in named if access is WebAccess.PUBLIC and needs_consent(url)]
         for url in (url for url in refused if url not in said):
             said.add(url)
-            text = f"the organiser names {url} for the data, which is not of the open web: allow it with --web-data any"
+            text = f"the organiser's data URL {url} is not on the public web: allow it with --web-data any"
             tell(Notice("data", text))
 
     keeper.changed = use
@@ -99,8 +99,8 @@ async def open_on_web(urls: Sequence[str], say: Callable[[str], None], kept_in: 
         found = _kept(kept_in)
     if found is None:
         raise DataError(
-            f"the data is at none of its URLs ({', '.join(urls)})",
-            fix="put the whole folder there that spes-p2p tokenize wrote, with manifest.json and pieces.hashes",
+            f"none of the data's URLs has the data ({', '.join(urls)})",
+            fix="upload the whole folder that spes-p2p tokenize wrote, with manifest.json and pieces.hashes",
         )
     if kept_in is not None:
         _keep(kept_in, found)
@@ -111,7 +111,7 @@ async def _look(client: WebClient, folder: WebFolder, before: WebDataset | None)
     """One server; a piece of it is fetched and checked. Raises DataError where it has another dataset than `before`."""
     found = WebDataset(await read_manifest(client, folder), await read_catalogue(client, folder))
     if before is not None and before.catalogue != found.catalogue:
-        raise DataError("it is another dataset than at the URL before", fix="copy the same folder there")
+        raise DataError("it differs from the dataset at the URL before it", fix="upload the same folder to both")
     if found.grid.total:
         await WebShards(client, folder, found.grid).pieces([found.grid.total - 1])
     return before or found

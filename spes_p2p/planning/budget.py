@@ -85,8 +85,8 @@ def not_enough(found: Search, usable_bytes: int, needed_bytes: int) -> str:
     """One sentence for a search without result, with the nearest thing that does fit."""
     asked = f"{found.wanted} expert columns need {gib_text(needed_bytes)}, more than the {gib_text(usable_bytes)} here"
     if found.nearest is None:
-        return f"{asked}, and no options of this machine's own make even a peer without columns fit"
-    words = f"{asked}, with all options of this machine's own; {found.nearest.owned} would fit"
+        return f"{asked}, and no local options make even a peer without columns fit"
+    words = f"{asked}, even with all local options; {found.nearest.owned} would fit"
     return "; ".join(filter(None, (words, found.left_out)))
 
 

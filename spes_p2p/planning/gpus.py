@@ -42,8 +42,10 @@ def gpu_named(name: str) -> Gpu:
     wanted = _plain(name)
     if wanted not in known:
         near = difflib.get_close_matches(wanted, known, n=1)
-        fix = f"did you mean {known[near[0]]}? Else" if near else f"known: {', '.join(GPUS)}; else"
-        raise ConfigError(f"--gpu {name!r} is not known here", fix=f"{fix} give --gpu-memory and --tokens-per-second")
+        fix = f"did you mean {known[near[0]]}? Otherwise" if near else f"known: {', '.join(GPUS)}; otherwise"
+        raise ConfigError(
+            f"--gpu {name!r} is not in the table of GPUs", fix=f"{fix} give --gpu-memory and --tokens-per-second"
+        )
     return GPUS[known[wanted]]
 
 

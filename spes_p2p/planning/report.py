@@ -61,7 +61,7 @@ class Answer:
         fit = None if self.search is None else self.search.chosen or self.search.nearest
         if fit is None or fit.options.optimizer != "adamw8bit":
             return ""
-        return f"adamw8bit needs, in the clone of each peer that uses it: {EIGHT_BIT_INSTALL}"
+        return f"adamw8bit must be installed in the clone of each peer that uses it: {EIGHT_BIT_INSTALL}"
 
     def to_json(self) -> dict[str, Any]:
         """Bytes, seconds and values throughout; shares between 0 and 1."""
@@ -114,7 +114,7 @@ def _sentence(self: Answer, found: Search) -> str:
         least = gib_text(found.least_bytes)
         return f"{not_at_all}, nor does a peer without columns, which needs {least}; take a larger GPU."
     nearest = f"{_columns(found.nearest.owned)} with {_text(found.nearest, before)}"
-    return f"{not_at_all}; the nearest that fits: {nearest}."
+    return f"{not_at_all}; the closest option that fits: {nearest}."
 
 
 def _text(fit: Fit, before: Options) -> str:

@@ -18,7 +18,7 @@ def parse_bytes(text: str, flag: str) -> int:
     match = re.fullmatch(r"([kKmMgGtT]?)(i?)[bB]", unit)
     factor = _BYTES.get(match[1].upper() + match[2]) if match else None
     if amount is None or factor is None or amount <= 0:
-        raise ConfigError(f"{flag} {text!r} is no amount of memory", fix="write it as 24GiB or 24GB")
+        raise ConfigError(f"{flag} {text!r} is not an amount of memory", fix="write it as 24GiB or 24GB")
     return round(amount * factor)
 
 
@@ -33,7 +33,7 @@ def parse_rate(text: str, flag: str) -> float:
     elif whole:
         factor = _BYTES.get(whole[1].upper() + whole[2])
     if amount is None or factor is None or amount <= 0:
-        raise ConfigError(f"{flag} {text!r} is no speed of a link", fix="write it as 20Mbit (a second), or as 2.5MB/s")
+        raise ConfigError(f"{flag} {text!r} is not a link speed", fix="write it as 20Mbit (per second) or 2.5MB/s")
     return amount * factor
 
 

@@ -346,7 +346,7 @@ class Chaos:
 
 def peer_ids(process: Process) -> set[str]:
     """All identities under which it was in the run."""
-    lines = [line.split() for line in process.output().splitlines() if " is in, round " in line]
+    lines = [line.split() for line in process.output().splitlines() if " has joined at round " in line]
     return {words[words.index("peer") + 1] for words in lines if "peer" in words}
 
 

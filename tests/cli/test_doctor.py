@@ -36,15 +36,15 @@ def test_the_web_servers_that_the_organiser_names_are_looked_at(tmp_path: Path, 
     for node in serve(tmp_path / "node", tokens, f'data.urls=["{url}"]'):
         found = checks(spes_p2p("doctor", "--initial-peers", node.address, "--host-maddrs", LOOPBACK, "--json"))["web"]
     assert found["level"] == "warning"
-    assert found["text"].startswith(f"0 of 1 web servers give the run's data; {url}: not of the open web")
+    assert found["text"].startswith(f"0 of 1 web servers have the run's data; {url}: not on the public web")
 
 
 def test_lines_for_people_end_with_what_it_comes_to(tmp_path: Path) -> None:
     answer = spes_p2p("doctor", "--output", str(tmp_path))
     assert answer.exit_code == 0
     assert answer.output.startswith("ok       python  3.")
-    assert "not checked: no invitation is given" in answer.output
-    assert "nothing here keeps this machine from training" in answer.output
+    assert "not checked: no invitation was given" in answer.output
+    assert "nothing was found that keeps this machine from training" in answer.output
 
 
 def test_who_reaches_nobody_is_told_why_and_gets_an_exit_code(tmp_path: Path) -> None:

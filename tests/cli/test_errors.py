@@ -76,20 +76,20 @@ def test_nobody_serves_the_run_that_is_announced(tmp_path: Path, organiser: Orga
 
 def test_another_config_than_the_runs(tmp_path: Path, organiser: Organiser) -> None:
     answer = organiser.join(tmp_path, "--config", "tiny")
-    refused(answer, "--config has another fingerprint than run tiny", "model.d_model is 128 here and 32 there", code=3)
+    refused(answer, "--config differs from the config of run tiny", "model.d_model is 128 here and 32 there", code=3)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("model.num_experts=4",), ("model.num_experts=4 cannot be chosen by one peer", "agreed on 8", "output.")),
+        (("model.num_experts=4",), ("model.num_experts=4 cannot be set for one peer", "use 8", "output.")),
         (("output.tensorbord=true",), ("unknown key output.tensorbord", "did you mean output.tensorboard?")),
-        (("--owned-experts", "3,99"), ("--owned-experts names column 99, the run has 8 (0 to 7)",)),
-        (("--owned-experts", "3-5", "--max-experts", "2"), ("names 3 columns, --max-experts is 2", "claim fewer")),
+        (("--owned-experts", "3,99"), ("--owned-experts names column 99, but the run has 8 (0 to 7)",)),
+        (("--owned-experts", "3-5", "--max-experts", "2"), ("names 3 columns, but --max-experts is 2", "claim fewer")),
         (("--owned-experts", "two"), ("--owned-experts 'two' is not a list of columns", "0,3-5")),
         (("--data", "nowhere"), ("there is no dataset at nowhere", "spes-p2p tokenize")),
         (("data.source=local",), ("data.path is empty", "--data DIR")),
-        (("--config", "tinny"), ("no config named tinny", "small")),
+        (("--config", "tinny"), ("no bundled config named tinny", "small")),
         (("--host-maddrs", "rubbish"), ("rubbish", "--host-maddrs")),
     ],
 )
@@ -130,7 +130,7 @@ def test_less_data_than_a_batch(tmp_path: Path, organiser: Organiser) -> None:
 def test_less_data_than_a_round_needs(tmp_path: Path) -> None:
     few = str(make_tokens(tmp_path / "few", words=500))
     node = ("-o", str(tmp_path / "node"))
-    words = ("29 training sequences of 128 tokens", "a round needs 240", "tokenize more text")
+    words = ("29 training sequences of 128 tokens", "but a round needs 240", "tokenize more text")
     refused(spes_p2p("bootstrap", "--config", "tiny", "--data", few, *node), *words)
 
 
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_or_the_dtype(tmp_path: P
     answer = spes_p2p(
         "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "model.vocab_size=99"
     )
-    refused(answer, "tokenizer 'byte' of 257 ids, model.vocab_size is 99", "set model.vocab_size to 257")
+    refused(answer, "tokenizer 'byte' of 257 ids, but model.vocab_size is 99", "set model.vocab_size to 257")
 
 
 def test_two_peers_with_one_identity(tmp_path: Path, organiser: Organiser) -> None:
@@ -154,7 +154,7 @@ def test_an_output_folder_that_is_taken_or_cannot_be(tmp_path: Path, organiser: 
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     refused(organiser.join(tmp_path), f"{tmp_path} already holds a run", "--resume", "--output")
     (tmp_path / "file").write_text("")
-    refused(organiser.join(tmp_path / "file" / "peer"), "cannot be made: Not a directory", "--output")
+    refused(organiser.join(tmp_path / "file" / "peer"), "cannot be created: Not a directory", "--output")
 
 
 def test_the_folder_of_another_run_is_as_it_was(tmp_path: Path, organiser: Organiser) -> None:
@@ -186,4 +186,4 @@ def test_bootstrap_that_serves_nothing_or_twice(tmp_path: Path) -> None:
     serve = ("bootstrap", "--serve", "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     refused(spes_p2p(*serve), "--serve needs a run to serve", "--config")
     twice = spes_p2p(*serve, "--config", "tiny", "--archive", str(tmp_path / "archive"))
-    refused(twice, "--serve keeps the newest state in --output already", "leave --archive out")
+    refused(twice, "--serve already keeps the newest state in --output", "leave --archive out")

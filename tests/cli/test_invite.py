@@ -41,7 +41,7 @@ def test_status_takes_it(word: str) -> None:
 def test_join_takes_it_beside_overrides(tmp_path: Path, word: str) -> None:
     more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     refused(spes_p2p("join", word, "output.tensorboard=nonsense", *more), "output.tensorboard")
-    refused(spes_p2p("join", "run.seed=1", *more, "--initial-peers", word), "run.seed=1 cannot be chosen by one peer")
+    refused(spes_p2p("join", "run.seed=1", *more, "--initial-peers", word), "run.seed=1 cannot be set for one peer")
 
 
 @pytest.mark.parametrize("command", ["join", "status", "export", "eval", "invite"])
@@ -54,21 +54,23 @@ def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
     more = ("--host-maddrs", LOOPBACK, "--output", str(tmp_path))
     for changes in (("--config", "tiny"), ("run.seed=1",), ("--init-from", str(tmp_path))):
         refused(
-            spes_p2p("bootstrap", "--mirror", word, *changes, *more), "a mirror takes the run as it is", "leave out"
+            spes_p2p("bootstrap", "--mirror", word, *changes, *more),
+            "--mirror serves an existing run",
+            "leave these out",
         )
     refused(spes_p2p("bootstrap", "--mirror", word[:-1], *more), "mistyped or cut short")
 
 
 def test_nothing_at_all_is_told(tmp_path: Path) -> None:
-    refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation is given", "spes1")
-    refused(spes_p2p("status"), "no invitation is given")
+    refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation was given", "spes1")
+    refused(spes_p2p("status"), "no invitation was given")
     refused(spes_p2p("invite", "-o", str(tmp_path / "nowhere")), "holds no invitation", "--output")
 
 
 def test_an_invitation_to_another_run_or_organiser_is_refused(tmp_path: Path, word: str) -> None:
     more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     other = "QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
-    refused(spes_p2p("join", changed(word, organiser=other), *more), "the invitation of", other)
+    refused(spes_p2p("join", changed(word, organiser=other), *more), "the invitation is from", other)
     refused(spes_p2p("join", changed(word, fingerprint=bytes(16)), *more), "no run with fingerprint 0000")
     refused(spes_p2p("join", changed(word, run_id="big"), *more), "no run 'big'")
 

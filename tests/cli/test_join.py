@@ -59,7 +59,7 @@ def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, servi
     said = "\n".join(organiser.said)
     assert "has come, 1 of 1" in said
     assert "all 8 expert columns have an owner" in said
-    assert "round 2: step 6, 1.5k tokens of 1 peer" in said
+    assert "round 2: step 6, 1.5k tokens from 1 peer" in said
 
 
 def test_a_folder_goes_on_only_with_its_own_run_and_only_when_asked_to(tmp_path: Path, serving: Serve) -> None:
@@ -86,7 +86,7 @@ def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config
         assert organiser.join(tmp_path / "peer", "--data", str(tokens), "--rounds", "1").exit_code == 0
     genesis = Chain(tmp_path / "organiser" / "run" / "chain").commit(0)
     with serving() as again:
-        assert "it goes on at round 1, step 3" in again.said
+        assert "it continues at round 1, step 3" in again.said
         assert again.command.split("--run-id")[1] == organiser.command.split("--run-id")[1]
         assert Chain(tmp_path / "organiser" / "run" / "chain").commit(0) == genesis
         answer = again.join(tmp_path / "peer", "--data", str(tokens), "--rounds", "2", "--resume")

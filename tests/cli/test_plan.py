@@ -32,8 +32,8 @@ def test_a_person_can_read_it_at_80_columns() -> None:
     for words in ("7.3B parameters", "8 of 32 columns", "masters", "highest need", "as configured", "24.7 GB", "fp32"):
         assert words in text
     assert "8 expert columns do not fit into" in text
-    assert "are a guess" in text
-    assert "A state takes 29.3 GB of disk" in text
+    assert "is a guess" in text
+    assert "The state takes 29.3 GB on disk" in text
 
 
 def test_guests_are_a_part_of_their_own_and_fit_into_80_columns() -> None:
@@ -69,16 +69,16 @@ def test_overrides_and_flags_change_the_answer() -> None:
 
 
 def test_a_file_of_ones_own(tmp_path: object) -> None:
-    assert "no config file" in refusal("--config", f"{tmp_path}/run.yaml")
+    assert "run.yaml does not exist" in refusal("--config", f"{tmp_path}/run.yaml")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpu-memory", "24"), "--gpu-memory '24' is no amount of memory / fix: write it as 24GiB"),
-        (("--uplink", "20MB"), "--uplink '20MB' is no speed of a link / fix: write it as 20Mbit"),
+        (("--gpu-memory", "24"), "--gpu-memory '24' is not an amount of memory / fix: write it as 24GiB"),
+        (("--uplink", "20MB"), "--uplink '20MB' is not a link speed / fix: write it as 20Mbit"),
         (("--gpu", "RTX409"), "did you mean RTX4090?"),
-        (("--owned-experts", "99"), "--owned-experts is 99, the run has"),
+        (("--owned-experts", "99"), "--owned-experts is 99, but the run has"),
         (("model.layers=3",), "unknown key model.layers / fix: did you mean model.num_layers?"),
     ],
 )

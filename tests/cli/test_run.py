@@ -19,15 +19,20 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         word = spes_p2p("invite", "--output", str(organiser.folder)).output.strip()
         stranger = tmp_path / "stranger"
         assert organiser.join(stranger, "--data", str(tokens), "--rounds", "1").exit_code == 0
-        refused(spes_p2p("run", "stop", word, "--yes", "-o", str(stranger)), "is the key of", "is of Qm", "--output")
+        refused(
+            spes_p2p("run", "stop", word, "--yes", "-o", str(stranger)),
+            "is the key of",
+            "the organiser of run tiny is Qm",
+            "--output",
+        )
         answer = spes_p2p("run", "stop", "--yes", "-o", str(organiser.folder), "--after-round", "3")
         assert answer.exit_code == 0, answer
         assert "ends with round 3" in answer.output
         ended = organiser.join(stranger, "--data", str(tokens), "--resume")
         assert ended.exit_code == 0, ended
         assert [event.round for event in rounds(stranger)] == [1, 2, 3]
-        assert "the organiser ends the run with round 3" in ended.output
-        assert "the run is over; its model: spes-p2p export" in ended.output
+        assert "the organiser has ended the run: this peer saves and exits after round 3" in ended.output
+        assert "the run is over; get its model with: spes-p2p export" in ended.output
         lines = [json.loads(line) for line in spes_p2p("run", "inspect", word, "--json").output.splitlines()]
         assert [line["round"] for line in lines] == [0, 1, 2, 3]
         assert [line["kind"] for line in lines] == ["genesis", *["quorum"] * 3]
@@ -38,7 +43,7 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
             pass
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
     with serving() as again:
-        assert any("the run ends with round 3" in line for line in again.said)
+        assert any("the organiser ends the run with round 3" in line for line in again.said)
 
 
 def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: Path) -> None:
@@ -48,7 +53,7 @@ def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pyt
     assert answer.exit_code == 0, answer
     assert "mine.yaml: run mine; the organiser is Qm" in answer.output
     assert "spes-p2p bootstrap --config mine.yaml" in answer.output
-    refused(spes_p2p("run", "init", *flags), "mine.yaml is there already")
+    refused(spes_p2p("run", "init", *flags), "mine.yaml already exists")
     refused(spes_p2p("run", "inspect"), "holds no history of a run")
     assert spes_p2p("run", "stop").exit_code == 1
     refused(spes_p2p("run", "choose", "heads"), "CHILD is 'heads', not the first digits of a manifest's hash")

@@ -81,7 +81,7 @@ def test_everything_about_a_run_fits_in_100_columns() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Coverage(0, (), 1.0, web=True), "data: no copy of the least copied piece, and all of it on the web"),
+        (Coverage(0, (), 1.0, web=True), "data: no copy of the least copied piece; all of the data is on the web, too"),
         (Coverage(4, (), 1.0), "data: 4 copies of the least copied piece"),
         (
             Coverage(1, (ORGANISER,), 0.0),
@@ -94,7 +94,7 @@ def test_everything_about_a_run_fits_in_100_columns() -> None:
         ),
         (
             Coverage(0, (), 0.0),
-            "data: no copy of the least copied piece: training will wait until somebody brings it",
+            "data: no copy of the least copied piece: training will wait until somebody provides it",
         ),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_round_in_which_nothing_was_trained_makes_no_column_stale() -> None:
 
 def test_a_certificate_that_is_degraded_or_unproven_is_said_aloud() -> None:
     degraded = replace(REPORT, certificate="degraded", degraded=True, seals=1)
-    assert "DEGRADED, 1 signature of those who were heard, checked" in lines(degraded)[2]
+    assert "DEGRADED, 1 signature by those members who could be heard, checked" in lines(degraded)[2]
     assert "NOT CHECKED" in lines(replace(REPORT, checked=False))[2]
     genesis = replace(REPORT, certificate="genesis", checked=False, seals=1, head_age_seconds=None)
     assert lines(genesis)[2] == "newest certificate: signed by the organiser; 3 electors for the next round"
@@ -128,7 +128,7 @@ def test_watching_shows_one_table_after_the_other(
         _show_again(REPORT, as_json=False)
     shown = capsys.readouterr().out
     assert shown.count("run tiny, fingerprint") == 2
-    assert shown.count(CLEAR_SCREEN) == shown.count("Ctrl-C ends") == (2 if terminal else 0)
+    assert shown.count(CLEAR_SCREEN) == shown.count("Ctrl-C to stop") == (2 if terminal else 0)
     _show_again(REPORT, as_json=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["round"] == REPORT.round

@@ -91,7 +91,7 @@ def test_peer_may_choose_local_fields_only() -> None:
     chosen = apply_peer_overrides(TINY, ["optimizer.micro_batch_sequences=2", "output.log_every_steps=7"])
     assert chosen.optimizer.micro_batch_sequences == 2
     assert fingerprint(chosen) == fingerprint(TINY)
-    with pytest.raises(ConfigError, match=r"model\.top_k=1 cannot be chosen by one peer.* agreed on 2") as error:
+    with pytest.raises(ConfigError, match=r"model\.top_k=1 cannot be set for one peer.* use 2") as error:
         apply_peer_overrides(TINY, ["output.log_every_steps=7", "model.top_k=1"])
     assert "optimizer.micro_batch_sequences" in error.value.fix
     with pytest.raises(ConfigError, match="not divisible"):

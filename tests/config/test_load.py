@@ -47,9 +47,9 @@ def tiny(*overrides: str) -> Config:
         ("scheduler.name=linear", "scheduler.name is 'linear'", "'cosine' or 'wsd'"),
         ("swarm.experts_per_peer=9", "swarm.experts_per_peer is 9, more than model.num_experts (8)", "at most 8"),
         ("sync.steps_per_round=0", "sync.steps_per_round is 0", "[[until step, H], ..., [0, H]]"),
-        ("sync.steps_per_round=[[100, 5]]", "which ends", "[0, H]"),
-        ("sync.steps_per_round=[[100, 5], [50, 9], [0, 9]]", "do not rise", "order it by step"),
-        ("sync.steps_per_round=[[0, 5], [0, 9]]", "do not rise", "order it by step"),
+        ("sync.steps_per_round=[[100, 5]]", "must not end", "[0, H]"),
+        ("sync.steps_per_round=[[100, 5], [50, 9], [0, 9]]", "must increase", "order it by step"),
+        ("sync.steps_per_round=[[0, 5], [0, 9]]", "must increase", "order it by step"),
         ("sync.fragments=7", "not a multiple of sync.fragments (7)", "7 steps"),
     ],
 )
@@ -69,11 +69,15 @@ def test_a_decay_that_begins_in_the_warm_up_is_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message", "fix"),
     [
-        ((), "model.guest_rank is 128, no less than the width", "16 is a good rank"),
+        ((), "model.guest_rank is 128, but the experts' matrices are only", "set it to 16, for example"),
         (("model.guest_rank=16", "swarm.experts_per_peer=8"), "trains all 8 experts: nobody is a guest", "=0"),
         (("model.guest_rank=16", "sync.enabled=false"), "peers exchange nothing", "=0"),
-        (("model.guest_rank=16", f"model.own_layout={'a' * 64}"), "a model of one's own", "=0"),
-        (("model.guest_rank=16", "model.expert_ffn=96"), "sync.tile_values is 65536, which cuts rows", "such as 65280"),
+        (("model.guest_rank=16", f"model.own_layout={'a' * 64}"), "a custom model", "=0"),
+        (
+            ("model.guest_rank=16", "model.expert_ffn=96"),
+            "sync.tile_values is 65536, which splits rows",
+            "such as 65280",
+        ),
     ],
 )
 def test_guests_are_refused_where_they_make_no_sense(overrides: tuple[str, ...], message: str, fix: str) -> None:
@@ -86,11 +90,11 @@ def test_guests_are_refused_where_they_make_no_sense(overrides: tuple[str, ...],
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "is not YAML"),
+        ("a: [", "is not valid YAML"),
         ("[" * 5000, "is nested too deeply"),
-        ("3", "not a tree of sections"),
+        ("3", "has no sections"),
         ("model: 3", "model is 3, not a section"),
-        ("model:\n  d_model: 3\n  d_model: 4", "d_model stands twice"),
+        ("model:\n  d_model: 3\n  d_model: 4", "d_model appears twice"),
         ("3: 4", "unknown key 3"),
         ("{}", "model is missing; data is missing; optimizer is missing; and 3 more mistakes"),
     ],
@@ -103,7 +107,7 @@ def test_wrong_text_is_refused(text: str, message: str) -> None:
 
 
 def test_missing_file_and_binary_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config file"):
+    with pytest.raises(ConfigError, match=r"the config file .*none\.yaml does not exist"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -40,8 +40,8 @@ def test_who_comes_and_goes_is_an_event() -> None:
     follower.apply(Look(look.report, (replace(look.commits[-1], manifest=left, certificate=certificate),)), NOW)
     assert messages(history) == [
         "round 1 was committed without a quorum (degraded)",
-        "Nanna1 is no member from round 1 on",
-        "columns without an owner: 0",
+        "Nanna1 is no longer a member from round 1 on",
+        "expert columns without an owner: 0",
     ]
 
 
@@ -54,7 +54,7 @@ def test_another_history_takes_the_place_of_ours() -> None:
     follower.apply(Look(look.report, (replace(look.commits[5], manifest=other),)), NOW)
     assert page_state(history, NOW)["rounds"]["round"] == [0, 1, 2, 3, 4, 5]
     assert follower.name_of(5) == manifest_hash(other)
-    assert messages(history)[-1] == "another history has won from round 5 on"
+    assert messages(history)[-1] == "another history won: rounds from 5 on were replaced"
 
 
 def test_two_histories_are_shown_until_there_is_one_again() -> None:
@@ -67,7 +67,7 @@ def test_two_histories_are_shown_until_there_is_one_again() -> None:
     assert page_state(history, NOW)["head"]["forks"] == [fork.texts(NOW)]
     follower.apply(look, NOW)
     assert page_state(history, NOW)["head"]["forks"] == []
-    assert messages(history)[-2:] == [fork.texts(NOW)[0], "the run has one history again"]
+    assert messages(history)[-2:] == [fork.texts(NOW)[0], "the run has only one history again"]
 
 
 def test_rounds_that_only_one_peer_tells_of_are_not_drawn() -> None:

@@ -70,8 +70,8 @@ def test_peers_of_one_folder_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere is not there"):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
         replay([tmp_path / "nowhere"], History())
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="holds no events"):
+    with pytest.raises(ConfigError, match="contains no events"):
         replay([tmp_path], History())

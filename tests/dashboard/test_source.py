@@ -75,7 +75,7 @@ def test_a_history_that_does_not_lead_to_the_newest_is_refused(tmp_path: Path) -
         await scene.serve([*commits[:2], with_tokens(commits[2], 5), *commits[3:]])
         await source_of(scene).look(NOW, NOTHING)
 
-    with pytest.raises(RemoteProtocolError, match="nobody proves the certificate that it announces: a, round 5"):
+    with pytest.raises(RemoteProtocolError, match="no peer could prove the certificate that it announces: a, round 5"):
         run_virtual(main())
 
 

@@ -82,15 +82,15 @@ MAIN = "from spes_p2p.cli.main import main; main()"
         (
             "import sys; sys.modules['uvicorn'] = None\n" + MAIN,
             ("dashboard", "--replay", "x"),
-            "the dashboard needs the package uvicorn, which is not installed / fix: scripts/venv.sh dashboard",
+            "the dashboard needs the package uvicorn, which is not installed / fix: install it with scripts/venv.sh ",
         ),
-        (MAIN, ("dashboard", "--replay", "x"), "x is not there / fix: give the metrics.jsonl of a peer"),
-        (MAIN, ("dashboard",), "no invitation is given, and there is no dashboard.sqlite"),
+        (MAIN, ("dashboard", "--replay", "x"), "x does not exist / fix: give the metrics.jsonl of a peer"),
+        (MAIN, ("dashboard",), "no invitation was given, and dashboard.sqlite does not exist"),
         (MAIN, ("dashboard", "--host", "192.0.2.1"), "the page cannot be served at 192.0.2.1 port 8080"),
         (
             MAIN,
             ("dashboard", "--replay", "x", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm"),
-            "--replay shows a past run, an invitation a live one / fix: give one of the two",
+            "--replay shows a past run, but an invitation a live one / fix: give only one of the two",
         ),
     ],
 )

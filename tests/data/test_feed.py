@@ -100,7 +100,7 @@ def test_a_long_wait_is_said_once_with_the_reason(tmp_path: Path) -> None:
     for _ in range(2):
         assert not late.wait(np.array([0]), 4, should_stop)
     assert len(said) == 1
-    assert "training waits for its data" in said[0]
+    assert "training is waiting for data" in said[0]
     assert "nobody has them" in said[0]
 
 
@@ -135,7 +135,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
             assert loader.wait_for_data(2, stop)
             assert np.array_equal(loader.next_batch(2).tokens, there.next_batch(2).tokens)
     assert len(said) == 1
-    assert "File too large; training goes on with" in said[0]
+    assert "File too large; training continues with" in said[0]
     assert len(feed.missing(1000).pieces) <= room  # nothing that there is no room for
 
 

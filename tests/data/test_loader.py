@@ -115,14 +115,14 @@ def test_data_shorter_than_one_batch_is_refused_with_numbers(counting: Counting)
 
 def test_a_token_beyond_the_vocabulary_is_refused(counting: Counting) -> None:
     loader = LeasedLoader(counting(300), tiny_config(), ((0, 300),))
-    with pytest.raises(DataError, match=r"holds token 299, model.vocab_size is 257"):
+    with pytest.raises(DataError, match=r"holds token 299, but model.vocab_size is 257"):
         loader.next_batch(300)
 
 
 def test_less_data_than_a_round_needs_is_refused(counting: Counting) -> None:
     config = tiny_config("swarm.min_peers=2", "sync.steps_per_round=5", "data.held_out_fraction=0.5")
     check_enough(counting(80).tokens, config)
-    with pytest.raises(DataError, match=r"are 39 training sequences of 4 tokens, a round needs 40 \(") as caught:
+    with pytest.raises(DataError, match=r"give 39 training sequences of 4 tokens, but a round needs 40 \(") as caught:
         check_enough(counting(78).tokens, config)
     assert "tokenize more text" in caught.value.fix
 
@@ -135,7 +135,7 @@ def test_a_dataset_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
     config = tiny_config(f"data.path={tmp_path / 'out'}")
     assert open_dataset(config).tokens == 10
     small = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 256})})
-    with pytest.raises(DataError, match=r"'byte' of 257 ids, model.vocab_size is 256"):
+    with pytest.raises(DataError, match=r"'byte' of 257 ids, but model.vocab_size is 256"):
         open_dataset(small)
     with pytest.raises(ConfigError, match=r"data.path is empty"):
         open_dataset(tiny_config())

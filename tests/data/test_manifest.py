@@ -52,7 +52,7 @@ def test_a_truncated_shard_is_named(folder: Path) -> None:
 
 def test_a_shard_of_another_corpus_is_refused(folder: Path) -> None:
     np.save(folder / "a-00000.npy", np.zeros(3, dtype=np.uint32))
-    with pytest.raises(DataError, match="3 tokens of uint32, the manifest says 136 of uint16"):
+    with pytest.raises(DataError, match="3 tokens of uint32, but the manifest says 136 of uint16"):
         Dataset.open(folder)
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_manifest_is_refused(folder: Path, content: str) -> None:
 def test_a_newer_format_is_refused(folder: Path) -> None:
     plain = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(plain | {"format_version": 2}))
-    with pytest.raises(DataError, match="format version 2, this program reads 1"):
+    with pytest.raises(DataError, match="format version 2, but this program reads 1"):
         Dataset.open(folder)
 
 
@@ -96,6 +96,6 @@ def test_raw_lists_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["some prose that is not a path\n", "x" * 5000 + "\n"])
 def test_text_in_place_of_a_list_of_paths_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "corpus.txt").write_text(text)
-    with pytest.raises(DataError, match=r"corpus.txt lists .*, which is no file") as caught:
+    with pytest.raises(DataError, match=r"corpus.txt lists .*, which is not a file") as caught:
         Dataset.open(tmp_path / "corpus.txt", vocab_size=300)
     assert "spes-p2p tokenize" in caught.value.fix

@@ -104,7 +104,7 @@ def test_bad_lines_are_counted_named_and_left_out(tmp_path: Path) -> None:
     assert result.manifest.bad_lines == len(bad)
     assert [example.split(": ", 1)[0] for example in result.examples] == [f"{path}:{line}" for line in range(2, 9)]
     reasons = [example.split(": ", 1)[1] for example in result.examples]
-    assert reasons[:3] == ["'text' is not a text but int", "no field 'text'", "not a JSON object but list"]
+    assert reasons[:3] == ["'text' is not a text but int", "no field 'text'", "a list instead of a JSON object"]
     with pytest.raises(DataError, match=r"a.jsonl:2: 'text' is not a text but int"):
         tokenize([str(path)], tmp_path / "strict", replace(ALONE, strict=True))
     with pytest.raises(DataError, match=r"a.jsonl:2"):  # finished before, without --strict
@@ -199,7 +199,7 @@ def test_finished_files_are_skipped_and_changed_ones_done_again(corpus: Path, tm
 def test_another_corpus_or_other_settings_need_another_folder(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     tokenize([str(corpus)], out, SMALL)
-    with pytest.raises(DataError, match="max_shard_bytes 500, now it is 600"):
+    with pytest.raises(DataError, match="max_shard_bytes 500, but now it is 600"):
         tokenize([str(corpus)], out, replace(SMALL, max_shard_bytes=600))
     with pytest.raises(DataError, match="also holds shards of 'same"):
         tokenize([str(corpus / "z.txt")], out, SMALL)
@@ -240,14 +240,14 @@ def test_a_missing_library_comes_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=f"needs {package}, which is not installed") as caught:
         tokenize([str(tmp_path / name)], tmp_path / "out", ALONE)
-    assert caught.value.fix == "scripts/venv.sh data"
+    assert caught.value.fix == "install it with scripts/venv.sh data"
 
 
 def test_nothing_to_read_is_said_clearly(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file matches"):
         tokenize([str(tmp_path / "*.jsonl")], tmp_path / "out", ALONE)
     (tmp_path / "a.csv").touch()
-    with pytest.raises(DataError, match=r"a.csv is none of .jsonl"):
+    with pytest.raises(DataError, match=r"a.csv has none of the suffixes .jsonl"):
         tokenize([str(tmp_path / "a.csv")], tmp_path / "out", ALONE)
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match=r"1 of its 1 lines are bad, such as .*a.jsonl:1: no field 'text'"):
@@ -348,6 +348,6 @@ def test_urls_are_kept_in_the_manifest_and_change_nothing_else(corpus: Path, tmp
     assert [name for name in first if first[name] != second[name]] == ["manifest.json"]
     assert b"urls" not in first["manifest.json"]
     assert Dataset.open(tmp_path / "with").urls == urls
-    with pytest.raises(ConfigError, match="has a user name or a password") as caught:
+    with pytest.raises(ConfigError, match="contains a user name or a password") as caught:
         tokenize([str(corpus)], tmp_path / "with", replace(SMALL, urls=("https://me:secret@example.org",)))
     assert "secret" not in str(caught.value)

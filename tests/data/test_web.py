@@ -159,7 +159,11 @@ def test_a_slow_server_is_given_up_and_another_one_gives_it(
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [(".npy", "piece 200 hashes to another"), (TREES, "is not of the run's data"), ("manifest.json", "is damaged")],
+    [
+        (".npy", "piece 200 has another hash"),
+        (TREES, "does not belong to the run's data"),
+        ("manifest.json", "is damaged"),
+    ],
 )
 def test_a_server_that_lies_is_named_and_asked_no_more(lab: Lab, server: WebServer, what: str, words: str) -> None:
     server.faults = Faults(lies=lambda asked: asked.path.endswith(what))
@@ -185,7 +189,7 @@ def test_a_server_that_lies_is_named_and_asked_no_more(lab: Lab, server: WebServ
         (('"a-00000.npy"', '"/a-00000.npy"'), "has names that lead out of its folder"),
         (('"a-00000.npy"', '"\\ud800"'), "has names that lead out of its folder"),
         (('"a-00000.npy"', "7"), "has names that lead out of its folder"),
-        (('"tokens": 2250', '"tokens": 2251'), "lists other shards than the run's"),
+        (('"tokens": 2250', '"tokens": 2251'), "lists shards other than the run's"),
         (('"shards": [', '"shards": [[],'), "is damaged"),
         (('"shards": [', '"shards": ' + "[" * 100_000), "is damaged"),
         (('{', "\\xff", ), "is damaged"),
@@ -244,7 +248,9 @@ def test_a_server_without_ranges_is_borne_with_for_small_files(
         await lab.check(mirrors, 0, 100, 101, 600)
 
     async def refused(mirrors: WebMirrors) -> None:
-        with pytest.raises(NetworkError, match=r"127.0.0.1 knows no range requests, and its files are large"):
+        with pytest.raises(
+            NetworkError, match=r"127.0.0.1 does not support range requests, which its large files need"
+        ):
             await mirrors.pieces([100])
 
     lab.play(story, server.url)
@@ -273,7 +279,7 @@ def test_strangers_urls_lead_to_no_private_address(lab: Lab, server: WebServer, 
             await lab.check(mirrors, 1)
             server.faults = Faults(redirect=lambda asked: f"http://localhost:{server.port}{asked.path}")
         before = len(server.asked)
-        with pytest.raises(NetworkError, match=r"by plain http .*--web-data any"):
+        with pytest.raises(NetworkError, match=r"over plain http .*--web-data any"):
             await mirrors.pieces([300])
         assert len(server.asked) == before + own
 
@@ -335,7 +341,7 @@ def test_keys_go_to_their_host_alone_when_it_asks_for_them(
 
         async def downgraded(mirrors: WebMirrors) -> None:
             door.faults = Faults(redirect=lambda asked: f"{shop.url}/{asked.path}")
-            with pytest.raises(NetworkError, match="localhost leads from https to http"):
+            with pytest.raises(NetworkError, match="localhost redirects from https to http"):
                 await mirrors.pieces([1])
 
         lab.play(downgraded, url, own=True)

@@ -126,7 +126,7 @@ def test_blocks_survive_the_way_in_and_out(overrides: dict[str, Any]) -> None:
     ("overrides", "message"),
     [
         ({"qk_norm": "full", "head_dim": 6}, "which OLMoE cannot express"),
-        ({"qk_norm": "head", "qkv_bias": True}, "what no Hugging Face family has"),
+        ({"qk_norm": "head", "qkv_bias": True}, "no Hugging Face model family has"),
     ],
 )
 def test_models_that_no_family_has_are_refused(overrides: dict[str, Any], message: str) -> None:

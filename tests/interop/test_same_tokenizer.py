@@ -36,7 +36,7 @@ def said(folder: Path, data: Dataset) -> list[str]:
 
 
 def test_bytes_for_a_model_of_words_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cut with tokenizer 'byte' of 257 ids.*has 3$") as caught:
+    with pytest.raises(ConfigError, match=r"tokenized with 'byte' of 257 ids.*has 3$") as caught:
         said(folder, BYTES)
     assert f"--tokenizer {folder}" in caught.value.fix
 
@@ -53,6 +53,8 @@ def test_bytes_go_with_a_model_that_a_run_on_bytes_has_made(tmp_path: Path) -> N
 
 def test_what_cannot_be_known_is_said(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     bare = tmp_path_factory.mktemp("bare")
-    assert said(bare, BYTES)[0].endswith("no tokenizer.json in it; the data names 'byte'")
-    assert said(folder, dataset(None))[0].endswith("the data names none")
-    assert said(folder, dataset("a/name", 3, "ab" * 32))[0].endswith("'a/name' has as many ids, but another hash")
+    assert said(bare, BYTES)[0].endswith("that folder has no tokenizer.json; the data names 'byte'")
+    assert said(folder, dataset(None))[0].endswith("the data names no tokenizer")
+    assert said(folder, dataset("a/name", 3, "ab" * 32))[0].endswith(
+        "'a/name' has the same number of ids but a different hash"
+    )

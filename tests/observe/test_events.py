@@ -92,7 +92,7 @@ def test_a_failing_sink_is_reported_once_and_dropped() -> None:
     bus.emit(STEP)
     bad.trouble = None
     bus.emit(ROUND)
-    assert good.events == [STEP, Warning("Recorder failed and is off from now on: RuntimeError: cable cut"), ROUND]
+    assert good.events == [STEP, Warning("Recorder failed and has been turned off: RuntimeError: cable cut"), ROUND]
     assert bad.events == []
 
 
@@ -103,9 +103,9 @@ def test_a_full_disk_is_reported_once_and_writing_goes_on_when_there_is_room() -
     bus.emit(STEP)
     full.trouble = None
     bus.emit(ROUND)
-    report = Error("Recorder loses events: no space", "free some")
-    assert good.events == [STEP, report, STEP, ROUND, Warning("Recorder writes again")]
-    assert full.events == [ROUND, Warning("Recorder writes again")]
+    report = Error("Recorder is losing events: no space", "free some")
+    assert good.events == [STEP, report, STEP, ROUND, Warning("Recorder is working again")]
+    assert full.events == [ROUND, Warning("Recorder is working again")]
 
 
 def test_a_stream_that_fails_for_a_moment_is_written_to_again() -> None:
@@ -115,9 +115,9 @@ def test_a_stream_that_fails_for_a_moment_is_written_to_again() -> None:
     bus.emit(STEP)
     bad.trouble = None
     bus.emit(ROUND)
-    report = Error("Recorder loses events: [Errno 11] try again")
-    assert good.events == [STEP, report, STEP, ROUND, Warning("Recorder writes again")]
-    assert bad.events == [ROUND, Warning("Recorder writes again")]
+    report = Error("Recorder is losing events: [Errno 11] try again")
+    assert good.events == [STEP, report, STEP, ROUND, Warning("Recorder is working again")]
+    assert bad.events == [ROUND, Warning("Recorder is working again")]
 
 
 def test_all_sinks_failing_at_once_does_not_raise() -> None:

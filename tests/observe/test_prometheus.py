@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_one_clear_error() -> None:
     with closing(MetricsServer(metrics, 0)) as server:
         with pytest.raises(ConfigError, match=f"--metrics-port {server.port} is taken"):
             MetricsServer(metrics, server.port)
-        with pytest.raises(ConfigError, match=r"--metrics-port 0 at 192\.0\.2\.1"):
+        with pytest.raises(ConfigError, match=r"--metrics-port 0 cannot be opened at 192\.0\.2\.1"):
             MetricsServer(metrics, 0, "192.0.2.1")
 
 

@@ -88,7 +88,7 @@ def test_no_space_left_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
     bus.emit(STEP)
     events = [event for _, event in EventReader(tmp_path / "metrics.jsonl").read()]
-    assert events == [STEP, STEP, STEP, Warning("JsonLines writes again")]
+    assert events == [STEP, STEP, STEP, Warning("JsonLines is working again")]
     bus.close()
 
 
@@ -116,7 +116,7 @@ def test_lines_of_text_go_on_when_there_is_room_again(tmp_path: Path) -> None:
         bus.emit(ROUND)
         bus.close()
     assert f"{line(ROUND)}\n" in (tmp_path / "log").read_text()
-    assert json.loads((tmp_path / "json").read_text().splitlines()[-1])["message"] == "JsonStream writes again"
+    assert json.loads((tmp_path / "json").read_text().splitlines()[-1])["message"] == "JsonStream is working again"
 
 
 def test_words_that_cannot_be_written_end_nothing() -> None:
@@ -221,6 +221,6 @@ def test_wandb_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: 
     module.Settings = lambda **said: said  # type: ignore[attr-defined]
     module.init = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    with pytest.raises(ConfigError, match="did not start: api_key not configured") as caught:
+    with pytest.raises(ConfigError, match="could not be started: api_key not configured") as caught:
         Wandb(tmp_path, "tiny", "peer-0")
     assert "WANDB_MODE=offline" in caught.value.fix

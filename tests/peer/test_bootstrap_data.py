@@ -44,7 +44,7 @@ def test_what_the_organiser_names_stays() -> None:
 
 @pytest.mark.parametrize("named", ["data.tokenizer=gpt2", f"data.tokenizer_hash={'cd' * 32}"])
 def test_another_tokenizer_than_the_datas_is_refused(named: str) -> None:
-    with pytest.raises(ConfigError, match="cut with tokenizer 'byte'") as caught:
+    with pytest.raises(ConfigError, match="tokenized with 'byte'") as caught:
         with_tokenizer(small_config(named), dataset("byte"), list[str]().append)
     assert "data.tokenizer_hash" in caught.value.fix
 

@@ -52,7 +52,7 @@ def test_a_good_machine_is_fine_and_every_other_line_has_a_fix() -> None:
         ({"gpus": ()}, "torch", "warning", "update the NVIDIA driver"),
         ({"gpus": (), "driver": "", "cuda": None}, "torch", "ok", "without CUDA"),
         ({"gpus": ()}, "gpu", "warning", "training runs on the CPU"),
-        ({"gpus": (dataclasses.replace(CARD, free_bytes=9 * GIB),)}, "gpu", "warning", "end the other programs"),
+        ({"gpus": (dataclasses.replace(CARD, free_bytes=9 * GIB),)}, "gpu", "warning", "close the other programs"),
     ],
 )
 def test_what_is_wrong_with_a_machine(change: dict[str, object], name: str, level: str, words: str) -> None:
@@ -91,7 +91,7 @@ def test_reach_is_never_a_failure() -> None:
 def test_speed_is_told_with_what_a_sync_takes() -> None:
     check = speed_check(2.5e6, 12.5e6, "abc", SEVEN, 8, peers=4)
     assert check.level == "ok"
-    assert check.text.startswith("20 Mbit/s up, 100 Mbit/s down against abc: a sync of 4 peers (")
+    assert check.text.startswith("20 Mbit/s up, 100 Mbit/s down, measured with abc: a sync of 4 peers (")
     assert speed_check(1e5, 1e7, "abc", SEVEN, 8, peers=4).level == "warning"
     assert "sync" not in speed_check(2.5e6, 12.5e6, "abc", SEVEN, 8, peers=1).text
 

@@ -56,7 +56,7 @@ class Box:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpu", "is no device"),
+        ("gpu", "is not a device"),
         ("mps", "on a CPU or on CUDA only"),
         ("meta", "on a CPU or on CUDA only"),
         ("cuda:7", "no such GPU, cuda:0 is the only one"),
@@ -88,10 +88,10 @@ def test_old_and_small_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "RTX 2080, compute capability 7.5" in said
     assert "GPU 2 has far less memory" in said
     assert box.cards(8, options=replace(OPTIONS, local_ranks=3)) == (1, 2, 3)
-    with pytest.raises(ConfigError, match=r"4 local ranks were asked for, 3 GPUs can train; .*RTX 2080"):
+    with pytest.raises(ConfigError, match=r"--local-ranks asks for 4 ranks, but 3 GPUs can train; .*RTX 2080"):
         box.cards(8, options=replace(OPTIONS, local_ranks=4))
     box = Box(monkeypatch, GOOD)
-    with pytest.raises(ConfigError, match=r"2 local ranks were asked for, 1 GPUs can train$"):
+    with pytest.raises(ConfigError, match=r"--local-ranks asks for 2 ranks, but 1 GPUs can train$"):
         box.cards(8, options=replace(OPTIONS, local_ranks=2))
 
 

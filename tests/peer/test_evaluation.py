@@ -85,13 +85,13 @@ def test_suites_and_lists() -> None:
     assert chosen_tasks("spes") is SUITES["spes"]
     assert chosen_tasks("sciq, arc_challenge:25") == {"sciq": None, "arc_challenge": 25}
     for wrong in ("", "sciq,", "sciq:many"):
-        with pytest.raises(ConfigError, match="is no list of tasks"):
+        with pytest.raises(ConfigError, match="is neither a suite nor a list of tasks"):
             chosen_tasks(wrong)
 
 
 def test_what_cannot_be_evaluated_is_named(tmp_path: Path, tasks: Path) -> None:
     folder = exported(tmp_path / "hf", CONFIG, random_state(CONFIG)[1])
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         evaluate(folder, {"parity": 0}, include_path=tmp_path / "nowhere")
     with pytest.raises(DataError, match="has no tokenizer"):
         evaluate(folder, {"parity": 0}, include_path=tasks)

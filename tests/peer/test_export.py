@@ -111,7 +111,7 @@ def test_the_tokenizer_that_the_run_names_goes_along(tmp_path: Path) -> None:
 def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None:
     peer, said = saved(tmp_path / "peer", with_data(tokenizer_hash="ab" * 32)), list[str]()
     run_export(ExportOptions(tmp_path / "none", peer), said.append)
-    words = "give the one of the run's data (its hash begins with abababababababab) with --tokenizer"
+    words = "add the one of the run's data (its hash begins with abababababababab) with --tokenizer"
     assert said[0].endswith(words)
     run_export(ExportOptions(tmp_path / "byte", peer, tokenizer="byte"), said.append)
     assert said[1].startswith("warning: tokenizer 'byte' differs from the one of the run's data")
@@ -127,7 +127,7 @@ def test_a_path_that_somebody_published_is_not_opened_and_a_lost_file_is_no_end(
     lost = saved(tmp_path / "lost", with_data(), tokenizer="/of/another/machine.json")
     run_export(ExportOptions(tmp_path / "again", lost), said.append)
     assert "the run names none" in said[0]
-    assert "/of/another/machine.json' cannot be loaded: there is no such file; give the one" in said[1]
+    assert "/of/another/machine.json' cannot be loaded: the file does not exist; add the one" in said[1]
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:

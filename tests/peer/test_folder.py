@@ -50,7 +50,7 @@ def test_waiting_in_vain_leaves_no_run_behind(tmp_path: Path, run: MadeRun) -> N
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
+    with pytest.raises(ConfigError, match="cannot be created: Not a directory"):
         make_folder(tmp_path / "file" / "folder")
 
 
@@ -95,6 +95,6 @@ def test_an_archive_belongs_to_one_run(tmp_path: Path, run: MadeRun) -> None:
         open_archive(folder, replace(run.info, run_id="another"), initial)
     assert "--archive" in caught.value.fix
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--archive cannot be made"):
+    with pytest.raises(ConfigError, match="--archive cannot be created"):
         open_archive(tmp_path / "file", run.info, initial)
     initial.close()

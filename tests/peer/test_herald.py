@@ -29,14 +29,14 @@ def test_coverage_names_what_nobody_owns() -> None:
 
 def test_genesis_says_who_trains_what() -> None:
     assert genesis_lines(GENESIS.manifest) == [
-        "the run begins with 1 peer",
+        "the run starts with 1 peer",
         "  a trains columns 0-3",
         "all 4 expert columns have an owner",
     ]
 
 
 def test_a_certificate_is_one_line() -> None:
-    assert commit_lines(FIRST, GENESIS.manifest) == ["round 1: step 1, 1.0k tokens of 1 peer, 1.0k in all"]
+    assert commit_lines(FIRST, GENESIS.manifest) == ["round 1: step 1, 1.0k tokens from 1 peer, 1.0k in total"]
     degraded = replace(FIRST, certificate=replace(FIRST.certificate, kind="degraded", heard=(A,)))
     assert commit_lines(degraded, GENESIS.manifest)[0].startswith("round 1 (degraded): step 1, ")
     renewal = replace(FIRST, certificate=replace(FIRST.certificate, kind="degraded", heard=()))
@@ -54,4 +54,4 @@ def test_who_came_and_went_and_what_lost_its_owner_is_said() -> None:
         "warning: 1 of 4 expert columns have no owner: 0",
     ]
     quiet = replace(manifest, roster=())
-    assert commit_lines(replace(FIRST, manifest=quiet), GENESIS.manifest) == ["round 1: step 1, 1.0k in all"]
+    assert commit_lines(replace(FIRST, manifest=quiet), GENESIS.manifest) == ["round 1: step 1, 1.0k in total"]

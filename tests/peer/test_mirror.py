@@ -73,5 +73,5 @@ def test_the_organisers_own_folder_is_no_mirror(tmp_path: Path) -> None:
 
 def test_another_organisers_invitation_is_refused(tmp_path: Path) -> None:
     keep(tmp_path, INFO)
-    with pytest.raises(RemoteProtocolError, match="is of the organiser organiser"):
+    with pytest.raises(RemoteProtocolError, match="belongs to organiser organiser"):
         find(tmp_path, "mirror", JoinTarget((), "tiny", None, PeerId("somebody")))

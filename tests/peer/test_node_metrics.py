@@ -65,7 +65,7 @@ def test_a_look_that_fails_ends_the_metrics_alone() -> None:
 
     asyncio.run(main())
     assert said[0].startswith("metrics: http://127.0.0.1:")
-    assert said[1] == "no metrics any more: OSError('gone')"
+    assert said[1] == "the metrics have stopped: OSError('gone')"
 
 
 def test_a_port_of_nobody_is_refused() -> None:
@@ -73,5 +73,5 @@ def test_a_port_of_nobody_is_refused() -> None:
         async with measuring(0, "192.0.2.1", "tiny", "a", lambda: NodeState(0, 0), print):
             raise AssertionError("it was served")
 
-    with pytest.raises(ConfigError, match=r"--metrics-port 0 at 192\.0\.2\.1"):
+    with pytest.raises(ConfigError, match=r"--metrics-port 0 cannot be opened at 192\.0\.2\.1"):
         asyncio.run(main())

@@ -39,7 +39,7 @@ def test_anything_else_is_refused_with_an_example(text: str) -> None:
 
 def test_columns_that_the_run_does_not_have_are_named() -> None:
     check_columns((0, 7), 8)
-    with pytest.raises(ConfigError, match=r"names column 8, the run has 8 \(0 to 7\)"):
+    with pytest.raises(ConfigError, match=r"names column 8, but the run has 8 \(0 to 7\)"):
         check_columns((0, 8, 9), 8)
 
 
@@ -49,7 +49,7 @@ def test_a_config_is_a_file_or_a_bundled_name(tmp_path: Path, monkeypatch: pytes
     assert config_path(Path("runs/mine.yaml")) == Path("runs/mine.yaml")
     Path("small").write_text("run: {run_id: mine}\n")
     assert config_path(Path("small")) == Path("small")
-    with pytest.raises(ConfigError, match="no config named tinny"):
+    with pytest.raises(ConfigError, match="no bundled config named tinny"):
         config_path(Path("tinny"))
 
 
@@ -78,7 +78,7 @@ def test_a_budget_is_what_fits_or_what_a_person_says(
 
 
 def test_a_claim_above_the_budget_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names 3 columns, --max-experts is 2"):
+    with pytest.raises(ConfigError, match="names 3 columns, but --max-experts is 2"):
         column_budget(options((0, 1, 2), 2), experts_per_peer=2, fit=8, num_experts=8)
 
 
@@ -88,7 +88,7 @@ def test_a_limit_is_a_rate_that_a_peer_can_live_with() -> None:
     with pytest.raises(ConfigError, match="--max-upload 9kbit is less than the messages of a round need") as caught:
         parse_limit("9kbit", "--max-upload")
     assert "256kbit" in str(caught.value.fix)
-    with pytest.raises(ConfigError, match="--max-download 'much' is no speed"):
+    with pytest.raises(ConfigError, match="--max-download 'much' is not a link speed"):
         parse_limit("much", "--max-download")
 
 

@@ -76,7 +76,7 @@ def test_a_new_run_with_guests_has_tiles_of_whole_rows(tmp_path: Path) -> None:
 
 def test_a_new_run_with_too_little_data_is_refused(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path / "corpus", words=500)
-    with pytest.raises(DataError, match=r"29 training sequences of 128 tokens, a round needs 240 \("):
+    with pytest.raises(DataError, match=r"29 training sequences of 128 tokens, but a round needs 240 \("):
         start_run(replace(MINE, data=str(tokens)), tmp_path / "mine.yaml", tmp_path / "node")
     assert not (tmp_path / "mine.yaml").exists()
 
@@ -99,5 +99,5 @@ def test_answers_that_do_not_go_together_leave_no_file(tmp_path: Path) -> None:
         start_run(NewRun("mine", "tiny", str(tmp_path), 3, 3), path, tmp_path / "node")
     assert not path.exists()
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         start_run(MINE, path, tmp_path / "node")

@@ -21,7 +21,7 @@ from tests.train.test_own import MODEL, Sum, column_of, next_token
 def test_several_ranks_are_refused(tmp_path: Path) -> None:
     options = PeerOptions(NetworkOptions(), tmp_path, model=MODEL, local_ranks=2)
     with (
-        pytest.raises(ConfigError, match="trained by one rank, not by 2"),
+        pytest.raises(ConfigError, match="trained by one rank only, not by 2"),
         _ranks(options, torch.device("cpu"), None, 8, print, print),
     ):
         raise AssertionError("ranks were started")
@@ -41,6 +41,6 @@ def test_the_organiser_stores_what_the_factory_gives_and_keeps_to_it(tmp_path: P
     other = Model(changing, next_token, column_of)
     config = start_from_own(other, small_config("sync.merge_alpha=0"), tmp_path / "node")
     empty = StateStore(tmp_path / "empty", other.layout(config))
-    with pytest.raises(ConfigError, match="the factory gave values that hash to"):
+    with pytest.raises(ConfigError, match="the model's factory gave values that hash to"):
         make_own_start(empty, config, other)
     assert empty.latest() is None

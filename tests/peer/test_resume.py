@@ -200,10 +200,10 @@ def test_a_full_disk_pauses_saving_with_one_warning_until_there_is_room(
     life.save(1)
     life.save(2)
     assert len(life.warnings()) == 1
-    assert "saving is paused, training goes on: no space left" in life.warnings()[0]
+    assert "checkpoints are paused, but training continues: no space left" in life.warnings()[0]
     monkeypatch.setattr(resume, "save_checkpoint", real)
     life.save(3)
-    assert life.warnings()[1:] == ["there is room again: checkpoints are saved"]
+    assert life.warnings()[1:] == ["there is disk space again: checkpoints are saved"]
     assert [folder.name for folder in life.checkpoints.iterdir()] == ["step-00000003"]
 
 

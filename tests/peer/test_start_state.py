@@ -43,7 +43,7 @@ def test_a_folder_that_changed_or_is_not_given_is_refused(tmp_path: Path) -> Non
     store = StateStore(tmp_path / "store", layout_of(config))
     with pytest.raises(CheckpointError, match="the run starts from"):
         make_start(store, store.layout, config, b.folder)
-    with pytest.raises(ConfigError, match="a state that is not here") as caught:
+    with pytest.raises(ConfigError, match="the state that the run starts from is not here") as caught:
         make_start(store, store.layout, config, None)
     assert "--init-from" in caught.value.fix
     assert store.latest() is None
@@ -65,6 +65,6 @@ def test_data_of_another_tokenizer_is_refused_before_the_model_is_hashed(tmp_pat
     tokenize([str(tmp_path / "text.txt")], tmp_path / "shards", TokenizeOptions(tokenizer="byte", processes=1))
     plain, said = config_for(start), list[str]()
     config = plain.model_copy(update={"data": plain.data.model_copy(update={"path": str(tmp_path / "shards")})})
-    with pytest.raises(ConfigError, match="cut with tokenizer 'byte'"):
+    with pytest.raises(ConfigError, match="tokenized with 'byte'"):
         start_from(start.folder, config, tmp_path / "node", said.append)
     assert said == []

@@ -580,7 +580,7 @@ def test_a_peer_asks_for_no_more_columns_than_its_memory_has_proved_to_hold(stor
     story.at_step[2 * STEPS] = story.gate.stop
     story.play()
     assert story.limits == [2, 2]
-    assert [text for text in story.said if "memory for 2 expert columns" in text] == story.said[:1]
+    assert [text for text in story.said if "memory for only 2 expert columns" in text] == story.said[:1]
 
 
 def test_another_history_takes_the_place_of_what_was_trained_on_ours(story: Story) -> None:
@@ -673,7 +673,7 @@ def test_what_both_histories_counted_counts_once(tmp_path: Path) -> None:
 
 def test_who_waits_is_told_for_what(story: Story) -> None:
     story.loop._explain_waiting()
-    assert "stands still until one comes back" in story.said[-1]
+    assert "is on hold until one comes back" in story.said[-1]
     story.lost_round = 7
     story.loop._explain_waiting()
     story.loop._explain_waiting()

@@ -55,7 +55,7 @@ def test_a_dataset_is_known_by_its_hashes_alone(server: WebServer, shards: Path,
 def test_a_folder_that_is_not_whole_is_named(server: WebServer, missing: str) -> None:
     server.faults = Faults(status=lambda asked: 404 if asked.path.endswith(missing) else None)
     said = list[str]()
-    with pytest.raises(DataError, match="at none of its URLs") as caught:
+    with pytest.raises(DataError, match="none of the data's URLs") as caught:
         asyncio.run(open_on_web([server.url], said.append))
     assert TREES in caught.value.fix
     assert f"no data at {server.url}: " in said[0]
@@ -67,7 +67,7 @@ def test_mirrors_of_two_datasets_are_told_apart(server: WebServer, tmp_path: Pat
     with WebServer(make_tokens(tmp_path, words=5000, seed=3)) as other:
         found = asyncio.run(open_on_web([server.url, other.url], said.append))
         assert found == asyncio.run(open_on_web([server.url], said.append))
-    assert said == [f"no data at {other.url}: it is another dataset than at the URL before"]
+    assert said == [f"no data at {other.url}: it differs from the dataset at the URL before it"]
 
 
 def test_a_new_run_needs_no_data_here(server: WebServer, shards: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_new_run_needs_no_data_here(server: WebServer, shards: Path, tmp_path:
     config = load_config(made.path)
     assert (config.data.path, config.data.urls, config.model.vocab_size) == ("", (server.url,), 257)
     assert server.url not in published_yaml(config)
-    with pytest.raises(ConfigError, match="has a user name or a password"):
+    with pytest.raises(ConfigError, match="contains a user name or a password"):
         start_run(NewRun("a", "tiny", "", 3, 3, data_urls=("https://a:b@c.org",)), tmp_path / "a.yaml", tmp_path)
     assert not (tmp_path / "a.yaml").exists()
 
@@ -110,12 +110,12 @@ def test_the_doctor_says_which_web_servers_give_the_data(server: WebServer, shar
         def check(*urls: str, access: WebAccess = WebAccess.ANY) -> Check:
             return asyncio.run(web_check(urls, access, grid))
 
-        assert check(server.url) == Check("web", "ok", "1 of 1 web servers give the run's data")
+        assert check(server.url) == Check("web", "ok", "1 of 1 web servers have the run's data")
         found = check(server.url, gone, false.url)
-        assert (found.level, found.text.split("; ")[0]) == ("warning", "1 of 3 web servers give the run's data")
+        assert (found.level, found.text.split("; ")[0]) == ("warning", "1 of 3 web servers have the run's data")
         assert f"{gone}: manifest.json: 127.0.0.1: ConnectError" in found.text
         assert f"{false.url}: manifest.json at " in found.text
         asked = len(server.asked)
         found = check(server.url, access=WebAccess.PUBLIC)
-        assert f"{server.url}: not of the open web" in found.text
+        assert f"{server.url}: not on the public web" in found.text
         assert len(server.asked) == asked

@@ -131,7 +131,7 @@ def test_one_sentence_says_whether_it_fits(name: str, gib: int, words: str) -> N
     assert sentence.endswith(".")
     assert told.search is not None
     if told.search.nearest is not None:
-        assert f"the nearest that fits: {told.search.nearest.owned} expert column" in sentence
+        assert f"the closest option that fits: {told.search.nearest.owned} expert column" in sentence
         assert told.search.nearest.memory.total <= usable(gib * GIB)
 
 

@@ -153,7 +153,9 @@ def recomputed_state(process_folder: Path, config: Config) -> tuple[int, str]:
 
 def peer_id_of(process: Process) -> str:
     """As it says itself when it is in."""
-    line = next(line for line in process.output().splitlines() if line.startswith("peer ") and " is in, round" in line)
+    line = next(
+        line for line in process.output().splitlines() if line.startswith("peer ") and " has joined at round" in line
+    )
     return line.split()[1]
 
 

@@ -22,5 +22,5 @@ def test_a_bootstrap_node_that_is_killed_is_missed_by_nobody_and_follows_again(t
     assert found.left_over == []
     assert found.disagreements == []
     assert set(found.exit_codes.values()) == {0}
-    assert "it goes on at round " in (tmp_path / "bootstrap" / "output.log").read_text()
+    assert "it continues at round " in (tmp_path / "bootstrap" / "output.log").read_text()
     assert not any("bootstrap" in problem for problem in found.problems)  # such as that it did not follow

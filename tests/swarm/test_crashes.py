@@ -141,7 +141,7 @@ def damage(folder: Path) -> str:
 
 def lives(process: Process) -> int:
     """How often it came in."""
-    return process.output().count(" is in, round ")
+    return process.output().count(" has joined at round ")
 
 
 def newest_manifest(story: Story) -> Manifest:

@@ -254,7 +254,7 @@ def test_what_may_not_be_chosen_is_said_and_moves_nobody(folder: Path) -> None:
             choose_child(forks, "")
         with pytest.raises(ConfigError, match="one history"):
             choose_child((), alone.hex())
-        with pytest.raises(NetworkError, match="no node of the run repeats it"):
+        with pytest.raises(NetworkError, match="no node of the run has confirmed it"):
             await choose(swarm, alone.hex(), key="a")
         assert histories(swarm) == {alone: "a", majority: "bc"}
         assert not (swarm.folder / "b" / WORDS_FILE).exists()

@@ -104,7 +104,7 @@ def test_tiles_of_one_answer_are_bounded_in_bytes(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("count", [0, 65])
 def test_lists_of_tiles_are_bounded(count: int) -> None:
-    with pytest.raises(RemoteProtocolError, match=f"a request for {count} tiles"):
+    with pytest.raises(RemoteProtocolError, match=f"a request must not be for {count} tiles"):
         unpack_request(pack(PackedRequest("tiles", pack(((bytes(32),) * count,)))))
 
 
@@ -171,7 +171,7 @@ def test_any_request_is_answered_or_refused(tmp_path_factory: pytest.TempPathFac
 
 
 def test_what_is_no_request_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="nothing is known of 'other'"):
+    with pytest.raises(RemoteProtocolError, match="unknown kind of request 'other'"):
         unpack_request(pack(PackedRequest("other", b"")))
     with pytest.raises(RemoteProtocolError, match="ChainRequest"):
         unpack_request(pack(PackedRequest("chain", pack(RunRequest()))))

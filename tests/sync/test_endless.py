@@ -156,7 +156,7 @@ def test_a_fetch_is_given_up_as_a_whole() -> None:
         await network.peer(LIAR).transport.serve(Slow())
         transport = network.peer(PeerId("me")).transport
         assert bytes((await fetch_within(transport, LIAR, b"5", 60.0, 10, lambda: 6.0))[1]) == b"5"
-        with pytest.raises(NeverEnding, match="did not come to an end in 6"):
+        with pytest.raises(NeverEnding, match="did not finish within 6"):
             await fetch_within(transport, LIAR, b"50", 60.0, 10, lambda: 6.0)
 
     run_virtual(main(), 1000.0)

@@ -118,7 +118,7 @@ def test_what_the_organiser_has_not_signed_is_refused(tmp_path: Path) -> None:
     for bad in (changed, other_run, by_another, replace(by_another, author=ORGANISER)):
         with pytest.raises(RemoteProtocolError):
             check_sources(pack(bad), run.info, run.check)
-    with pytest.raises(ValueError, match="has a user name or a password"):
+    with pytest.raises(ValueError, match="contains a user name or a password"):
         sign_sources(run.info, 1, ("https://me:secret@example.org",), run.keys.signer(ORGANISER))
 
 
