@@ -1,8 +1,9 @@
-"""Who leads the vote on the next manifest, and at which ballot somebody may act. Decides nothing."""
+"""Who leads the vote on the next manifest, whether it has failed, and at which ballot somebody may act. Only asks."""
 
 from __future__ import annotations
 
 from spes_p2p.consensus.contacts import Contacts
+from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.messages import Ballots, Status
 from spes_p2p.consensus.state import MOST_TURNS, Heard, State
 from spes_p2p.consensus.vote_events import Step
@@ -80,3 +81,34 @@ class Leadership:
     def can_vote(self) -> bool:
         """Whether we are an elector that can write its votes, and has asked what became of the run."""
         return self._state.is_elector() and self._own.intent.can_vote and self._liveness.asking_since is None
+
+    def has_failed(self, now: float) -> bool:
+        """The leader of our ballot is lost or has given up, or the round should move and does not."""
+        current, ballot = self._state.round, self._state.round.vote.ballot
+        if self._is_out(self.leader_of((), ballot), now):
+            return True
+        deadline = self._state.pace.deadline_seconds(ballot)
+        if current.close_asked:
+            return now - current.progress_at > deadline
+        if current.ready_at is None:
+            return False
+        patience = 1.5 * max(self._state.pace.round_seconds, current.work.seconds)
+        return now - max(current.ready_at + patience, current.progress_at) > deadline
+
+    def _is_out(self, leader: PeerId, now: float) -> bool:
+        """Whether the leader of our ballot can not lead: silent, given up, left behind, or without its own proposal."""
+        current, vote = self._state.round, self._state.round.vote
+        proposal = vote.heard.proposal_at(vote.ballot)
+        if leader == self._me:
+            waited = now - current.started_at > 2 * self._state.pace.heartbeat_seconds
+            return proposal is not None and waited and proposal.value.value not in current.contents
+        prevote = vote.heard.prevotes.get(leader)
+        if prevote is not None and (prevote.value.ballot, prevote.value.value) == (vote.ballot, NIL):
+            return True
+        if self._contacts.is_silent(leader, now):
+            return True
+        contact = self._state.others.contacts.get(leader)
+        if contact is None or contact.status.head == current.tip_hash:
+            return False
+        is_behind = contact.status.round <= current.tip.round
+        return is_behind and now - current.started_at > self._state.pace.deadline_seconds(vote.ballot)

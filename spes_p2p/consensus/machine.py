@@ -35,19 +35,7 @@ from spes_p2p.consensus.messages import (
 )
 from spes_p2p.consensus.parts import Cast, Parts
 from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State
-from spes_p2p.consensus.table import (
-    ALONE,
-    LEADING,
-    OPEN,
-    PLANNED,
-    RULES,
-    TICK,
-    TOGETHER,
-    UNPLANNED,
-    VOTER,
-    WRITABLE,
-    Try,
-)
+from spes_p2p.consensus.table import TICK, Table, situation_of
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.failpoints import reached
@@ -89,7 +77,7 @@ class Consensus:
         self.fired: Counter[str] = Counter()
         self.observer: Observer | None = None
         self._parts = Parts(state, self.CAST)
-        self._rules_by_situation: dict[int, tuple[tuple[str, Try], ...]] = {}
+        self._table = Table(self._parts)
 
     @classmethod
     def begin(cls, identity: Identity, start: Start, pace: Pace, now: float) -> Consensus:
@@ -155,36 +143,14 @@ class Consensus:
             degraded.become(degraded.electors(now))
         fired = True
         while fired:
-            situation, fired = self._situation() | tick, False
-            for name, rule in self._rules_in(situation):
+            situation, fired = situation_of(self.state, self._parts) | tick, False
+            for name, rule in self._table.fitting(situation):
                 if rule(now):
                     self.fired[name] += 1
                     fired = True
                     reached(name, peer=self.me, round=self.state.tip.round + 1)
                     break
         self._parts.gossip.flush(now)
-
-    def _rules_in(self, situation: int) -> tuple[tuple[str, Try], ...]:
-        """The rules to be tried in a situation, in their order."""
-        fitting = self._rules_by_situation.get(situation)
-        if fitting is None:
-            fitting = tuple((rule.name, rule.of(self._parts)) for rule in RULES if rule.needs & situation == rule.needs)
-            self._rules_by_situation[situation] = fitting
-        return fitting
-
-    def _situation(self) -> int:
-        current, leadership = self.state.round, self._parts.leadership
-        situation = UNPLANNED if current.plan is None else PLANNED
-        situation |= ALONE if self.state.degraded_set else TOGETHER
-        if current.decided is None:
-            situation |= OPEN
-        if self.state.own.intent.can_vote:
-            situation |= WRITABLE
-            if leadership.can_vote():
-                situation |= VOTER
-                if leadership.leading():
-                    situation |= LEADING
-        return situation
 
     # ---------------------------------------------------------------- questions
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spes_p2p.consensus.parts import Parts
+from spes_p2p.consensus.state import State
 
 OPEN = 1
 """Our round is not decided, as far as we know."""
@@ -61,3 +62,34 @@ RULES = (
 )
 RULE_NAMES = tuple(rule.name for rule in RULES)
 """The order in which rules are tried after each event."""
+
+
+class Table:
+    """The rules over the parts of one peer."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._by_situation: dict[int, tuple[tuple[str, Try], ...]] = {}
+
+    def fitting(self, situation: int) -> tuple[tuple[str, Try], ...]:
+        """The rules to be tried in a situation, by name, in their order."""
+        found = self._by_situation.get(situation)
+        if found is None:
+            found = tuple((rule.name, rule.of(self._parts)) for rule in RULES if rule.needs & situation == rule.needs)
+            self._by_situation[situation] = found
+        return found
+
+
+def situation_of(state: State, parts: Parts) -> int:
+    """All of the above that is so now, but TICK."""
+    situation = UNPLANNED if state.round.plan is None else PLANNED
+    situation |= ALONE if state.degraded_set else TOGETHER
+    if state.round.decided is None:
+        situation |= OPEN
+    if state.own.intent.can_vote:
+        situation |= WRITABLE
+        if parts.leadership.can_vote():
+            situation |= VOTER
+            if parts.leadership.leading():
+                situation |= LEADING
+    return situation

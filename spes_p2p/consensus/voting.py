@@ -13,7 +13,7 @@ from dataclasses import replace
 from spes_p2p.consensus import vote_events as vote_on
 from spes_p2p.consensus.actions import Forget, Persist
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.electorate import NIL, Faults
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
@@ -36,7 +36,7 @@ from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.vote_events import Step, Verdict
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.failpoints import reached
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import Hash
 
 NOBODY_AS_YET = -1
 """The incarnation of a peer that waits for another one."""
@@ -156,7 +156,7 @@ class Voting:
         if ballot != vote.ballot:
             return True
         if step is Step.PROPOSE:
-            return vote.step is Step.PROPOSE and self._liveness.hears_quorum and self._leader_failed(now)
+            return vote.step is Step.PROPOSE and self._liveness.hears_quorum and self._leadership.has_failed(now)
         since = max(current.deadlines[ballot, step], current.progress_at)
         return now - since > self._pace.deadline_seconds(ballot)
 
@@ -262,36 +262,3 @@ class Voting:
         self._state.round.decided, self._state.round.reachable_at = commit, now
         self._state.round.failed.clear()
         self._state.note_progress(now)
-
-    # ---------------------------------------------------------------- the leader
-
-    def _leader_failed(self, now: float) -> bool:
-        """The leader of our ballot is lost or has given up, or the round should move and does not."""
-        current, ballot = self._state.round, self._state.round.vote.ballot
-        if self._is_out(self._leadership.leader_of((), ballot), now):
-            return True
-        deadline = self._pace.deadline_seconds(ballot)
-        if current.close_asked:
-            return now - current.progress_at > deadline
-        if current.ready_at is None:
-            return False
-        patience = 1.5 * max(self._pace.round_seconds, current.work.seconds)
-        return now - max(current.ready_at + patience, current.progress_at) > deadline
-
-    def _is_out(self, leader: PeerId, now: float) -> bool:
-        """Whether the leader of our ballot can not lead: silent, given up, left behind, or without its own proposal."""
-        current, vote = self._state.round, self._state.round.vote
-        proposal = vote.heard.proposal_at(vote.ballot)
-        if leader == self._me:
-            waited = now - current.started_at > 2 * self._pace.heartbeat_seconds
-            return proposal is not None and waited and self._proposals.named(proposal.value.value) is None
-        prevote = vote.heard.prevotes.get(leader)
-        if prevote is not None and (prevote.value.ballot, prevote.value.value) == (vote.ballot, NIL):
-            return True
-        if self._contacts.is_silent(leader, now):
-            return True
-        contact = self._others.contacts.get(leader)
-        if contact is None or contact.status.head == current.tip_hash:
-            return False
-        is_behind = contact.status.round <= current.tip.round
-        return is_behind and now - current.started_at > self._pace.deadline_seconds(vote.ballot)

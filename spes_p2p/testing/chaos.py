@@ -93,7 +93,7 @@ class Chaos:
     def run(self) -> Findings:
         """From the first process to the last, and the stores looked through."""
         began, found = time.monotonic(), self._findings
-        data = self._tokens()
+        data = _tokens(self._options.folder)
         with LocalSwarm(self._options.folder, forked=True) as swarm:
             self._swarm = swarm
             swarm.bootstrap("tiny", data, self._overrides)
@@ -108,7 +108,7 @@ class Chaos:
             found.left_over = [f"{pid} {command_of(pid)}" for pid in swarm.close(LEAVE_SECONDS)]
         found.seconds = time.monotonic() - began
         self._look_through_stores()
-        self._count_times()
+        _count_times([self._swarm.processes[name] for name in self._names], found)
         self._count_tokens()
         found.problems += judge(found)
         return found
@@ -281,12 +281,6 @@ class Chaos:
 
     # ---------------------------------------------------------------- afterwards
 
-    def _tokens(self) -> Path:
-        corpus, shards = self._options.folder / "corpus", self._options.folder / "tokens"
-        build_stdlib_corpus(corpus, CORPUS_BYTES)
-        tokenize([str(corpus)], shards, TokenizeOptions(tokenizer="byte", processes=1))
-        return shards
-
     def _look_through_stores(self) -> None:
         """All chains are one, and every state hashes, read afresh, to what its commit says."""
         config = load_config(bundled_config("tiny"), self._overrides)
@@ -309,18 +303,6 @@ class Chaos:
             if root != chain.commit(version.round).manifest.state_root:
                 found.disagreements.append(f"the state of {name} does not hash to round {version.round}")
 
-    def _count_times(self) -> None:
-        """From one commit to the next; faulty where something was broken since the commit before."""
-        first: dict[int, float] = {}
-        for process in (self._swarm.processes[name] for name in self._names):
-            for at, event in process.seen:
-                if isinstance(event, Round):
-                    first[event.round] = min(at, first.get(event.round, at))
-        times = [first[round] for round in sorted(first)]
-        for before, after in pairwise(times):
-            broken = any(before <= at <= after for at, _ in self._findings.blows)
-            (self._findings.faulty if broken else self._findings.healthy).append(after - before)
-
     def _count_tokens(self) -> None:
         """What lives trained between two commits that they lived to see, and how much of it rosters list.
 
@@ -342,6 +324,24 @@ class Chaos:
                     trained = sum(e.tokens for at, e in seen if isinstance(e, Step) and start < at <= stop)
                     self._findings.tokens_trained += trained
                     self._findings.tokens_counted += rosters.get(round, 0) if trained else 0
+
+
+def _tokens(folder: Path) -> Path:
+    corpus, shards = folder / "corpus", folder / "tokens"
+    build_stdlib_corpus(corpus, CORPUS_BYTES)
+    tokenize([str(corpus)], shards, TokenizeOptions(tokenizer="byte", processes=1))
+    return shards
+
+
+def _count_times(processes: Sequence[Process], found: Findings) -> None:
+    """From one commit to the next; faulty where something was broken since the commit before."""
+    first: dict[int, float] = {}
+    for at, event in (seen for process in processes for seen in process.seen):
+        if isinstance(event, Round):
+            first[event.round] = min(at, first.get(event.round, at))
+    for before, after in pairwise(first[round] for round in sorted(first)):
+        broken = any(before <= at <= after for at, _ in found.blows)
+        (found.faulty if broken else found.healthy).append(after - before)
 
 
 def peer_ids(process: Process) -> set[str]:

@@ -73,7 +73,10 @@ TRANSITIONS: Mapping[tuple[Stage, type], frozenset[Stage]] = {
 
 
 class TrainerMachine:
-    """One peer's training over all rounds. `handle` takes an event and returns what to do, in that order."""
+    """One peer's training over all rounds. `handle` takes an event and returns what to do, in that order.
+
+    More than 20 methods, since each event has a handler and all of them change the one state below.
+    """
 
     def __init__(self, rules: TrainingRules, layout: Layout) -> None:
         self._rules = rules

@@ -46,7 +46,7 @@ class RankTrainer:
         self.config, self.layout, self.ranks = config, layout, ranks
         self.step = 0
         self.round_steps = 0
-        self._gradient_bytes = 0
+        self.gradient_bytes = 0
         self.is_updating = False
         """Parameters may be half changed: a step that failed then must not be repeated."""
         self.notes: list[str] = []
@@ -156,14 +156,15 @@ class RankTrainer:
         sums, count_LE = summed
         if self._has_bf16_gradients and self.ranks.world_size > 1:
             average_gradients(self.model, self.ranks)
-        losses, norm, counts = self._totals(sums, count_LE, batch)
-        finite = all(map(math.isfinite, (*losses, norm)))
+        norm = gradient_norm(self.model).double() * (self.ranks.rank == 0)
+        losses, norm_value, counts = totals_of(self.ranks, sums, norm, count_LE, batch)
+        finite = all(map(math.isfinite, (*losses, norm_value)))
         if finite:
-            self._update(norm, lr)
-        self._gradient_bytes = gradient_bytes(self.model)
+            self._update(norm_value, lr)
+        self.gradient_bytes = gradient_bytes(self.model)
         self._clear_gradients(self._forward)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
-        return StepResult(step, *losses, batch.tokens.size, norm, lr, seconds, not finite, counts)
+        return StepResult(step, *losses, batch.tokens.size, norm_value, lr, seconds, not finite, counts)
 
     def _clear_gradients(self, forward: nn.Module) -> None:
         """DDP keeps gradients in its buckets; without it their memory is free for the next forward pass."""
@@ -228,16 +229,13 @@ class RankTrainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token, in nats, by this rank alone; NaN where there is no target."""
         device = self.ranks.device
-        with nullcontext() if self.guests is None else self.guests.left_out():
-            return self._evaluated(batches, device)
-
-    def _evaluated(self, batches: Iterable[Batch], device: torch.device) -> float:
         total, targets = torch.zeros(2, dtype=torch.float64, device=device)
-        for batch in batches:
-            with autocast(device):
-                parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))
-            total += parts.cross_entropy.double() * parts.targets
-            targets += parts.targets
+        with nullcontext() if self.guests is None else self.guests.left_out():
+            for batch in batches:
+                with autocast(device):
+                    parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))
+                total += parts.cross_entropy.double() * parts.targets
+                targets += parts.targets
         return float(total / targets)
 
     def contribution(self, block: int) -> Values:
@@ -252,39 +250,9 @@ class RankTrainer:
             for name, parameter in group.tensors.items():
                 yield group, name, parameter.detach()
 
-    def held(self) -> Held:
-        """What the tensors of this rank take."""
-        trained = sum(values.nbytes for _, _, values in self.trained_tensors())
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        return Held(sum(one.nbytes for one in tensors), trained, self._gradient_bytes, self.optimizer.nbytes)
-
-    def value_hashes(self) -> list[str]:
-        """SHA-256 of all trained values, for each rank."""
-        digest = hashlib.sha256()
-        for _, _, values in self.trained_tensors():
-            digest.update(values.cpu().numpy().tobytes())
-        return gather_texts(self.ranks, digest.hexdigest())
-
     @property
     def _has_bf16_gradients(self) -> bool:
         return self.config.optimizer.gradient_dtype == "bf16"
-
-    def _totals(
-        self, sums: Tensor, count_LE: Tensor, batch: Batch
-    ) -> tuple[tuple[float, float, float, float], float, tuple[tuple[int, ...], ...]]:
-        """(cross entropy, load balancing, router z, output z) of the whole peer, gradient norm of rank 0, assignments.
-
-        All in one tensor, so that the host waits for the device once. The ranks' gradients are equal to the bit, but a
-        norm is a sum whose order may depend on the thread count.
-        """
-        norm = gradient_norm(self.model).double() * (self.ranks.rank == 0)
-        totals = sum_over_ranks(self.ranks, torch.cat((sums, norm.view(1), count_LE.flatten())))
-        cross_entropy, output_z, load_balancing, router_z, norm_value, *flat = totals.tolist()
-        sequences, counted = len(batch.tokens), max(1, int(batch.loss_mask.sum()))
-        losses = cross_entropy / counted, load_balancing / sequences, router_z / sequences, output_z / counted
-        width = count_LE.shape[1]
-        counts = tuple(tuple(map(int, flat[at : at + width])) for at in range(0, len(flat), width or 1))
-        return losses, norm_value, counts
 
     def _update(self, norm: float, lr: float) -> None:
         self.is_updating = True
@@ -293,3 +261,35 @@ class RankTrainer:
         self.model.refresh()
         self.round_steps += 1
         self.is_updating = False
+
+
+def totals_of(
+    ranks: Ranks, sums: Tensor, norm: Tensor, count_LE: Tensor, batch: Batch
+) -> tuple[tuple[float, float, float, float], float, tuple[tuple[int, ...], ...]]:
+    """(cross entropy, load balancing, router z, output z) of the whole peer, gradient norm of rank 0, assignments.
+
+    All in one tensor, so that the host waits for the device once. The ranks' gradients are equal to the bit, but a
+    norm is a sum whose order may depend on the thread count.
+    """
+    totals = sum_over_ranks(ranks, torch.cat((sums, norm.view(1), count_LE.flatten())))
+    cross_entropy, output_z, load_balancing, router_z, norm_value, *flat = totals.tolist()
+    sequences, counted = len(batch.tokens), max(1, int(batch.loss_mask.sum()))
+    losses = cross_entropy / counted, load_balancing / sequences, router_z / sequences, output_z / counted
+    width = count_LE.shape[1]
+    counts = tuple(tuple(map(int, flat[at : at + width])) for at in range(0, len(flat), width or 1))
+    return losses, norm_value, counts
+
+
+def held_by(rank: RankTrainer) -> Held:
+    """What the tensors of a rank take."""
+    trained = sum(values.nbytes for _, _, values in rank.trained_tensors())
+    tensors = [*rank.model.parameters(), *rank.model.buffers()]
+    return Held(sum(one.nbytes for one in tensors), trained, rank.gradient_bytes, rank.optimizer.nbytes)
+
+
+def value_hashes(rank: RankTrainer) -> list[str]:
+    """SHA-256 of all trained values, for each rank; all ranks must ask."""
+    digest = hashlib.sha256()
+    for _, _, values in rank.trained_tensors():
+        digest.update(values.cpu().numpy().tobytes())
+    return gather_texts(rank.ranks, digest.hexdigest())

@@ -35,7 +35,7 @@ from spes_p2p.train.memory import (
 )
 from spes_p2p.train.moments import read_moments, take_moments
 from spes_p2p.train.private import load_private_state, outline, private_state
-from spes_p2p.train.rank import RankTrainer
+from spes_p2p.train.rank import RankTrainer, held_by, value_hashes
 from spes_p2p.train.step import ShouldDrop, StepResult, never
 
 __all__ = ["StepResult", "Trainer"]
@@ -43,6 +43,8 @@ __all__ = ["StepResult", "Trainer"]
 
 class Trainer:
     """Model, optimizer and rhythm of inner steps of one peer. One thread at a time may call it.
+
+    More than 20 methods, since each is a command that all ranks carry out, or a question that rank 0 answers alone.
 
     Every method raises SpesError where another rank has ended, naming it; only `close` is of use then.
     """
@@ -100,7 +102,7 @@ class Trainer:
     @property
     def held(self) -> Held:
         """What this rank's tensors take."""
-        return self._rank.held()
+        return held_by(self._rank)
 
     def columns_that_fit(self) -> int | None:
         """Expert columns for which there is memory, by what the steps since the last call have used; None on a CPU."""
@@ -237,7 +239,7 @@ class Trainer:
     def value_hashes(self) -> list[str]:
         """SHA-256 of all trained values (hexadecimal) at each rank: equal, or something is badly wrong."""
         with self._command("value_hashes"):
-            return self._rank.value_hashes()
+            return value_hashes(self._rank)
 
     def close(self) -> None:
         """Lets the other ranks end. Never raises for a rank that has ended already."""

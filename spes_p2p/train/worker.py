@@ -30,7 +30,7 @@ from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconne
 from spes_p2p.train.memory import least_free_and_total_bytes
 from spes_p2p.train.moments import take_moments
 from spes_p2p.train.private import load_private_state
-from spes_p2p.train.rank import RankTrainer
+from spes_p2p.train.rank import RankTrainer, value_hashes
 from spes_p2p.train.scratch import Scratch
 from spes_p2p.train.trainer import unpacked
 from spes_p2p.train.watchdog import Watchdog
@@ -88,7 +88,7 @@ _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
     "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),
-    "value_hashes": lambda trainer, arguments: trainer.value_hashes(),
+    "value_hashes": lambda trainer, arguments: value_hashes(trainer),
 }
 
 

@@ -14,6 +14,7 @@ from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.forks import Line, Way
 from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.inbound import Inbound
+from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
@@ -187,10 +188,10 @@ class SpeaksBeforeWriting(Consensus):
         return said + [action for action in actions if not isinstance(action, Send)]
 
 
-class NeverBlamesTheLeader(Voting):
+class NeverBlamesTheLeader(Leadership):
     """Nobody takes over from a leader that is lost."""
 
-    def _leader_failed(self, now: float) -> bool:
+    def has_failed(self, now: float) -> bool:
         return False
 
 
