@@ -115,13 +115,15 @@ class CommitFiles:
 class Chain:
     """The commits of a run from genesis on, in `directory`. What is appended was checked before.
 
-    One thread at a time may write; readers in others see the chain before or after, never between.
+    Threads write one after the other: a commit may be heard of while it is fetched, too. Readers see the chain before
+    or after, never between.
     """
 
     def __init__(self, directory: Path) -> None:
         """Raises StateError where a commit is damaged or missing in the middle."""
         self.directory = directory
         self._files = CommitFiles(directory)
+        self._writing = threading.Lock()
         self._lock = threading.RLock()
         self._length = self._files.count()
         self._newest: tuple[Commit, float] | None = None
@@ -188,25 +190,27 @@ class Chain:
         Another one in the place of one that is here ends the branch that it belongs to.
         """
         round = commit.manifest.round
-        if round > self._length:
-            raise LocalProtocolError(f"the commit of round {round} does not follow {self._length} commits")
-        if round < self._length:
-            if self.commit(round).manifest == commit.manifest:
-                return
-            self._cut(round)
-        self._files.write(commit)
-        with self._lock:
-            self._end_with(round + 1, commit)
+        with self._writing:
+            if round > self._length:
+                raise LocalProtocolError(f"the commit of round {round} does not follow {self._length} commits")
+            if round < self._length:
+                if self.commit(round).manifest == commit.manifest:
+                    return
+                self._cut(round)
+            self._files.write(commit)
+            with self._lock:
+                self._end_with(round + 1, commit)
 
     def switch(self, line: Sequence[Commit]) -> None:
         """Puts `line` in the place of everything from its first round on: wholly, also where a crash comes between.
 
         Raises StorageFull, and then nothing has changed.
         """
-        self._files.prepare_switch(line)
-        with self._lock:
-            self._files.end_switch()
-            self._end_with(line[-1].manifest.round + 1, line[-1])
+        with self._writing:
+            self._files.prepare_switch(line)
+            with self._lock:
+                self._files.end_switch()
+                self._end_with(line[-1].manifest.round + 1, line[-1])
 
     def _cut(self, round: int) -> None:
         with self._lock:

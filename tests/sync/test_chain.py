@@ -17,7 +17,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError, StateError, StorageFull
 from spes_p2p.ids import NO_HASH, sha256
-from spes_p2p.sync.chain import Chain, VoteBook, check_links
+from spes_p2p.sync.chain import Chain, CommitFiles, VoteBook, check_links
 from spes_p2p.wire import pack, unpack
 from tests.state.small import file_size_limit
 from tests.sync.chains import B, MadeRun, with_tokens
@@ -50,6 +50,25 @@ def test_a_commit_that_is_here_is_not_written_again(tmp_path: Path) -> None:
     chain = filled(tmp_path)
     chain.append(COMMITS[1])
     assert (chain.length, chain.newest) == (4, COMMITS[3])
+
+
+def test_a_commit_that_two_threads_bring_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be heard of while it is fetched, too: one would take the other's temporary file away."""
+    chain, honest = filled(tmp_path), CommitFiles.write
+    others, at_once = threading.Barrier(2), []
+
+    def write(files: CommitFiles, commit: Commit) -> None:
+        try:
+            others.wait(0.3)  # the other one would be here, too
+            at_once.append(commit)
+        except threading.BrokenBarrierError:
+            honest(files, commit)
+
+    monkeypatch.setattr(CommitFiles, "write", write)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(chain.append, [COMMITS[4]] * 2))
+    assert not at_once
+    assert Chain(tmp_path).newest == chain.newest == COMMITS[4]
 
 
 def test_another_commit_ends_the_branch_in_its_place(tmp_path: Path) -> None:
