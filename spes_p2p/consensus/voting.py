@@ -117,7 +117,7 @@ class Voting:
         for name in {*current.contents, *current.refused, *vote.verdicts}:
             if vote.verdicts.get(name) != (verdict := self._verdict(name, now)):
                 yield vote_on.Judged(name, verdict)
-        if may_vote:
+        if may_vote and vote.decided is None:
             if self._leadership.leading() and ballot_of(vote.record.proposal) < vote.ballot:
                 content = self._content_to_propose(now)
                 if content is not None:

@@ -20,13 +20,16 @@ from spes_p2p.consensus.messages import (
     DegradedVote,
     Envelope,
     Intent,
+    Precommit,
     Prevote,
     Proposal,
     Seal,
+    Statements,
     Votes,
 )
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.state import MOST_TURNS, Identity
+from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
@@ -64,6 +67,28 @@ def test_words_of_an_earlier_incarnation_are_no_reason_for_another_one() -> None
     envelope = Envelope(elector.order[1], votes=(Votes(polka=polka),))
     for beat in range(20):
         assert not any(isinstance(action, Forget) for action in elector.hears(envelope, float(beat)))
+
+
+def test_a_leader_that_hears_its_last_answer_and_the_decision_at_once_proposes_no_more() -> None:
+    """It has just come back: the others have decided without it, and it has their state."""
+    elector = Elector(3)
+    core, others = elector.core, elector.order[1:]
+    said = tuple(FakeSealer(peer).seal(replace(core.status(), peer=peer)) for peer in elector.order)
+    content = content_of(elector.rules, elector.tip, Statements((), (), said), elector.tip.state_root, None)
+    name, run = manifest_hash(content.manifest), (elector.rules.fingerprint, core.tip_hash, 1)
+    proposal = FakeSealer(others[0]).seal(Proposal(*run, name))
+    precommits = [FakeSealer(peer).seal(Precommit(*run, name)) for peer in others]
+    proposed = Votes(precommit=precommits[0], proposal=proposal)
+    elector.hears(Envelope(others[0], votes=(proposed,)), 0.0)
+    elector.hears(Envelope(others[0], contents=(content,)), 0.0)
+    core.handle(on.StateVerified(name), 0.0)
+    for beat in range(7):
+        core.handle(on.ClockTicked(), float(beat))
+    assert core.state.liveness.asking_since is not None
+    elector.hears(Envelope(others[1], votes=(Votes(precommit=precommits[1]),)), 6.5)
+    assert core.state.liveness.asking_since is None
+    assert core.state.round.decided is not None
+    assert core.state.round.vote.record.proposal is None
 
 
 def test_a_word_of_a_ballot_that_turns_do_not_lead_to_moves_nobody() -> None:
