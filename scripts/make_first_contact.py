@@ -58,7 +58,10 @@ STEPS = (
         until=r"or, using the address:\s+spes-p2p join \S.*\n",
     ),
     Step(
-        "anna", f"{PROGRAM} join INVITATION", "in a second terminal: her machine trains, too", until="waiting until 2"
+        "anna",
+        f"{PROGRAM} join INVITATION",
+        "in a second terminal: her machine trains, too",
+        until="waiting for 2 peers",
     ),
     Step("ben", "git clone REPOSITORY spes-p2p", "the program"),
     Step(

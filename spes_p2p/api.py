@@ -138,7 +138,9 @@ class Peer:
     def load(self) -> nn.Module:
         """A model of one's own with the committed values of this peer's newest checkpoint. Raises CheckpointError."""
         if self._options.model is None:
-            raise ConfigError("this peer has no model of its own", fix="export it with spes_p2p.Swarm or the command")
+            raise ConfigError(
+                "this peer was made without a `model`", fix="pass model=..., or use spes_p2p.Swarm.export"
+            )
         checkpoint = find_checkpoint(self.output, _nothing)
         config = config_from_text(checkpoint.run["config"], origin=f"the config in {checkpoint.folder}")
         return self._options.model.load(checkpoint.version(run_layout(config, self._options.model)))

@@ -71,7 +71,7 @@ def _counted() -> Callable[[list[Any]], list[Any]]:
 
 
 def _no_map(pairs: Any) -> Any:
-    raise ValueError("a map")
+    raise ValueError("maps are not allowed")
 
 
 class _Mismatch(Exception):

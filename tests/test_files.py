@@ -14,7 +14,7 @@ from tests.state.small import all_files, file_size_limit
 def test_a_file_is_replaced_at_once_or_stays(tmp_path: Path) -> None:
     path = tmp_path / "vote"
     write_whole(path, b"old")
-    with file_size_limit(4), pytest.raises(StorageFull, match=rf"{path}: no room for 5 bytes \(\d+ free\)"):
+    with file_size_limit(4), pytest.raises(StorageFull, match=rf"{path}: no room for 5 bytes \(\d+ bytes free\)"):
         write_whole(path, bytes(5))
     assert all_files(tmp_path) == {"vote": b"old"}
     write_whole(path, b"new")

@@ -62,7 +62,7 @@ def load_latest(root: Path, store: Path | None = None) -> tuple[Checkpoint, tupl
             refused.append((folder, error))
         else:
             return checkpoint, tuple(
-                f"{bad.name} is damaged ({why}); going on from {folder.name}" for bad, why in refused
+                f"{bad.name} is damaged ({why}); continuing from {folder.name}" for bad, why in refused
             )
     reasons = "".join(f"; {why}" for _, why in refused)
     raise CheckpointError(f"no usable checkpoint in {root}{reasons}", fix="start without --resume")

@@ -106,8 +106,8 @@ class ExpertBank(nn.Module):
         owned = tuple(owned)
         if list(owned) != sorted(set(owned)) or not all(0 <= expert < self.num_experts for expert in owned):
             raise ConfigError(
-                f"owned experts are {owned}, not rising numbers below num_experts ({self.num_experts})",
-                fix=f"choose different ones from 0..{self.num_experts - 1}, in rising order",
+                f"owned experts are {owned}, which are not ascending numbers below num_experts ({self.num_experts})",
+                fix=f"choose distinct ones from 0 to {self.num_experts - 1}, in ascending order",
             )
         if owned == self.owned:
             return

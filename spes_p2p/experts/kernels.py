@@ -48,7 +48,7 @@ def why_not(device: torch.device, trial: Trial) -> str:
 def _said_why_not(device: torch.device, trial: Trial) -> str:
     if reason := why_not(device, trial):
         logger.warning(
-            "Triton's kernels cannot be used on %s (%s): plain torch takes their place, which is slower. "
+            "Triton's kernels cannot be used on %s (%s): plain torch is used instead, which is slower. "
             "They need a C compiler and Python's headers: install gcc and python3-dev",
             device,
             reason,

@@ -102,5 +102,5 @@ class OwnModel(nn.Module):
                 return loss.float().reshape(())
             what = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "a number without a gradient"
         raise ConfigError(
-            f"the loss gave {what}", fix="let loss(module, token_BS) return the mean loss, a tensor of one number"
+            f"the loss returned {what}", fix="let loss(module, token_BS) return the mean loss, a tensor of one number"
         )

@@ -128,7 +128,7 @@ class Layout:
         self.num_model_tiles = self._tile_ranges[self.num_columns].stop
         """Tiles of the model's values: what rounds reduce and hand out. Those of the momentum follow them."""
         if len(self._places) != len(self.tensors) * (1 + has_momentum):
-            raise ConfigError("two tensors of the state have one name", fix="give each tensor its own name")
+            raise ConfigError("two tensors of the state have the same name", fix="give each tensor its own name")
 
     @property
     def num_values(self) -> int:

@@ -45,7 +45,7 @@ def check_moments(moments: Moments, betas: tuple[float, float], grad_clip: float
     the square of the norm that gradients are clipped to.
     """
     if not 0 < moments.steps <= MOST_STEPS:
-        raise RemoteProtocolError(f"optimizer moments that have seen {moments.steps} steps")
+        raise RemoteProtocolError(f"optimizer moments with a step count of {moments.steps}, which is not possible")
     factor, total = _mean_over_root(betas), 0.0
     for start in range(0, len(moments.mean), _CHUNK_VALUES):
         mean, square = (part[start : start + _CHUNK_VALUES] for part in (moments.mean, moments.square))

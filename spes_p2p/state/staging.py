@@ -83,7 +83,7 @@ class Staging:
         """
         if not self.areas.is_plain(self.layout.tiles[tile_id].block):
             if values is None or (momentum is None) is self.layout.has_momentum:
-                raise LocalProtocolError(f"tile {tile_id} was staged without what its bytes stand for")
+                raise LocalProtocolError(f"tile {tile_id} was staged without the values that its bytes encode")
             if momentum is not None:
                 self._write(self.areas.decoded, self.layout.momentum_tile(tile_id), momentum, None)
             self._write(self.areas.decoded, tile_id, values, None)
@@ -207,7 +207,7 @@ class Staging:
 
     def _recall_state_tiles(self) -> None:
         """After a restart: the state tiles are those that are neither the wire's nor the parent's."""
-        gone = LocalProtocolError(f"round {self.round} was staged on a state that is gone", fix="stage it anew")
+        gone = LocalProtocolError(f"round {self.round} was staged on a state that is gone", fix="stage it again")
         if self.finished is None or self.parent is None:
             raise gone
         before = (

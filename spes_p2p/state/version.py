@@ -228,7 +228,9 @@ class Version:
     def mend(self, tile_id: int, data: bytes | memoryview) -> None:
         """Puts the bytes of a damaged tile back, durably, for all who share the file. Raises StorageFull."""
         if hash_tile(data) != self.tile_hashes[tile_id]:
-            raise LocalProtocolError(f"tile {tile_id} of round {self.round} was to be mended with other bytes")
+            raise LocalProtocolError(
+                f"tile {tile_id} of round {self.round} cannot be repaired with bytes of another hash"
+            )
         tile = self.layout.tiles[tile_id]
         with self._opened(tile.block, os.O_WRONLY) as descriptor:
             if descriptor is not None:
@@ -255,7 +257,7 @@ class Version:
         except FileNotFoundError:
             is_ours = False
         if not is_ours:  # nothing brings it back: what was linked before this look was ours where it still is
-            raise StateError(f"{self.folder} is not that of state {short(self.root)} any more", fix="take a newer one")
+            raise StateError(f"{self.folder} no longer holds state {short(self.root)}", fix="use a newer state")
         return tuple(path.name for path in self.files())
 
     @cached_property

@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 def check_request(request: bytes) -> None:
     """Raises LocalProtocolError for a request that the other side would refuse for its size."""
     if len(request) > MAX_CALL_BYTES:
-        raise LocalProtocolError(f"a call of {len(request)} bytes, at most {MAX_CALL_BYTES} are allowed")
+        raise LocalProtocolError(f"a call has {len(request)} bytes, but at most {MAX_CALL_BYTES} are allowed")
 
 
 async def answer(handler: Handler, caller: PeerId, request: bytes) -> bytes:
     """What `handler` says to the call, framed. Never raises what the handler raises: a caller always hears back."""
     if len(request) > MAX_CALL_BYTES:
-        return refusal(f"a call of {len(request)} bytes, at most {MAX_CALL_BYTES} are allowed")
+        return refusal(f"the call has {len(request)} bytes, but at most {MAX_CALL_BYTES} are allowed")
     try:
         payload = await handler.on_call(caller, request)
     except RemoteProtocolError as error:
@@ -41,7 +41,7 @@ async def answer(handler: Handler, caller: PeerId, request: bytes) -> bytes:
         return refusal("the handler failed")
     if len(payload) > MAX_CALL_BYTES:
         logger.error("an answer of %d bytes is larger than the %d allowed", len(payload), MAX_CALL_BYTES)
-        return refusal(f"the answer has {len(payload)} bytes, at most {MAX_CALL_BYTES} are allowed")
+        return refusal(f"the answer has {len(payload)} bytes, but at most {MAX_CALL_BYTES} are allowed")
     return _ANSWER + payload
 
 
@@ -60,8 +60,8 @@ def unwrap(peer: PeerId, reply: bytes) -> bytes:
     if kind == _REFUSAL:
         raise RemoteProtocolError(f"{short(peer)} refused: {printable(payload)}")
     if reply == NOT_SERVING:
-        raise PeerClosed(f"{short(peer)} serves nothing yet")
-    raise RemoteProtocolError(f"{short(peer)} answered a call with {len(reply)} bytes that are no answer")
+        raise PeerClosed(f"{short(peer)} does not serve requests yet")
+    raise RemoteProtocolError(f"{short(peer)} answered a call with {len(reply)} bytes that are not a valid answer")
 
 
 def printable(words: bytes) -> str:

@@ -68,15 +68,15 @@ def open_envelope(verifier: Verifier, data: bytes, key: str | None, peer: PeerId
     envelope = wire.unpack(Envelope, data, max_bytes=MAX_ENVELOPE_BYTES)
     statement = envelope.statement
     if statement.purpose != _PURPOSE:
-        raise RemoteProtocolError("not a record of the directory")
+        raise RemoteProtocolError("this is not a record of the directory")
     if unfit := _unfit(statement.key, statement.value):
         raise RemoteProtocolError(unfit)
     if not now < statement.expiration <= _latest_end(now):
-        raise RemoteProtocolError(f"a record that ends {statement.expiration - now:.0f} s from now")
+        raise RemoteProtocolError(f"a record expires in {statement.expiration - now:.0f} s, which is out of bounds")
     if statement.peer != peer or key not in (None, statement.key):
-        raise RemoteProtocolError(f"a record of {statement.peer!r} for {statement.key!r} in the place of another")
+        raise RemoteProtocolError(f"a record of {statement.peer!r} for {statement.key!r} was found in another's place")
     if not verifier.verify(peer, envelope.public_key, wire.pack(statement), envelope.signature):
-        raise RemoteProtocolError(f"a record in the name of {statement.peer!r} that it did not sign")
+        raise RemoteProtocolError(f"a record names {statement.peer!r}, which did not sign it")
     return Record(statement.key, peer, statement.expiration, statement.value)
 
 
@@ -84,9 +84,9 @@ def _unfit(key: str, value: bytes) -> str:
     """Why no node keeps `value` under `key`; "" where they do."""
     bounds = bounds_of(key)
     if bounds is None:
-        return f"a record under {key[:80]!r}, where nothing is kept"
+        return f"a record is for key {key[:80]!r}, under which nothing is stored"
     if len(value) > bounds.record_bytes:
-        return f"a record of {len(value)} bytes under {key!r}, at most {bounds.record_bytes} are allowed"
+        return f"a record under {key!r} has {len(value)} bytes, but at most {bounds.record_bytes} are allowed"
     return ""
 
 
@@ -126,4 +126,6 @@ def _latest_end(now: float) -> float:
 def check_ttl(ttl_seconds: float) -> None:
     """Raises LocalProtocolError for a life that readers would not accept."""
     if not 0 < ttl_seconds <= MAX_TTL_SECONDS:
-        raise LocalProtocolError(f"a record for {ttl_seconds:g} s, allowed are more than 0 to {MAX_TTL_SECONDS:g}")
+        raise LocalProtocolError(
+            f"a record cannot live for {ttl_seconds:g} s: more than 0 and at most {MAX_TTL_SECONDS:g} s are allowed"
+        )

@@ -42,7 +42,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ADDRESS = re.compile(r"/[!-~]{1,256}")
 _NAME = re.compile(r"/(dns|dns4|dns6|dnsaddr)/[^/]+(/.*)?")
 _LISTING = "/dnsaddr/"
-_FIX = "copy it again as a whole; whoever runs the bootstrap node prints it with: spes-p2p invite"
+_FIX = "copy the whole invitation again; whoever runs the bootstrap node can print it with: spes-p2p invite"
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def decode(word: str) -> Invite:
     """Raises ConfigError where it is mistyped, cut short, of another version, or no invitation at all."""
     found = _SHAPE.fullmatch("".join(word.split()))
     if found is None or len(word) > MAX_CHARACTERS:
-        raise ConfigError(f"{word[:24]!r} is no invitation: one begins with {MARK}{VERSION}", fix=_FIX)
+        raise ConfigError(f"{word[:24]!r} is not an invitation: those begin with {MARK}{VERSION}", fix=_FIX)
     if int(found[1]) != VERSION:
         raise ConfigError(
-            f"this invitation is of version {found[1]}, this program reads {VERSION}", fix=_upgrade(found)
+            f"this invitation has version {found[1]}, but this program reads version {VERSION}", fix=_upgrade(found)
         )
     try:
         record = wire.unpack(_Record, base58.b58decode_check(found[2]), MAX_CHARACTERS)
@@ -122,12 +122,12 @@ def _upgrade(found: re.Match[str]) -> str:
 def _invite(record: _Record) -> Invite:
     """The invitation in `record`. Raises ValueError for one that should never have been made."""
     if len(record.fingerprint) != FINGERPRINT_BYTES or not record.nodes or not _RUN_ID.fullmatch(record.run_id):
-        raise ValueError("no fingerprint, no address, or no name of a run")
+        raise ValueError("the fingerprint, the addresses or the name of the run are missing")
     addresses = tuple(
         _with_id(_address(packed), node.peer or record.organiser) for node in record.nodes for packed in node.addresses
     )
     if not all(map(_ADDRESS.fullmatch, addresses)):  # they are shown on terminals
-        raise ValueError("an address that is none")
+        raise ValueError("an address is invalid")
     organiser = PeerId(base58.b58encode(record.organiser).decode())
     return Invite(record.run_id, record.fingerprint, organiser, addresses[:MAX_ADDRESSES])
 
@@ -155,7 +155,9 @@ def _id_bytes(peer: PeerId) -> bytes:
     try:
         return base58.b58decode(peer)
     except ValueError as error:
-        raise ConfigError(f"{peer!r} is no libp2p peer id", fix="an address ends in /p2p/ and a peer id") from error
+        raise ConfigError(
+            f"{peer!r} is not a libp2p peer id", fix="give an address that ends in /p2p/ and a peer id"
+        ) from error
 
 
 def to_be_shown(addresses: Iterable[str]) -> Sequence[str]:

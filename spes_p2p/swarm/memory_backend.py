@@ -266,7 +266,7 @@ class MemoryTransport:
 
     def accept(self, caller: PeerId, stream: MemoryStream) -> None:
         if self._server is None:
-            raise PeerClosed(f"{short(self.peer_id)} serves nothing yet")
+            raise PeerClosed(f"{short(self.peer_id)} does not serve requests yet")
         self._keep(stream)
         served = self._owner.spawn(self._server.serve(caller, stream))
         served.add_done_callback(lambda _: self._streams.pop(stream, None))
@@ -287,7 +287,7 @@ class MemoryTransport:
 
     def _require_life(self) -> None:
         if not self._owner.alive:
-            raise LocalProtocolError(f"{self.peer_id} was stopped and can do nothing more")
+            raise LocalProtocolError(f"{self.peer_id} was stopped and can no longer be used")
 
 
 def _name(peer: str | None) -> PeerId | None:

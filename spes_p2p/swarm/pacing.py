@@ -26,7 +26,7 @@ class Pacer:
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         if bytes_per_second is not None and bytes_per_second < LEAST_BYTES_PER_SECOND:
-            raise ValueError(f"a rate of {bytes_per_second:g} bytes a second, at least {LEAST_BYTES_PER_SECOND}")
+            raise ValueError(f"{bytes_per_second:g} bytes per second is below the least rate, {LEAST_BYTES_PER_SECOND}")
         self._rate = bytes_per_second
         self._free_at = float("-inf")
         self._waiting: dict[bool, deque[tuple[asyncio.Future[None], int]]] = {True: deque(), False: deque()}

@@ -185,7 +185,7 @@ def parse_peer(publisher: PeerId, data: bytes) -> PeerRecord:
     """Raises RemoteProtocolError, also where the record describes another peer than its publisher."""
     record = wire.unpack(PeerRecord, data, max_bytes=MAX_VALUE_BYTES)
     if record.peer != publisher:
-        raise RemoteProtocolError(f"{publisher} published a record of {record.peer}")
+        raise RemoteProtocolError(f"{publisher} published a record in the name of {record.peer}")
     return record
 
 
@@ -272,7 +272,7 @@ def _size(name: str, value: bytes, low: int, high: int) -> None:
 
 def _matches(name: str, value: str, pattern: re.Pattern[str]) -> None:
     if not pattern.fullmatch(value):
-        raise ValueError(f"{name} is {value[:80]!r}, which it may not be")
+        raise ValueError(f"{name} is {value[:80]!r}, which is not allowed")
 
 
 def _addresses(addresses: Iterable[str]) -> None:

@@ -68,7 +68,7 @@ class SpeedHandler:
     async def _serve(self, stream: ByteStream) -> None:
         kind, body = await read_frame(stream, _MAX_FRAME_BYTES)
         if kind != ASK:
-            raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
+            raise RemoteProtocolError(f"got a frame of kind {kind!r} where a request was expected")
         upload = wire.unpack(SpeedRequest, body).upload
         if self._busy or not self._may_give():
             await write_frame(stream, REFUSED, b"busy: try again later")
@@ -120,7 +120,7 @@ async def measure_speed(open_stream: Callable[[], Awaitable[ByteStream]], upload
             await write_frame(stream, ASK, wire.pack(SpeedRequest(upload)))
             kind, body = await read_frame(stream, _MAX_FRAME_BYTES)
         if kind != GO:
-            raise RemoteProtocolError(f"the speed is not measured: {printable(body)}")
+            raise RemoteProtocolError(f"the peer refused a speed measurement: {printable(body)}")
         return await (_upload(stream) if upload else _download(stream))
     except TimeoutError as error:
         raise PeerSilent(f"no answer within {ANSWER_SECONDS:g} s") from error

@@ -136,10 +136,10 @@ class StreamServer:
         with contextlib.ExitStack() as measured:
             try:
                 if kind != REQUEST:
-                    raise RemoteProtocolError(f"a frame of kind {kind!r} where a request was expected")
+                    raise RemoteProtocolError(f"got a frame of kind {kind!r} where a request was expected")
                 request = wire.unpack(FetchRequest, body)
                 if not has_place:
-                    raise RemoteProtocolError("too many streams are waiting here")
+                    raise RemoteProtocolError("too many streams are waiting")
                 async with self._slot(caller, stream, places, request.patient):
                     blob = await self._found(caller, stream, request)
                     if not request.patient:
@@ -172,7 +172,7 @@ class StreamServer:
         size = memoryview(blob.data).nbytes
         if size > request.max_bytes or request.offset > size:
             raise RemoteProtocolError(
-                f"the blob has {size} bytes, asked for {request.offset} to at most {request.max_bytes}"
+                f"the blob has {size} bytes, but bytes {request.offset} to {request.max_bytes} at most were asked for"
             )
         return blob
 

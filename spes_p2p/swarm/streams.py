@@ -117,7 +117,7 @@ async def read_frame(stream: ByteStream, max_bytes: int) -> tuple[bytes, bytes]:
     start = await read_exactly(stream, 5)
     size = int.from_bytes(start[1:], "big")
     if size > max_bytes:
-        raise RemoteProtocolError(f"a frame of {size} bytes, at most {max_bytes} are allowed")
+        raise RemoteProtocolError(f"a frame has {size} bytes, but at most {max_bytes} are allowed")
     return start[:1], await read_exactly(stream, size)
 
 
@@ -153,7 +153,9 @@ async def fetch_stream(
     `open_stream` raises. Nothing is copied: the bytes lie where they came from the stream.
     """
     if len(request) > MAX_REQUEST_BYTES:
-        raise LocalProtocolError(f"a fetch request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are allowed")
+        raise LocalProtocolError(
+            f"a fetch request has {len(request)} bytes, but at most {MAX_REQUEST_BYTES} are allowed"
+        )
     download = _Download(short(peer), request, timeout_seconds, max_bytes, traffic, patient)
     for attempt in range(MAX_RESUMES + 1):
         stream = await open_stream()
@@ -213,14 +215,14 @@ class _Download:
     def _accept(self, head: BlobHead) -> BlobHead:
         if head.total_bytes > self._max_bytes:
             raise BlobTooLarge(
-                f"{self._name} sent a blob of {head.total_bytes} bytes, at most {self._max_bytes} are allowed"
+                f"{self._name} sent a blob of {head.total_bytes} bytes, but at most {self._max_bytes} are allowed"
             )
         if self._head is None:
             self._head = head
             self._checksum = zlib.crc32(wire.pack(head))
             self._data = np.empty(head.total_bytes, np.uint8).data  # memory is taken as it is written to
         if head != self._head:
-            raise RemoteProtocolError(f"the blob of {self._name} changed while it was fetched")
+            raise RemoteProtocolError(f"the blob of {self._name} changed while it was being fetched")
         return head
 
     async def _in_time(self, step: Awaitable[T]) -> T:

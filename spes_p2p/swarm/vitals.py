@@ -41,7 +41,7 @@ class PeerWarning:
         if self.kind not in WARNING_KINDS:
             raise ValueError(f"kind is {self.kind[:40]!r}, not one of {WARNING_KINDS}")
         if not 0 < len(self.message) <= MAX_WARNING_CHARACTERS or not self.message.isprintable():
-            raise ValueError(f"message is {self.message[:80]!r}, which it may not be")
+            raise ValueError(f"message is {self.message[:80]!r}, which is not allowed")
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,18 @@ class Vitals:
 
     def __post_init__(self) -> None:
         if not _PHASE.fullmatch(self.phase):
-            raise ValueError(f"phase is {self.phase[:40]!r}, which it may not be")
+            raise ValueError(f"phase is {self.phase[:40]!r}, which is not allowed")
         if not _DEVICE.fullmatch(self.device):
-            raise ValueError(f"device is {self.device[:80]!r}, which it may not be")
+            raise ValueError(f"device is {self.device[:80]!r}, which is not allowed")
         if len(self.phase_seconds) not in (0, len(PHASES)):
             raise ValueError(f"phase_seconds has {len(self.phase_seconds)} numbers, not {len(PHASES)}")
         if len(self.warnings) > MAX_WARNINGS:
             raise ValueError(f"{len(self.warnings)} warnings, more than {MAX_WARNINGS}")
         loads = (self.load_percent, self.highest_load_percent, self.lowest_load_percent)
         if len({len(load) for load in loads}) > 1 or len(self.load_percent) > MAX_EXPERTS:
-            raise ValueError(f"loads of {[len(load) for load in loads]} experts")
+            raise ValueError(
+                f"the loads are of {[len(load) for load in loads]} experts, but these numbers must be equal"
+            )
         for name, value, most in (
             ("loss", self.loss, MAX_LOSS),
             ("round_loss", self.round_loss, MAX_LOSS),

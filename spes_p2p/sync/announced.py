@@ -59,7 +59,7 @@ async def fetch_commits(transport: Transport, holders: Sequence[PeerId], first: 
             raise RemoteProtocolError("it has none")
         return commits
 
-    return await first_good(holders, ask, f"nobody gave the commits from round {first} on")
+    return await first_good(holders, ask, f"no peer could provide the commits from round {first} on")
 
 
 async def is_checked(
@@ -176,7 +176,7 @@ async def _last_common(ours: _History, theirs: _History) -> int:
     high, stride = theirs.tip.manifest.round, 1
     while not await _is_same(ours, theirs, low := max(0, high - stride)):
         if low == 0:
-            raise RemoteProtocolError("another genesis")
+            raise RemoteProtocolError("it has a different genesis")
         high, stride = low, 2 * stride
     while high - low > 1:
         middle = (low + high) // 2
@@ -195,5 +195,5 @@ async def _announced(transport: Transport, head: HeadRecord, publishers: tuple[P
     else:
         (commit,) = await fetch_commits(transport, publishers, head.round, 1)
     if manifest_hash(commit.manifest) != head.manifest_hash or commit.manifest.round != head.round:
-        raise RemoteProtocolError(f"what is announced as round {head.round} is something else")
+        raise RemoteProtocolError(f"the commit announced as round {head.round} is a different one")
     return commit

@@ -73,7 +73,7 @@ class Answers:
                 self._history.disk.store.layout, slice_tiles, self._core.tip, caller, asked.first_tile, asked.count
             )
             if not self._core.is_counted(asked.parent, unpack(Contribution, asked.work)):
-                raise RemoteProtocolError("the work that is asked for is not what is here")
+                raise RemoteProtocolError("this peer no longer has the requested work")
         reached(failpoints.SERVE + kind_of(asked), peer=self._core.me, round=self._core.tip.round + 1, caller=caller)
         blob = await self._tasks.in_thread(lambda: self._serving.answer(asked))
         if self._is_behind(caller):
@@ -87,4 +87,4 @@ class Answers:
 
     def _require_life(self) -> None:
         if self._dispatcher.halted:
-            raise RemoteProtocolError("this peer is ending")
+            raise RemoteProtocolError("this peer is shutting down")

@@ -111,14 +111,16 @@ class CatchUp:
         before = self._chain.commit(first - 1) if first else None
         while part := await commits_from(self._transfers, holder, first):
             if before is not None and part[0].manifest.parent != manifest_hash(before.manifest):
-                raise Parted(f"{short(holder)} stands on another history of the run from round {first} on")
+                raise Parted(f"{short(holder)} is on another history of the run from round {first} on")
             if first == needs_quorum > 0 and not has_quorum(part[0]):
                 raise Parted(f"{short(holder)} has gone on from round {first - 1} without a quorum")
             await self.append(part, before)
             last = before = part[-1]
             first = last.manifest.round + 1
             if first > most:
-                raise RemoteProtocolError(f"{short(holder)} has ever more rounds, {first} by now, than it said")
+                raise RemoteProtocolError(
+                    f"{short(holder)} keeps sending more rounds than it announced, {first} by now"
+                )
         return last
 
     async def note(self, commit: Commit) -> None:
@@ -155,7 +157,7 @@ class CatchUp:
             size += sum(len(pack(commit)) for commit in part)
             if size > LONGEST_LINE_BYTES:
                 raise RemoteProtocolError(
-                    f"{short(holder)} has {len(theirs)} rounds that are not ours: too many to hold"
+                    f"{short(holder)} has {len(theirs)} rounds that are not ours: too many to keep in memory"
                 )
         ours = tuple(self._chain.commit(at) for at in range(common + 1, tip_round + 1))
         return ForkPoint(parent.manifest, ours, tuple(theirs))

@@ -205,7 +205,7 @@ class Committer(Generic[S]):
         await self._history.switch(fork, state)
         lost = tokens_lost(fork.common, fork.ours)
         text = f"{len(fork.ours)} rounds with {lost:,} tokens are lost: another history of the run won"
-        self._notice(do.Notice("fork", f"{text} (they parted after round {fork.common.round})", holder))
+        self._notice(do.Notice("fork", f"{text} (the histories split after round {fork.common.round})", holder))
         self._votes.leave(self._core.state.record)  # again: it may have voted meanwhile; from here nothing may
         self._votes.arrive(manifest_hash(commit.manifest))
         await self._enter(on.HistorySwitched(commit, self._votes.incarnation), None, fork)
@@ -222,7 +222,7 @@ class Committer(Generic[S]):
         before = [self._history.commit_of(round).manifest for round in rounds]
         for column, tokens in tokens_gone(before, child, columns).items():
             since = child.column_rounds[column]
-            text = f"{tokens:,} tokens of column {column} since round {since} are lost with its owner"
+            text = f"{tokens:,} tokens trained on column {column} since round {since} are lost with its owner"
             self._notice(do.Notice("column", text))
 
     async def _enter(

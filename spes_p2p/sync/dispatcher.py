@@ -203,7 +203,7 @@ class Dispatcher:
         """Nothing can be staged: say so once, train on, look again later."""
         if not self.was_full:
             self.was_full = True
-            goes_on = "no newer state is taken" if self._looks_on else "training goes on, but this peer cannot vote"
+            goes_on = "no newer state is taken" if self._looks_on else "training continues, but this peer cannot vote"
             self._owner.notice(do.Notice("disk", f"{error}; {goes_on} until there is room"))
         self._effects.make_room()
         self._retry_at = self._now() + RETRY_HEARTBEATS * self.core.state.pace.heartbeat_seconds
@@ -213,4 +213,4 @@ class Dispatcher:
         """A commit was written."""
         if self.was_full and not self.is_full:
             self.was_full = False
-            self._owner.notice(do.Notice("disk", "there is room again"))
+            self._owner.notice(do.Notice("disk", "there is disk space again"))

@@ -83,7 +83,7 @@ class Serving:
                 return Blob(b"")
             case CatalogueRequest() | SourcesRequest() | PiecesRequest():
                 if self._data is None:
-                    raise RemoteProtocolError("no data of the run is here")
+                    raise RemoteProtocolError("this peer has no data of the run")
                 return self._data(request)
 
     def _values(self, request: ValuesRequest) -> Blob:
@@ -107,7 +107,7 @@ class Serving:
 
     def _tiles(self, hashes: tuple[Hash, ...]) -> Blob:
         if self._store is None:
-            raise RemoteProtocolError("no state is here")
+            raise RemoteProtocolError("this peer keeps no state")
         found: list[memoryview] = []
         for tile_hash in hashes:
             data = self._store.find(tile_hash)
@@ -115,7 +115,7 @@ class Serving:
                 raise RemoteProtocolError(f"tile {short(tile_hash)} is not here")
             found.append(data)
             if len(found) > 1 and sum(len(part) for part in found) > MAX_JOINED_BYTES:
-                raise RemoteProtocolError(f"tiles of more than {MAX_JOINED_BYTES} bytes at once")
+                raise RemoteProtocolError(f"more than {MAX_JOINED_BYTES} bytes of tiles were requested at once")
         return Blob(found[0] if len(found) == 1 else b"".join(found))
 
     def _wires(self, round: int) -> Blob:

@@ -58,6 +58,6 @@ def _check_version(group: RunGroup) -> None:
     versions = group.wire_versions
     if WIRE_VERSION not in versions:
         raise RemoteProtocolError(
-            f"run {group.run_id} speaks wire version {versions[-1]}, this program {WIRE_VERSION}",
+            f"run {group.run_id} speaks wire version {versions[-1]}, but this program speaks {WIRE_VERSION}",
             fix="upgrade spes-p2p" if versions[-1] > WIRE_VERSION else "ask the organiser to upgrade",
         )

@@ -58,13 +58,13 @@ def check_run(info: RunInfo, expected: Hash) -> Config:
     """The config of a run that somebody served. Raises RemoteProtocolError where it is not the run expected."""
     if info.fingerprint != expected:
         raise RemoteProtocolError(
-            f"the served run has fingerprint {info.fingerprint.hex()[:16]}, expected {expected.hex()[:16]}",
+            f"the served run has fingerprint {info.fingerprint.hex()[:16]}, but {expected.hex()[:16]} was expected",
             fix="ask the organiser for the run's fingerprint; another initial peer may serve the right one",
         )
     if info.wire_version != WIRE_VERSION:
         older = "this program" if info.wire_version > WIRE_VERSION else "the run"
         raise RemoteProtocolError(
-            f"the run speaks wire version {info.wire_version}, this program {WIRE_VERSION}",
+            f"the run speaks wire version {info.wire_version}, but this program speaks {WIRE_VERSION}",
             fix=f"upgrade {older} to the newer spes-p2p",
         )
     config = config_from_text(info.config, origin=f"the config of run {info.run_id}")
@@ -82,7 +82,7 @@ def check_same_run(envelope: Envelope, info: RunInfo) -> None:
         if signed.author == envelope.sender and signed.value.fingerprint != info.fingerprint:
             raise RemoteProtocolError(
                 f"this is run {info.run_id} with fingerprint {info.fingerprint.hex()[:16]}, "
-                f"yours is {signed.value.fingerprint.hex()[:16]}: join again to get its config"
+                f"but yours is {signed.value.fingerprint.hex()[:16]}: join again to get its config"
             )
 
 

@@ -27,7 +27,7 @@ def checked_prefix(text: str, what: str) -> str:
     if not LEAST_DIGITS <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
         raise ConfigError(
             f"{what} is {text[:80]!r}, not the first digits of a manifest's hash",
-            fix="give the ten hexadecimal digits that the peers print where the run has gone on twice",
+            fix="give the ten hexadecimal digits that peers print when the run has split",
         )
     return digits
 
@@ -119,13 +119,13 @@ class Fork:
 
     def texts(self, now: float) -> list[str]:
         """For a person: what each history has, and what it costs to choose it, the one with most tokens first."""
-        found = [f"the run has {len(self.sides)} histories since round {self.round}, until one gives way or is chosen:"]
+        found = [f"the run has {len(self.sides)} histories since round {self.round}; one must give way or be chosen:"]
         for side in sorted(self.sides.values(), key=lambda side: (-side.tokens, side.child)):
             age = f", newest {seconds_text(max(0.0, now - side.seen_at))} old" if side.seen_at else ""
             who = ", ".join(short(peer) for peer in side.peers[:MOST_NAMED])
             more = f" and {len(side.peers) - MOST_NAMED} more" if len(side.peers) > MOST_NAMED else ""
             found += [
-                f"  {side.name}: rounds {self.round + 1} to {side.round} (the first by {side.kind}), "
+                f"  {side.name}: rounds {self.round + 1} to {side.round} (first certificate: {side.kind}), "
                 f"{side.tokens:,} tokens{age}",
                 f"    {_count(side.members, 'member')}, {_count(side.electors, 'elector')}; announced by {who}{more}",
                 *(f"    choosing it loses {text}" for text in self.lost_texts(side.child)),
@@ -137,7 +137,7 @@ class Fork:
         """What choosing `child` costs, of each other history."""
         return [
             f"{_count(side.rounds, 'round')} with {side.tokens:,} tokens of {side.name}: "
-            f"{_count(side.members, 'member')} of it would come over"
+            f"{_count(side.members, 'member')} of it would switch"
             for other, side in sorted(self.sides.items())
             if other != child
         ]
@@ -153,13 +153,13 @@ def choose_child(forks: Iterable[Fork], digits: str) -> tuple[Fork, Side]:
     if not known:
         raise ConfigError(
             "the run has one history: there is nothing to choose",
-            fix="choose while peers of both histories can be reached; what they print names both",
+            fix="choose while peers of both histories can be reached; their messages name both",
         )
     fitting = [(fork, side) for fork, side in known if side.child.startswith(digits)]
     if len(fitting) != 1:
         names = ", ".join(side.name for _, side in fitting or known)
         raise ConfigError(
-            f"{'several histories begin' if fitting else 'no history begins'} with {digits}, of {names}",
-            fix="give one of these",
+            f"{'several histories begin' if fitting else 'no history begins'} with {digits}; there are {names}",
+            fix="give the digits of exactly one of them",
         )
     return fitting[0]

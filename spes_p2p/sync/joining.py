@@ -69,7 +69,7 @@ async def load_run(transport: Transport, group: RunGroup, timeout_seconds: float
             if isinstance(error, RemoteProtocolError) and error.fix and len(group.records) == 1:
                 raise
     raise NetworkError(
-        f"nobody serves the config of run {group.run_id}: {'; '.join(reasons) or 'no address is announced'}",
+        f"no node could serve the config of run {group.run_id}: {'; '.join(reasons) or 'no address is announced'}",
         fix="try again in a minute, or ask the organiser whether the run is still alive",
     )
 
@@ -140,7 +140,7 @@ class Joining:
             tip = await self._whole(store, chain, tip, sources)
         votes.arrive(manifest_hash(tip.manifest))
         if not _stands_by(votes.record, store, chain, tip):
-            self._node.say("what this peer voted for is not on its disk any more; it comes back as a newcomer")
+            self._node.say("what this peer voted for is no longer on its disk; it rejoins as a newcomer")
             votes.forget()
         return JoinedRun(store, chain, votes, tip)
 
@@ -171,7 +171,7 @@ class Joining:
                 found = await self._first_genesis(asking, self._run.heartbeat_seconds)
                 if found is not None:
                     return found
-                self._say_once(f"waiting until {self._run.config.swarm.min_peers} peers have come")
+                self._say_once(f"waiting for {self._run.config.swarm.min_peers} peers to join")
         except asyncio.CancelledError:
             await _end(asking.values())
             await self._withdraw(self._newcomer(replace(intent, leaving=True), incarnation, sequence + 1), asked)
@@ -210,7 +210,7 @@ class Joining:
             return commit
         except (NetworkError, RemoteProtocolError) as error:
             if isinstance(error, RemoteProtocolError) or peer == self._run.info.organiser:  # others wait as we do
-                self._say_once(f"peer {short(peer)} gave no genesis: {error}")
+                self._say_once(f"peer {short(peer)} could not provide genesis: {error}")
             return None
 
     def _say_once(self, text: str) -> None:
@@ -249,7 +249,7 @@ class Joining:
         if self._run.config.run.initial_state:
             self._node.say("fetching the state of the run")
         else:
-            self._node.say("the initial state came out differently on this machine; fetching it instead")
+            self._node.say("the initial state computed on this machine differs from the run's; fetching it instead")
         reasons: list[str] = []
         found = await self._fetch_instead(store, chain, genesis, sources, reasons)
         if found is None:
@@ -299,10 +299,10 @@ class Joining:
         left = await Mender(store, self._transfers, asyncio.to_thread).mend(version, damaged, holders)
         mended = len(damaged) - len(left)
         if mended:
-            self._node.say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were mended")
+            self._node.say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were repaired")
         if not left:
             return tip
-        self._node.say(f"{version.damage(left[0])}; nobody who answers has it, so a newer state is looked for")
+        self._node.say(f"{version.damage(left[0])}; no peer that answers has it: looking for a newer state")
         newer = await self._fetch_instead(store, chain, tip, sources, [])
         if newer is None:
             raise version.damage(left[0])

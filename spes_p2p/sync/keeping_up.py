@@ -46,8 +46,8 @@ class KeepingUp:
         self._slow = self._slow + 1 if needed > rate * a_round else 0
         if self._slow >= CERTAIN:
             raise LinkTooSlow(
-                f"this link is too slow for the run: it received {_mbit(rate)}, and a round hands out "
-                f"{needed / 1e6:.3g} MB in {a_round:.3g} s, which takes {_mbit(needed / a_round)}",
+                f"this link is too slow for the run: it received {_mbit(rate)}, but a round hands out "
+                f"{needed / 1e6:.3g} MB every {a_round:.3g} s, which needs {_mbit(needed / a_round)}",
                 fix="use a faster link or raise --max-download; or ask the organiser for a run with longer rounds "
                 "(sync.steps_per_round) or fewer bytes (sync.codec)",
             )

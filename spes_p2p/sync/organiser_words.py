@@ -96,9 +96,11 @@ def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:
         parts.append(words.ending)
     for signed in parts:
         if signed.value.fingerprint != info.fingerprint or signed.author != info.organiser:
-            raise RemoteProtocolError(f"a word of another run, or by {signed.author}, not by its organiser")
+            raise RemoteProtocolError(
+                f"an order for another run, or signed by {signed.author} instead of the organiser"
+            )
         if not check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
-            raise RemoteProtocolError("a word without a good signature of the organiser")
+            raise RemoteProtocolError("an order without a valid signature of the organiser")
     return Words().merged(words)
 
 

@@ -96,7 +96,7 @@ class Outgoing:
 def check_asker(layout: Layout, slice_tiles: int, tip: Manifest, caller: PeerId, first_tile: int, count: int) -> None:
     """Raises RemoteProtocolError for more than a slice, and where encoding it is of no use to `caller`."""
     if not 0 <= first_tile < layout.num_model_tiles or not 0 < count <= slice_tiles:
-        raise RemoteProtocolError(f"a request for the values of {count} tiles from {first_tile} on")
+        raise RemoteProtocolError(f"{count} tiles from {first_tile} on were requested, which are not within one slice")
     block = layout.tiles[first_tile].block
     members = tuple(member.peer for member in tip.members)
     hidden = {member.peer for member in tip.members if member.link_class != LINK_PUBLIC}

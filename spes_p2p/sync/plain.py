@@ -86,9 +86,9 @@ def unpack_plain(data: bytes) -> Any:
     try:
         return _value(msgpack.unpackb(data, raw=False, strict_map_key=True))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RemoteProtocolError) as error:
-        raise StateError(f"no state of the protocol: {error!r}", fix="take another recording") from error
+        raise StateError(f"not a recorded protocol state: {error!r}", fix="use another recording") from error
     except msgpack.exceptions.UnpackException as error:
-        raise StateError(f"no state of the protocol: {error!r}", fix="take another recording") from error
+        raise StateError(f"not a recorded protocol state: {error!r}", fix="use another recording") from error
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,7 @@ def rebuild(store: StateStore, chain: Chain, checkpoints: Path, say: Callable[[s
         if whole_state(store, round, root) is not None:
             return
         if store.salvage(round, root) is not None:
-            say(f"the state of round {round} is damaged on disk; what is lost of it is fetched again")
+            say(f"the state of round {round} is damaged on disk; the damaged parts are fetched again")
             return
     _adopt(store, chain, checkpoints, say)
 

@@ -103,7 +103,7 @@ class FlightRecorder:
 
     def _stop(self, error: Exception) -> None:
         self.failed = error
-        self._say(f"the flight recorder stops until the next start: {error}; training goes on")
+        self._say(f"the flight recorder stops until the next start: {error}; training continues")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def load_recording(path: Path) -> Recording:
     """Raises StateError where the file is none; a torn tail is left out."""
     first, *others = [unpack_plain(data) for data in _whole_frames(path.read_bytes())] or [None]
     if not isinstance(first, list) or first[0] != _BEGIN:
-        raise StateError(f"{path} is no recording of a peer", fix=f"give a {NEWEST} of a peer's output folder")
+        raise StateError(f"{path} is not a recording", fix=f"give the {NEWEST} of a peer's output folder")
     frames = [Frame(unpack(_EVENTS[name], data), now, decided) for name, data, now, decided in others]
     return Recording(unpack(RunInfo, first[1]), first[2], first[3], frames)
 

@@ -76,7 +76,7 @@ class _Set:
             for block in {layout.tiles[tile_id].block for tile_id in tile_ids}:
                 path, size = area.path(block), layout.blocks[block].size * VALUE_BYTES
                 if not path.is_file() or path.stat().st_size != size:
-                    raise StateError(f"{path} is missing or has not {size} bytes")
+                    raise StateError(f"{path} is missing or does not have {size} bytes")
             found.areas[kind] = area
         return found
 
@@ -341,7 +341,7 @@ class Residuals:
             return None
 
     def _complain(self, folder: Path, error: StateError) -> None:
-        self.problems.append(f"{folder}: what rounding left is lost, it cannot be read: {error}")
+        self.problems.append(f"{folder}: the kept rounding errors are lost, since they cannot be read: {error}")
 
     def _drop_all_but(self, *kept: Path) -> None:
         for folder in list(self._directory.glob("*")):

@@ -148,7 +148,7 @@ class RoundExecutor:
                 report = await self._staged(report, values, left_out)
             except TileDamaged as error:  # somebody else has its values whole; it is mended beside
                 left_out = {}
-                self._notice(do.Notice("damaged", f"slice {piece.key} is not reduced here: {error}"))
+                self._notice(do.Notice("damaged", f"this peer could not reduce slice {piece.key}: {error}"))
         if self._is_wanted(report):
             for peer, reason in left_out.items():
                 if report.contributors or reason != LOST:  # else it is we who reach nobody
@@ -272,7 +272,7 @@ class RoundExecutor:
                 root, merge = await self._work.build(action, self._others())
         except (NetworkError, TileDamaged) as error:  # what is damaged is mended beside
             if self._is_building(action, head):
-                self._notice(do.Notice("missing", f"what was staged is not here any more: {error}"))
+                self._notice(do.Notice("missing", f"staged tiles are missing: {error}"))
                 self._tell(on.SlicesLost(tuple(piece.key for piece in action.slices)))
             return
         if self._is_building(action, head):

@@ -122,7 +122,7 @@ class Scrubber:
     async def _mend(self, version: Version, damaged: Sequence[int]) -> None:
         try:
             left = await self._mender.mend(version, damaged, self._holders())
-            reason = "nobody here has it"
+            reason = "no reachable peer has it"
         except (StorageFull, OSError) as error:
             left, reason = tuple(tile_id for tile_id in damaged if tile_id in version.damaged), str(error)
         mended = [tile_id for tile_id in damaged if tile_id not in left]
@@ -130,7 +130,9 @@ class Scrubber:
             self._left.pop(tile_id, None)
         if mended:
             more = f", and {len(mended) - 1} more tiles," if len(mended) > 1 else ""
-            self._notice(Notice("damage", f"{version.damage(mended[0])}{more} and was mended with the committed bytes"))
+            self._notice(
+                Notice("damage", f"{version.damage(mended[0])}{more} and was repaired with the committed bytes")
+            )
         for tile_id in left:
             self._keep(version, tile_id, reason)
 
@@ -141,6 +143,6 @@ class Scrubber:
         error = version.damage(tile_id)
         if known != tile_hash:
             self._left[tile_id] = (tile_hash, version.round)
-            self._notice(Notice("damage", f"{error}, and cannot be mended yet: {reason}; it is never handed on"))
+            self._notice(Notice("damage", f"{error}, and cannot be repaired yet: {reason}; it is not served to others"))
         elif version.round > round:
             self._failed(error)

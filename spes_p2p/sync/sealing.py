@@ -65,7 +65,7 @@ class EnvelopeChecker:
         for signed in _signed_parts(envelope):
             if not self.check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
                 kind = type(signed.value).__name__
-                raise RemoteProtocolError(f"{short(sender)} sent a {kind} without a good signature of its author")
+                raise RemoteProtocolError(f"{short(sender)} sent a {kind} without a valid signature of its author")
         return envelope
 
     def check(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:

@@ -53,7 +53,7 @@ async def fetch_start(
             await _fetch(store, root, transfers, holders, in_thread)
             return
         except (NetworkError, RemoteProtocolError) as error:
-            say(f"the state that the run starts from cannot be had yet: {error}")
+            say(f"the state that the run starts from could not be fetched yet: {error}")
         await asyncio.sleep(pause_seconds)
 
 
@@ -75,11 +75,11 @@ async def _genesis(
     async def ask(holder: PeerId) -> Commit:
         part = await commits_from(transfers, holder, 0)
         if not part:
-            raise RemoteProtocolError("nothing has begun there")
+            raise RemoteProtocolError("the run has not begun there")
         check(part[0])
         return part[0]
 
-    return await first_good(holders, ask, "nobody has genesis")
+    return await first_good(holders, ask, "no peer has genesis")
 
 
 async def _fetch(

@@ -180,7 +180,7 @@ class TensorWork:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
         theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
         differ = self._candidate.differing(theirs)
-        self._notice(do.Notice("arithmetic", f"{len(differ)} tiles came out differently here", holders[0]))
+        self._notice(do.Notice("arithmetic", f"this machine computed other bits for {len(differ)} tiles", holders[0]))
         self._candidate.begin_repair()
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:

@@ -70,9 +70,11 @@ def check_sources(data: bytes, info: RunInfo, check: CheckSignature) -> SignedSo
     """Raises RemoteProtocolError unless the organiser of this run has signed it."""
     signed = unpack(SignedSources, data, MAX_SOURCES_BYTES)
     if signed.sources.fingerprint != info.fingerprint or signed.author != info.organiser:
-        raise RemoteProtocolError(f"web servers of another run, or by {signed.author}, not by its organiser")
+        raise RemoteProtocolError(
+            f"a list of web servers for another run, or signed by {signed.author} instead of its organiser"
+        )
     if not check(signed.author, signed.public_key, signing_bytes(signed.sources), signed.signature):
-        raise RemoteProtocolError("a list of web servers without a good signature of the organiser")
+        raise RemoteProtocolError("a list of web servers without a valid signature of the organiser")
     return signed
 
 

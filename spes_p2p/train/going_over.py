@@ -79,7 +79,7 @@ def told(own: int, kept: int, way: Way | None) -> list[str]:
     counted = way.counted.tokens if way is not None and way.counted is not None else 0
     texts = []
     if kept:
-        texts.append(f"{kept:,} tokens of this peer's own are kept, for the next round to count")
+        texts.append(f"{kept:,} of this peer's own tokens are kept for the next round to count")
     if (lost := own - kept - counted) > 0:
-        texts.append(f"{lost:,} tokens of this peer's own are lost with it")
+        texts.append(f"{lost:,} of this peer's own tokens are lost with the old history")
     return texts

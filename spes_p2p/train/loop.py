@@ -88,9 +88,9 @@ def _pass_notes_on(trainer: Trainer, emit: Callable[[Event], None] | None) -> No
 def _note_skip(trainer: Trainer, result: StepResult, emit: Callable[[Event], None] | None) -> None:
     what = f"loss {result.loss:g}, gradient norm {result.grad_norm:g}"
     if trainer.skipped_in_row == 1 and emit is not None:
-        emit(Warning(f"after step {result.step} a step was skipped: {what}"))
+        emit(Warning(f"the step after step {result.step} was skipped: {what}"))
     if trainer.skipped_in_row >= MOST_SKIPPED_IN_ROW:
         raise SpesError(
             f"{trainer.skipped_in_row} steps in a row after step {result.step} were not finite: {what}",
-            fix="lower optimizer.lr, or go back to an older checkpoint with --resume; check this machine's memory",
+            fix="lower optimizer.lr, or return to an older checkpoint with --resume; check this machine's memory",
         )

@@ -246,7 +246,7 @@ def _bitsandbytes() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"optimizer.name is adamw8bit, which needs bitsandbytes: {first_line(error)}",
-            fix="scripts/venv.sh optim8bit, or set optimizer.name=adamw",
+            fix="install it with scripts/venv.sh optim8bit, or set optimizer.name=adamw",
         ) from error
 
 

@@ -201,11 +201,13 @@ class RankTrainer:
             failed = sum_over_ranks(self.ranks, torch.tensor([float(failure is not None)], device=self.ranks.device))
             if not failed.item():
                 break
-            failure = failure or SpesError(f"{failed.item():.0f} other local ranks ran out of memory", fix="see above")
+            failure = failure or SpesError(
+                f"{failed.item():.0f} other local ranks ran out of memory", fix="see their errors above"
+            )
             change = self.use_less_memory()
             if not change:
                 raise failure
-            self.notes.append(f"{failure}; all ranks go on with {change}, which stays")
+            self.notes.append(f"{failure}; all ranks continue with {change} from now on")
         self._rehearsed = True
 
     def use_less_memory(self) -> str:

@@ -197,7 +197,7 @@ class Trainer:
             change = self._rank.use_less_memory()
             if not change:
                 raise failure
-            self._rank.notes.append(f"{failure}; the step is made again with {change}, which stays")
+            self._rank.notes.append(f"{failure}; the step is repeated with {change}, which is kept from now on")
 
     def contribution(self, block: int) -> Values:
         """Present values of block 0 or of an owned column: flat fp32, a copy."""
@@ -259,7 +259,7 @@ class Trainer:
             return
         self._ranks.check()
         if self._broken:
-            raise LocalProtocolError(f"{name} after a failure or close: the ranks are not in step any more")
+            raise LocalProtocolError(f"{name} was called after a failure or close: the ranks are no longer in step")
         try:
             with self._ranks.watch(name):
                 broadcast_object(self._ranks, [name, arguments])
@@ -309,6 +309,6 @@ def _check_batch(sequences: int, ranks: Ranks) -> None:
 def _check_owned(owned: tuple[int, ...], num_experts: int) -> None:
     if list(owned) != sorted(set(owned)) or not all(0 <= column < num_experts for column in owned):
         raise ConfigError(
-            f"owned columns are {owned}, not rising numbers below model.num_experts ({num_experts})",
-            fix="give each column once, in rising order",
+            f"owned columns are {owned}, which are not ascending numbers below model.num_experts ({num_experts})",
+            fix="give each column once, in ascending order",
         )

@@ -39,7 +39,7 @@ _START_SECONDS = 120.0
 _NOTICE_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
 _PR_SET_PDEATHSIG = 1
-_FROZEN_FIX = "look at that process's device and at the machine's memory; then go on with --resume"
+_FROZEN_FIX = "check that process's device and the machine's memory; then restart with --resume"
 
 
 def serve(ranks: Ranks) -> None:
@@ -59,7 +59,7 @@ def serve(ranks: Ranks) -> None:
         trainer = _build(ranks, **arguments) if name == "build" else trainer
         if name != "build":
             if trainer is None:
-                raise LocalProtocolError(f"command {name} before build")
+                raise LocalProtocolError(f"command {name} came before build")
             _COMMANDS[name](trainer, arguments)
 
 
@@ -215,7 +215,7 @@ class LocalRanks:
         stopped = [child for child in self._children if child.is_stopped()]
         named = ", ".join(str(child.rank) for child in stopped or self._children)
         how = "was stopped by a signal" if stopped else "hangs"
-        took = f"; {command} took {longest:.1f} s at most until now" if longest else ""
+        took = f"; {command} has never taken more than {longest:.1f} s before" if longest else ""
         self._frozen = SpesError(f"local rank {named} {how}: no answer for {seconds:.0f} s{took}", fix=_FROZEN_FIX)
         for child in self._children:
             child.kill()
@@ -240,8 +240,8 @@ def _device_of(number: int, device_type: str) -> str:
 def _check_devices(world_size: int, device: torch.device) -> None:
     if device.type == "cuda" and world_size > torch.cuda.device_count():
         raise ConfigError(
-            f"{world_size} local ranks were asked for, {torch.cuda.device_count()} GPUs are visible",
-            fix="use one rank a GPU: --local-ranks, CUDA_VISIBLE_DEVICES",
+            f"{world_size} local ranks were asked for, but {torch.cuda.device_count()} GPUs are visible",
+            fix="use one rank per GPU: set --local-ranks or CUDA_VISIBLE_DEVICES",
         )
 
 

@@ -43,7 +43,7 @@ def listener() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        (NOBODY, ("no initial peer can be reached", NOBODY, "is refused")),
+        (NOBODY, ("no initial peer can be reached", NOBODY, "refuses connections")),
         ("nonsense", ("nonsense is not a multiaddress",)),
         ("/ip4/127.0.0.1/tcp/99", ("lacks the peer id", "/p2p/")),
     ],
@@ -57,7 +57,13 @@ def test_each_of_several_initial_peers_has_its_reason(tmp_path: Path, listener: 
     silent = f"/ip4/127.0.0.1/tcp/{listener}/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
     refused(spes_p2p("join", "--initial-peers", NOBODY, silent), f"{silent} is an address without a flag")
     answer = spes_p2p("join", "--initial-peers", NOBODY, "--initial-peers", silent, "-o", str(tmp_path))
-    refused(answer, NOBODY, "is refused", silent, "is silent: the host accepts, but nobody speaks libp2p there")
+    refused(
+        answer,
+        NOBODY,
+        "refuses connections",
+        silent,
+        "is silent: the host accepts connections, but nothing there speaks libp2p",
+    )
 
 
 def test_a_wrong_peer_id_is_told_with_the_right_one(tmp_path: Path, organiser: Organiser) -> None:
@@ -144,10 +150,10 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_or_the_dtype(tmp_path: P
 def test_two_peers_with_one_identity(tmp_path: Path, organiser: Organiser) -> None:
     identity = organiser.folder / "identity.key"
     answer = organiser.join(tmp_path, "--identity-path", str(identity))
-    refused(answer, "another process on this machine runs with the identity", "--identity-path")
+    refused(answer, "another process on this machine is using the identity", "--identity-path")
     shutil.copy(identity, tmp_path / "copy.key")
     answer = organiser.join(tmp_path, "--identity-path", str(tmp_path / "copy.key"))
-    refused(answer, "another process in this swarm runs with the identity", "--identity-path")
+    refused(answer, "another process in this swarm is using the identity", "--identity-path")
 
 
 def test_an_output_folder_that_is_taken_or_cannot_be(tmp_path: Path, organiser: Organiser) -> None:
@@ -174,7 +180,7 @@ def test_a_port_in_use(tmp_path: Path, tokens: Path, listener: int) -> None:
     answer = spes_p2p(
         "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", place
     )
-    refused(answer, f"the port to listen on is taken: {place}", "--host-maddrs")
+    refused(answer, f"the port to listen on is in use: {place}", "--host-maddrs")
 
 
 def test_bootstrap_without_data(tmp_path: Path) -> None:

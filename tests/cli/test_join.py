@@ -57,7 +57,7 @@ def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, servi
     assert sum(event.data_bytes_received for event in rounds(tmp_path / "peer")) > 0
     assert any(line.startswith("round 2 committed at step 6: 1 peers") for line in lines)
     said = "\n".join(organiser.said)
-    assert "has come, 1 of 1" in said
+    assert "has joined, 1 of 1" in said
     assert "all 8 expert columns have an owner" in said
     assert "round 2: step 6, 1.5k tokens from 1 peer" in said
 
@@ -74,7 +74,7 @@ def test_a_folder_goes_on_only_with_its_own_run_and_only_when_asked_to(tmp_path:
     assert [event.round for event in rounds(peer)] == [1, 2]
     (warning,) = [event for event in events(peer) if isinstance(event, Warning)]
     assert f"{newest.name} is damaged" in warning.message
-    assert "going on from step-00000000" in warning.message
+    assert "continuing from step-00000000" in warning.message
     with serving("run.seed=7", name="another") as other:
         refused(other.join(peer, *data, "--resume"), "holds another run", "--output", code=3)
 

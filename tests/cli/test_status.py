@@ -151,14 +151,14 @@ def test_two_histories_are_shown_with_what_each_choice_costs() -> None:
     assert max(map(len, text_of(shown, NOW).splitlines())) <= 100
     assert lines(shown)[3:13] == [
         "",
-        "the run has 2 histories since round 12, until one gives way or is chosen:",
-        "4f0c2a91d3: rounds 13 to 40 (the first by degraded), 1,234,567 tokens, newest 12 s old",
+        "the run has 2 histories since round 12; one must give way or be chosen:",
+        "4f0c2a91d3: rounds 13 to 40 (first certificate: degraded), 1,234,567 tokens, newest 12 s old",
         "1 member, 1 elector; announced by Nanna1",
-        "choosing it loses 17 rounds with 99 tokens of 9a8b7c6d5e: 2 members of it would come over",
+        "choosing it loses 17 rounds with 99 tokens of 9a8b7c6d5e: 2 members of it would switch",
         "spes-p2p run choose 4f0c2a91d3",
-        "9a8b7c6d5e: rounds 13 to 29 (the first by quorum), 99 tokens",
+        "9a8b7c6d5e: rounds 13 to 29 (first certificate: quorum), 99 tokens",
         "2 members, 2 electors; announced by Nbenb2, xboot3",
-        "choosing it loses 28 rounds with 1,234,567 tokens of 4f0c2a91d3: 1 member of it would come over",
+        "choosing it loses 28 rounds with 1,234,567 tokens of 4f0c2a91d3: 1 member of it would switch",
         "spes-p2p run choose 9a8b7c6d5e",
     ]
     assert json.loads(json.dumps(shown.to_json()))["forks"][0]["sides"][late]["tokens"] == 99

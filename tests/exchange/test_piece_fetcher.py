@@ -397,5 +397,5 @@ def test_one_answer_is_bounded_whatever_is_asked(tmp_path: Path) -> None:
 
 def test_a_peer_without_data_says_so() -> None:
     serving = Serving(MadeRun().info, None, None, lambda *request: None)  # type: ignore[arg-type]
-    with pytest.raises(RemoteProtocolError, match="no data of the run is here"):
+    with pytest.raises(RemoteProtocolError, match="this peer has no data of the run"):
         serving.answer(CatalogueRequest(NO_HASH))

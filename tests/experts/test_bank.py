@@ -250,7 +250,7 @@ def test_set_owned_keeps_a_masters_fp32_values_and_does_nothing_twice() -> None:
 
 @pytest.mark.parametrize("owned", [(6,), (-1,), (2, 2), (3, 1)])
 def test_owned_out_of_range_or_order_is_refused(owned: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="not rising numbers below num_experts"):
+    with pytest.raises(ConfigError, match="which are not ascending numbers below num_experts"):
         make_bank(owned, Eager())
 
 

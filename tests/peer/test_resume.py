@@ -161,7 +161,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_both_names(tmp_path: Pa
     assert resumed.round == 1
     (warning,) = life.warnings()
     assert newest.name in warning
-    assert f"going on from {older.name}" in warning
+    assert f"continuing from {older.name}" in warning
 
 
 def test_without_any_whole_checkpoint_the_committed_state_has_to_do(tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ def test_a_leaver_that_another_history_does_not_name_just_goes(story: Story, mon
     story.play()
     assert story.left
     assert story.loop.machine.stage is Stage.OUTSIDE
-    assert story.said == [f"{2 * 64} tokens of this peer's own are lost with it"]
+    assert story.said == [f"{2 * 64} of this peer's own tokens are lost with the old history"]
 
 
 def test_a_leaver_stays_until_one_of_the_others_has_the_newest_state(story: Story) -> None:
@@ -590,7 +590,7 @@ def test_another_history_takes_the_place_of_what_was_trained_on_ours(story: Stor
     started: list[float] = []
     story.at_step[STEPS + 2] = lambda: started.append(float(np.mean(story.values() - story.store.version(0).block(0))))
     story.play()
-    assert story.said[-1].startswith(f"{8 * 16 + 64:,} tokens of this peer's own are lost with it")
+    assert story.said[-1].startswith(f"{8 * 16 + 64:,} of this peer's own tokens are lost with the old history")
     manifest, _, uncounted, _, _ = story.saved[-1]
     assert (manifest, uncounted) == (story.commits[1].manifest, Uncounted())
     assert story.ready[-1].steps == STEPS
@@ -658,7 +658,7 @@ def test_work_of_a_round_without_a_quorum_goes_over_to_the_history_that_won(tmp_
     work, kept = told.story.ready[-1], STEPS + steps
     tokens = work.tokens // work.steps
     assert (work.steps, work.sequences) == (2 * STEPS, told.story.ready[0].sequences * 2)
-    assert told.story.said == [f"{kept * tokens:,} tokens of this peer's own are kept, for the next round to count"]
+    assert told.story.said == [f"{kept * tokens:,} of this peer's own tokens are kept for the next round to count"]
     assert told.story.saved[-1][2] == Uncounted(kept * tokens, kept)
 
 
@@ -812,7 +812,7 @@ def test_what_was_trained_ahead_goes_over_to_another_history_too(tmp_path: Path)
     told.story.play()
     own = told.now[0][0] - told.committed(0, 0)
     np.testing.assert_allclose(told.started[1][0], told.committed(1, 0) + own, atol=1e-6)
-    kept = f"{(STEPS + 2) * 64:,} tokens of this peer's own are kept, for the next round to count"
+    kept = f"{(STEPS + 2) * 64:,} of this peer's own tokens are kept for the next round to count"
     assert told.story.said == [kept]
 
 

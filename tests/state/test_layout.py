@@ -74,7 +74,7 @@ def test_columns_with_gaps_are_refused(columns: list[int]) -> None:
 
 def test_one_name_twice_and_tiles_of_nothing_are_refused() -> None:
     tensor = StateTensor("t", (1,), None, "zeros")
-    with pytest.raises(ConfigError, match="one name"):
+    with pytest.raises(ConfigError, match="the same name"):
         Layout([tensor, tensor], 8)
     with pytest.raises(ConfigError, match="tile_values is 0"):
         Layout([tensor], 0)

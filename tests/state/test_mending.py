@@ -55,7 +55,7 @@ def test_a_mended_tile_is_mended_for_all_who_share_the_file(tmp_path: Path, stor
 
 def test_only_the_right_bytes_mend(store: StateStore) -> None:
     version = store.version(1)
-    with pytest.raises(LocalProtocolError, match="with other bytes"):
+    with pytest.raises(LocalProtocolError, match="with bytes of another hash"):
         version.mend(2, bytes(len(version.tile(2))))
     version.verify()
 

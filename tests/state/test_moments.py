@@ -50,8 +50,8 @@ GOOD = averaged([np.full(SIZE, 0.1, np.float32)] * 5)
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (changed(GOOD, steps=-1), "-1 steps"),
-        (changed(GOOD, steps=2**62), "steps"),
+        (changed(GOOD, steps=-1), "step count of -1"),
+        (changed(GOOD, steps=2**62), "step count"),
         (changed(GOOD, mean=np.full(SIZE, np.nan, np.float32)), "not finite"),
         (changed(GOOD, square=np.full(SIZE, np.inf, np.float32)), "not finite"),
         (changed(GOOD, square=-GOOD.square), "negative"),

@@ -280,6 +280,6 @@ def test_files_of_another_version_in_its_place_are_not_taken_for_its_own(tmp_pat
         assert theirs.publish().root != ours.root
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    with pytest.raises(StateError, match="is not that of state"):
+    with pytest.raises(StateError, match="no longer holds state"):
         ours.link_into(folder)
     assert bytes(ours.tile(0)) == values

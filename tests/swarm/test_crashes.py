@@ -106,7 +106,7 @@ def crash_daemon(swarm: LocalSwarm, told: Story, name: str) -> None:
     process = swarm.processes[name]
     before = daemon_of(process)
     os.kill(before, signal.SIGKILL)
-    words = "another one runs in its place"
+    words = "a new one with the same identity has replaced it"
     swarm.wait_until(lambda: words in process.output(), f"another daemon of {name}", [name], 180.0)
     told.daemons[name] = (before, daemon_of(process))
 
@@ -153,7 +153,7 @@ def newest_manifest(story: Story) -> Manifest:
 def test_a_daemon_that_was_killed_is_replaced_and_the_peer_goes_on(story: Story) -> None:
     for before, after in story.daemons.values():
         assert before != after
-    assert any("another one runs in its place" in text for text in story.warnings("p1"))
+    assert any("a new one with the same identity has replaced it" in text for text in story.warnings("p1"))
 
 
 @pytest.mark.parametrize("name", ["p1", "bootstrap"])

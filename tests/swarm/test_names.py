@@ -71,7 +71,8 @@ def test_a_name_stands_for_the_nodes_that_its_records_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"), [({"_dnsaddr.run.example.org.": ["dnsaddr=junk"]}, "names no node"), ({}, "names nothing")]
+    ("texts", "said"),
+    [({"_dnsaddr.run.example.org.": ["dnsaddr=junk"]}, "names no node"), ({}, "could not be looked up")],
 )
 def test_a_name_without_nodes_or_without_an_answer_says_so(
     texts: dict[str, list[str]], said: str, monkeypatch: pytest.MonkeyPatch

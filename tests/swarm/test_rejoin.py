@@ -82,7 +82,7 @@ def test_new_peers_go_on_after_a_night_without_any(tmp_path: Path, tokens: Path)
         assert {member.peer for member in morning[-1].manifest.members} == names
         round, root = recomputed_state(tmp_path / "p2", config_of(TWO_PEERS))
         assert root == morning[round].manifest.state_root.hex()
-        assert "the run goes on with new members" in swarm.processes["bootstrap"].output()
+        assert "the run continues with new members" in swarm.processes["bootstrap"].output()
 
 
 @pytest.mark.thorough

@@ -60,7 +60,7 @@ def test_a_word_that_was_cut_short_is_told(cut: int) -> None:
 
 @pytest.mark.parametrize(("word", "fix"), [("spes2", "upgrade spes-p2p"), ("spes0", "spes-p2p invite prints it")])
 def test_another_version_says_who_must_do_something(word: str, fix: str) -> None:
-    with pytest.raises(ConfigError, match=f"version {word[-1]}, this program reads 1") as caught:
+    with pytest.raises(ConfigError, match=f"version {word[-1]}, but this program reads version 1") as caught:
         decode(encode(INVITE).replace("spes1", word, 1))
     assert fix in caught.value.fix
 

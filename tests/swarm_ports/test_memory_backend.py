@@ -157,7 +157,7 @@ def test_a_restarted_peer_answers_again_and_its_old_self_cannot() -> None:
         network = MemoryNetwork()
         one, old, _ = await pair(network)
         new = network.restart(B)
-        with pytest.raises(PeerClosed, match="serves nothing yet"):
+        with pytest.raises(PeerClosed, match="does not serve requests yet"):
             await one.transport.call(B, b"x", 1.0)
         await new.transport.serve(Echo())
         assert await one.transport.call(B, b"x", 1.0) == b"anna:x"

@@ -102,7 +102,7 @@ def test_without_a_limit_nothing_waits() -> None:
 
 
 def test_a_rate_that_nobody_could_live_with_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 32000"):
+    with pytest.raises(ValueError, match="below the least rate, 32000"):
         Pacer(1000.0)
 
 

@@ -68,7 +68,7 @@ def test_nonsense_is_refused_when_made_and_when_read(record: Any, change: dict[s
 
 
 def test_a_peer_describes_only_itself() -> None:
-    with pytest.raises(RemoteProtocolError, match="ben published a record of anna"):
+    with pytest.raises(RemoteProtocolError, match="ben published a record in the name of anna"):
         records.parse_peer(BEN, wire.pack(PEER))
 
 

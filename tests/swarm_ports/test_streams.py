@@ -83,7 +83,7 @@ def test_a_whole_blob_is_taken() -> None:
         (WHOLE[:-1] + b"!", RemoteProtocolError, "wrong checksum"),
         (frame(b"N", b"no\x1b[2J"), RemoteProtocolError, r"refused: no\?\[2J"),
         (frame(b"B", wire.pack(BlobHead(1001, b""))), RemoteProtocolError, "at most 1000"),
-        (b"B\xff\xff\xff\xff", RemoteProtocolError, "a frame of 4294967295 bytes"),
+        (b"B\xff\xff\xff\xff", RemoteProtocolError, "a frame has 4294967295 bytes"),
         (frame(b"?", b""), RemoteProtocolError, "instead of a blob"),
     ],
 )

@@ -133,7 +133,7 @@ def test_who_finds_no_room_for_its_records_learns_who_is_there_all_the_same(monk
 
         async def full(key: str, value: bytes, ttl_seconds: float) -> None:
             if key == RUNS_KEY:
-                raise NetworkError(f"nobody took the record {key!r}")
+                raise NetworkError(f"no node stored the record {key!r}")
             await publish(key, value, ttl_seconds)
 
         with monkeypatch.context() as patch:

@@ -424,7 +424,7 @@ def test_a_full_disk_pauses_the_archive_with_one_warning(folder: Path) -> None:
         ]
         assert len([text for text in swarm.organiser_said if "no room" in text]) == 1
         await until(lambda: is_archived(swarm))
-        assert sum("there is room again" in text for text in swarm.organiser_said) == 1
+        assert sum("there is disk space again" in text for text in swarm.organiser_said) == 1
 
     with_archive(folder, play)
 

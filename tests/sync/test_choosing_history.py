@@ -248,7 +248,7 @@ def test_the_organiser_may_think_again(folder: Path) -> None:
 def test_what_may_not_be_chosen_is_said_and_moves_nobody(folder: Path) -> None:
     async def play(swarm: MemorySwarm, around: Surroundings, alone: Hash, majority: Hash) -> None:
         forks = (await look(swarm)).forks
-        with pytest.raises(ConfigError, match=f"no history begins with ffffffffff, of .*{short(alone)}"):
+        with pytest.raises(ConfigError, match=f"no history begins with ffffffffff; there are .*{short(alone)}"):
             choose_child(forks, "f" * 10)
         with pytest.raises(ConfigError, match="several histories begin with"):
             choose_child(forks, "")

@@ -85,7 +85,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(folder: Path, where: str)
         await until(counts(swarm, "b"))
         reached = full.round
         await until(lambda: any(content.manifest.round > reached for content in full.votes.record.contents))
-        await until(lambda: "room again" in [notice.text for notice in full.notices if notice.kind == "disk"][-1])
+        await until(lambda: "space again" in [notice.text for notice in full.notices if notice.kind == "disk"][-1])
         recorder.check(commits(swarm))
         check_agreement(swarm)
         check_leases(swarm)

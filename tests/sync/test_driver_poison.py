@@ -179,6 +179,6 @@ def test_other_arithmetic_is_repaired_by_fetching(folder: Path) -> None:
         warned = [n for life in swarm.up for n in life.notices if n.kind == "arithmetic"]
         assert len(warned) >= 6
         assert any(notice in peer(swarm, "c").notices for notice in warned)
-        assert all("came out differently" in notice.text for notice in warned)
+        assert all("computed other bits" in notice.text for notice in warned)
 
     in_swarm(folder, play, config)

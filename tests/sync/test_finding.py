@@ -61,7 +61,7 @@ def test_a_run_of_another_wire_version_is_refused_with_who_has_to_upgrade() -> N
         await peer.directory.publish(RUNS_KEY, pack(record("tiny", ONE, version)), 30.0)
         await find_run(peer.directory, None, 5.0)
 
-    with pytest.raises(RemoteProtocolError, match=f"wire version {WIRE_VERSION + 1}, this program") as newer:
+    with pytest.raises(RemoteProtocolError, match=f"wire version {WIRE_VERSION + 1}, but this program") as newer:
         run_virtual(find(WIRE_VERSION + 1))
     with pytest.raises(RemoteProtocolError) as older:
         run_virtual(find(WIRE_VERSION - 1))

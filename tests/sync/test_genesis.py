@@ -39,7 +39,7 @@ def test_local_choices_do_not_change_the_run() -> None:
 )
 def test_a_run_with_another_fingerprint_is_refused_with_the_fix(other: object) -> None:
     assert isinstance(other, type(RUN.info))
-    with pytest.raises(RemoteProtocolError, match=f"expected {RUN.info.fingerprint.hex()[:16]}") as caught:
+    with pytest.raises(RemoteProtocolError, match=f"but {RUN.info.fingerprint.hex()[:16]} was expected") as caught:
         check_run(other, RUN.info.fingerprint)
     assert "organiser" in caught.value.fix
 
@@ -47,7 +47,7 @@ def test_a_run_with_another_fingerprint_is_refused_with_the_fix(other: object) -
 @pytest.mark.parametrize(("version", "fix"), [(0, "the run"), (99, "this program")])
 def test_another_wire_version_is_refused_with_the_fix(version: int, fix: str) -> None:
     info = replace(RUN.info, wire_version=version)
-    with pytest.raises(RemoteProtocolError, match=f"speaks wire version {version}") as caught:
+    with pytest.raises(RemoteProtocolError, match=f"speaks wire version {version}, but") as caught:
         check_run(info, info.fingerprint)
     assert fix in caught.value.fix
 

@@ -128,7 +128,7 @@ def test_a_round_made_alone_is_counted_by_the_others_next_one(
         assert switch.commit.certificate.kind == QUORUM
         assert newest.parent == alone.manifest.parent
         assert kept >= own.tokens
-        assert said(life) == [f"{kept:,} tokens of this peer's own are kept, for the next round to count"]
+        assert said(life) == [f"{kept:,} of this peer's own tokens are kept for the next round to count"]
         await check_values(swarm, life, parent, alone.manifest, newest)
         await swarm.until_round(newest.round + 3)
         entries = [entry_of(commit, "e") for commit in commits(swarm)[newest.round + 1 : newest.round + 3]]
@@ -189,7 +189,7 @@ def test_two_rounds_made_alone_are_lost_and_told(folder: Path) -> None:
         least = sum(entry.tokens for entry in counted if entry is not None)
         assert switch.own_tokens >= least
         [text] = said(life)
-        assert text.endswith("tokens of this peer's own are lost with it")
+        assert text.endswith("of this peer's own tokens are lost with the old history")
         assert int(text.split()[0].replace(",", "")) >= switch.own_tokens
         assert life._pretended is not None
         for block, started in life._pretended.started.items():
@@ -213,7 +213,7 @@ def test_work_whose_data_was_leased_to_others_is_lost_and_told(folder: Path) -> 
         own, switch = entry_of(alone, "e"), switch_of(life)
         assert own is not None
         assert PeerId("e") not in {member.peer for member in switch.commit.manifest.members}
-        assert said(life) == [f"{own.tokens:,} tokens of this peer's own are lost with it"]
+        assert said(life) == [f"{own.tokens:,} of this peer's own tokens are lost with the old history"]
         await until(counts(swarm, "e"), 900.0)
         check_agreement(swarm)
         check_leases(swarm)

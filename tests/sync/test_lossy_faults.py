@@ -222,9 +222,9 @@ def test_nobody_may_ask_for_more_than_a_slice_nor_for_what_it_does_not_reduce(fo
             await driver.answers.on_fetch(PeerId(caller), pack_request(request))
 
         for caller, tile, count, words in (
-            ("a", first, most + 1, "a request for the values"),
-            ("a", first, 0, "a request for the values"),
-            ("a", len(layout.tiles), 1, "a request for the values"),
+            ("a", first, most + 1, "were requested, which are not within one slice"),
+            ("a", first, 0, "were requested, which are not within one slice"),
+            ("a", len(layout.tiles), 1, "were requested, which are not within one slice"),
             ("b", first, 1, "does not reduce block"),
             ("stranger", 0, 1, "does not reduce block 0"),
         ):

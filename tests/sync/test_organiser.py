@@ -145,6 +145,6 @@ def test_waiting_peers_are_told_about(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start_organiser()
         await Newcomer(swarm, "a").speak()
-        assert swarm.organiser_said == ["peer a has come, 1 of 3"]
+        assert swarm.organiser_said == ["peer a has joined, 1 of 3"]
 
     in_swarm(folder, play, small_config())

@@ -84,7 +84,7 @@ def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Pa
     torn = load_recording(newest)
     assert torn.frames == whole.frames[:-1]
     newest.write_bytes(b"something else")
-    with pytest.raises(StateError, match="no recording"):
+    with pytest.raises(StateError, match="is not a recording"):
         load_recording(newest)
     assert whole.me == "b"
 

@@ -329,7 +329,7 @@ def test_a_set_that_cannot_be_read_is_said_and_done_without(tmp_path: Path, dama
     again = story.opened()
     assert story.kept(1, again) == NOTHING
     assert len(again.problems) == 1
-    assert "what rounding left is lost" in again.problems[0]
+    assert "the kept rounding errors are lost" in again.problems[0]
 
 
 def test_another_history_leaves_nothing(tmp_path: Path) -> None:

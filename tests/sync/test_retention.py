@@ -173,8 +173,8 @@ def test_a_link_that_can_never_follow_is_refused_in_one_sentence(folder: Path) -
 
     words = in_swarm(folder, play, small_config(*HURRIED))
     rate, size, needed = re.fullmatch(
-        r"this link is too slow for the run: it received (\S+) Mbit/s, and a round hands out (\S+) MB in \S+ s, "
-        r"which takes (\S+) Mbit/s",
+        r"this link is too slow for the run: it received (\S+) Mbit/s, but a round hands out (\S+) MB every \S+ s, "
+        r"which needs (\S+) Mbit/s",
         words,
     ).groups()  # type: ignore[union-attr]
     assert 0.5 < float(size) < 0.6

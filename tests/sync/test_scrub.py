@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_found_and_mended_from_the_others(folder: Path) -> None
         flip(tip_version(a), 17)
         await until(lambda: whole(tip_version(a)), 10.0)
         assert "block-00000.f32: tile 3 " in said(a)[0]
-        assert all("was mended" in text for text in said(a))
+        assert all("was repaired" in text for text in said(a))
         assert a.round == 1
         await swarm.until_round(2)
         check_agreement(swarm)
@@ -92,7 +92,7 @@ def test_damage_that_nobody_can_mend_is_said_once_and_gone_with_the_next_commit(
         for peer in swarm.up:
             (text,) = said(peer)
             assert "tile 2 " in text
-            assert "cannot be mended yet: nobody here has it" in text
+            assert "cannot be repaired yet: no reachable peer has it" in text
 
     in_swarm(folder, play, slow_run(2))
 

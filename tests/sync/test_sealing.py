@@ -64,7 +64,7 @@ def test_an_envelope_with_good_signatures_comes_out_as_it_was() -> None:
 def test_one_bad_signature_refuses_the_whole_envelope(wrong: Signed[Prevote]) -> None:
     shown = SEALER.seal(Proposal(NO_HASH, NO_HASH, 1, NO_HASH, Polka(0, NO_HASH, (VOTE, wrong))))
     for votes in (Votes(prevote=wrong), Votes(polka=Polka(0, NO_HASH, (VOTE, wrong))), Votes(proposal=shown)):
-        with pytest.raises(RemoteProtocolError, match="a Prevote without a good signature"):
+        with pytest.raises(RemoteProtocolError, match="a Prevote without a valid signature"):
             EnvelopeChecker(KEYS).open(A, pack(Envelope(A, (status(1),), votes=(votes,))))
 
 

@@ -67,7 +67,7 @@ def test_without_anybody_who_has_it_a_peer_waits(tmp_path: Path) -> None:
         await swarm.kill_organiser()
         joining = [asyncio.create_task(swarm.add(name)) for name in "abc"]
         await until(lambda: all(name in swarm.peers for name in "abc"))
-        await until(lambda: all(any("cannot be had" in text for text in p.said) for p in swarm.peers.values()))
+        await until(lambda: all(any("could not be fetched" in text for text in p.said) for p in swarm.peers.values()))
         await swarm.start_organiser()
         await asyncio.gather(*joining)
         assert swarm.organiser.chain.commit(0).manifest.state_root == root_of(swarm.config)

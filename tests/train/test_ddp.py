@@ -101,7 +101,7 @@ def test_ranks_step_down_together_where_one_has_no_memory(two_ranks: LocalRanks)
     assert len(set(tight.value_hashes())) == 1
     notes = tight.take_notes()
     assert notes[0].endswith(
-        "CUDA out of memory; all ranks go on with model.activation_checkpointing=selective, which stays"
+        "CUDA out of memory; all ranks continue with model.activation_checkpointing=selective from now on"
     )
     assert not tight.take_notes()
 

@@ -203,7 +203,7 @@ def test_another_history_that_parted_earlier_is_begun_as_it_is() -> None:
     machine = started()
     train(machine, 2)
     said, lease, load = machine.handle(Switched(after(GENESIS, None), True, None, 5))
-    assert said == Say(f"{2 * TOKENS + 5:,} tokens of this peer's own are lost with it")
+    assert said == Say(f"{2 * TOKENS + 5:,} of this peer's own tokens are lost with the old history")
     assert isinstance(lease, UseLease)
     assert isinstance(load, Load)
     assert (load.rebase, machine.work) == (None, Uncounted())
@@ -220,7 +220,7 @@ def test_what_a_round_without_a_quorum_counted_goes_over_to_the_history_that_won
     winner = after(GENESIS, None)
     said, lease, load = machine.handle(Switched(winner, True, winner, ready.tokens))
     kept = 2 + since
-    assert said == Say(f"{kept * TOKENS:,} tokens of this peer's own are kept, for the next round to count")
+    assert said == Say(f"{kept * TOKENS:,} of this peer's own tokens are kept for the next round to count")
     assert lease == UseLease(Place(winner.leases.of(A), kept * BATCH))
     assert isinstance(load, Load)
     blocks = load.turn.blocks

@@ -198,9 +198,9 @@ def test_a_step_that_runs_out_of_memory_is_made_again_with_less() -> None:
     assert [result.loss for result in results[0]] == pytest.approx([result.loss for result in results[1]], rel=1e-5)
     assert largest_difference(values_of(tight), values_of(roomy)) < 1e-4
     notes = tight.take_notes()
-    assert "while training 2 expert columns: CUDA out of memory; the step is made again with" in notes[0]
+    assert "while training 2 expert columns: CUDA out of memory; the step is repeated with" in notes[0]
     last = notes[-1]
-    assert last.endswith("with optimizer.micro_batch_sequences=4, which stays")
+    assert last.endswith("with optimizer.micro_batch_sequences=4, which is kept from now on")
     assert notes.count(last) == 1, "later steps fit"
 
 
@@ -234,7 +234,7 @@ def test_misuse_is_refused() -> None:
         trainer.load_private_state(trainer_of(config).private_state())
     with pytest.raises(LocalProtocolError, match="without values"):
         trainer.adopt((1,), None, 0)
-    with pytest.raises(ConfigError, match="rising"):
+    with pytest.raises(ConfigError, match="ascending"):
         trainer.adopt((4, 1), initial(config), 0)
     with pytest.raises(ConfigError, match="below"):
         trainer.adopt((6,), initial(config), 0)

@@ -127,7 +127,7 @@ def test_a_rank_that_fails_says_why() -> None:
     """Its last words come with the error."""
     with LocalRanks(2, CPU) as ranks:
         broadcast_object(ranks.ranks, ["dance", {}])
-        with pytest.raises(SpesError, match=r"local rank 1 ended with exit code 1: .*command dance before build"):
+        with pytest.raises(SpesError, match=r"local rank 1 ended with exit code 1: .*command dance came before build"):
             ranks.explain()
 
 

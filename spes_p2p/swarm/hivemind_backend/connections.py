@@ -95,7 +95,9 @@ class Connections:
         try:
             outcome = await exchange()
         except P2PHandlerError as error:
-            raise RemoteProtocolError(f"{short(peer)} failed: {calls.printable(str(error).encode())}") from error
+            raise RemoteProtocolError(
+                f"{short(peer)} answered with an error: {calls.printable(str(error).encode())}"
+            ) from error
         except P2PDaemonError as error:
             self._connected.discard(peer)
             if any(words in str(error) for words in _NEVER_LEFT):
@@ -127,7 +129,7 @@ class Connections:
             plain = self.book.plain(peer)
             found = await dial_all(plain)
             if found and Dialled.ACCEPTED not in found:
-                raise _unreached(peer, found, "no address of it accepts a connection")
+                raise _unreached(peer, found, "none of its addresses accepts connections")
             await self._daemon_connect(peer, [one for one, how in zip(plain, found) if how is Dialled.ACCEPTED])
             self.heard(peer)
 
@@ -148,7 +150,7 @@ class Connections:
         """The error for an exchange that the daemon ended with `words`."""
         said = calls.printable(words.replace("\n", " ").encode())
         if "protocols not supported" in words:
-            return PeerClosed(f"{short(peer)} does not serve this protocol, or not yet")
+            return PeerClosed(f"{short(peer)} does not serve this protocol (yet)")
         if "peer id mismatch" in words:
             return PeerRefused(f"another peer answers at the address of {short(peer)}")
         found = await dial_all(self.book.known(peer))
@@ -193,7 +195,7 @@ def identity_of(peer: PeerId) -> PeerID:
     try:
         return PeerID.from_base58(peer)
     except ValueError as error:
-        raise RemoteProtocolError(f"{calls.printable(peer.encode())!r} is no libp2p peer id") from error
+        raise RemoteProtocolError(f"{calls.printable(peer.encode())!r} is not a libp2p peer id") from error
 
 
 def peer_of(identity: PeerID) -> PeerId:

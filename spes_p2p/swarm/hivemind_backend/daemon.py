@@ -45,7 +45,9 @@ class SocketFolder:
     def __init__(self) -> None:
         temporary = Path(tempfile.gettempdir())
         if len(str(temporary)) > _MAX_FOLDER_CHARACTERS:
-            raise ConfigError(f"the temporary folder {temporary} is too long for a socket", fix="set TMPDIR=/tmp")
+            raise ConfigError(
+                f"the path of the temporary folder {temporary} is too long for a socket", fix="set TMPDIR=/tmp"
+            )
         _sweep(temporary)
         made = Path(tempfile.mkdtemp(prefix="spes-new-"))
         self._lock = FileLock(made / _LOCK)
@@ -167,14 +169,14 @@ def _place(maddr: str) -> tuple[str, int] | None:
 
 def _taken(what: str) -> NetworkError:
     return NetworkError(
-        f"the port to listen on is taken: {what}", fix="choose another port with --host-maddrs, or port 0"
+        f"the port to listen on is in use: {what}", fix="choose another port with --host-maddrs, or port 0"
     )
 
 
 def daemon_ended() -> DaemonEnded:
     """For what broke because the daemon is no more."""
     return DaemonEnded(
-        "the libp2p daemon ended while it was needed", fix="look for what ends it (memory?), then start this again"
+        "the libp2p daemon ended while it was needed", fix="find out what ends it (out of memory?), then start again"
     )
 
 

@@ -60,11 +60,11 @@ class EnvelopeValidator(RecordValidatorBase):
 
     def _check(self, record: DHTRecord) -> None:
         if len(record.value) > envelope.MAX_ENVELOPE_BYTES + 16 or len(record.subkey) > 256:
-            raise RemoteProtocolError("a record that is too large")
+            raise RemoteProtocolError("a record is too large")
         peer, data = plain(record.subkey, str), plain(record.value, bytes)
         opened = envelope.open_envelope(self._verifier, data, None, PeerId(peer), time.time())
         if DHTID.generate(source=opened.key).to_bytes() != record.key or opened.expiration != record.expiration_time:
-            raise RemoteProtocolError("a record of another key, or with another end")
+            raise RemoteProtocolError("a record has another key or expiry than its envelope")
 
 
 def plain(packed: bytes, kind: type[T]) -> T:
@@ -74,9 +74,9 @@ def plain(packed: bytes, kind: type[T]) -> T:
     try:
         value = msgpack.unpackb(packed, raw=False, max_ext_len=0)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise RemoteProtocolError(f"a record that is no msgpack: {error}") from error
+        raise RemoteProtocolError(f"a record is not msgpack: {error}") from error
     if type(value) is not kind:
-        raise RemoteProtocolError(f"a record with {type(value).__name__} where {kind.__name__} belongs")
+        raise RemoteProtocolError(f"a record has {type(value).__name__} where {kind.__name__} was expected")
     return value
 
 
@@ -127,8 +127,8 @@ class HivemindDirectory:
                         return  # there is nobody else, and we keep it
                     await self._find_own_end(key)
         except TimeoutError as error:
-            raise PeerSilent(f"nobody took the record {key!r} within {_PUBLISH_SECONDS:g} s") from error
-        raise NetworkError(f"nobody took the record {key!r}", fix="check that other peers of the run can be reached")
+            raise PeerSilent(f"no node stored the record {key!r} within {_PUBLISH_SECONDS:g} s") from error
+        raise NetworkError(f"no node stored the record {key!r}", fix="check that other peers of the run can be reached")
 
     async def _publish(self, key: str, value: bytes, ttl_seconds: float) -> list[list[bool] | None]:
         """What the nodes said that should keep the record; None: no answer. `DHTNode.store` tells of one only."""

@@ -65,8 +65,8 @@ def _lock(path: Path) -> FileLock:
 
 def in_use(path: Path, where: str) -> IdentityInUse:
     return IdentityInUse(
-        f"another process {where} runs with the identity {path}",
-        fix="stop it, or give this one a file of its own with --identity-path",
+        f"another process {where} is using the identity {path}",
+        fix="stop that process, or give this one its own key file with --identity-path",
     )
 
 
@@ -89,9 +89,9 @@ def _load(path: Path) -> rsa.RSAPrivateKey:
     except OSError as error:
         raise ConfigError(f"identity {path} cannot be read: {error}", fix=fix) from error
     except (DecodeError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"identity {path} is no libp2p private key", fix=fix) from error
+        raise ConfigError(f"identity {path} is not a libp2p private key", fix=fix) from error
     if not isinstance(key, rsa.RSAPrivateKey):
-        raise ConfigError(f"identity {path} is a key of another kind than RSA", fix=fix)
+        raise ConfigError(f"identity {path} is not an RSA key", fix=fix)
     return key
 
 

@@ -72,7 +72,7 @@ async def meet(
     for one in failed[:MOST_SHOWN]:
         logger.warning("initial peer %s %s", one.address, one.reason)
     if len(failed) > MOST_SHOWN:
-        logger.warning("%d other initial peers do not answer, too", len(failed) - MOST_SHOWN)
+        logger.warning("%d more initial peers do not answer", len(failed) - MOST_SHOWN)
     return _with_our_clock(reached)
 
 
@@ -120,7 +120,9 @@ async def _meet_one(p2p: P2P, text: str, wall_clock: Callable[[], float], ask_ab
         async with asyncio.timeout(GREETING_SECONDS):
             return await _greet(p2p, text, address, address.peer, wall_clock, ask_about)
     except TimeoutError:
-        return Failed(text, f"is silent: the host accepts, but nobody answered within {GREETING_SECONDS:g} s")
+        return Failed(
+            text, f"is silent: the host accepts connections, but nothing answered within {GREETING_SECONDS:g} s"
+        )
     except (P2PDaemonError, P2PHandlerError, RemoteProtocolError) as error:
         return Failed(text, _reason(said_of(address, str(error))))
     except DAEMON_GONE:
@@ -132,7 +134,7 @@ async def _greet(
 ) -> Reached | Failed:
     found = await dial(address) if address.host else Dialled.ACCEPTED
     if found is Dialled.REFUSED:
-        return Failed(text, "is refused: the host answers, but nothing listens on this port")
+        return Failed(text, "refuses connections: the host is up, but nothing listens on this port")
     if found is Dialled.SILENT:
         return Failed(text, "is silent: the host does not answer (down, or behind a firewall)")
     if found is Dialled.UNREACHABLE:
@@ -140,7 +142,7 @@ async def _greet(
     try:
         target = PeerID.from_base58(peer)
     except ValueError:
-        return Failed(text, f"has a peer id that is none: {peer}")
+        return Failed(text, f"has an invalid peer id: {peer}")
     await p2p._client.connect(target, [address.maddr])
     return Reached(text, peer, await greet(p2p, peer, wall_clock, ask_about))
 
@@ -152,7 +154,7 @@ def _reason(words: str) -> str:
     if "protocols not supported" in words:
         return "is a libp2p peer, but not one of spes-p2p"
     if "context deadline exceeded" in words:
-        return "is silent: the host accepts, but nobody speaks libp2p there"
+        return "is silent: the host accepts connections, but nothing there speaks libp2p"
     return f"failed: {printable(words.encode())}"
 
 
@@ -160,7 +162,7 @@ def _nobody(failed: list[Failed]) -> NetworkError:
     reasons = "; ".join(f"{one.address} {one.reason}" for one in failed)
     return NetworkError(
         f"no initial peer can be reached: {reasons}",
-        fix="give the address of a peer that runs now (any peer of the run will do), or check your network",
+        fix="give the address of a peer that is running (any peer of the run will do), or check your network",
     )
 
 

@@ -27,13 +27,13 @@ async def listed(address: str, resolver: Resolver | None = None) -> tuple[str, .
     try:
         answer = await (resolver or Resolver()).resolve(f"_dnsaddr.{name}", "TXT", lifetime=LOOKUP_SECONDS)
     except DNSException as error:
-        raise ValueError(f"names nothing: {error}") from error
+        raise ValueError(f"could not be looked up: {error}") from error
     found = [b"".join(record.strings).decode(errors="replace") for record in answer if isinstance(record, TXT)]
     wanted = f"/{rest}" if rest else ""
     texts = sorted(text.removeprefix(_ENTRY) for text in found if text.startswith(_ENTRY) and text.endswith(wanted))
     nodes = tuple(text for text in texts if not is_listing(text) and _names_a_peer(text))
     if not nodes:
-        raise ValueError(f"names no node: no TXT record of _dnsaddr.{name} is {_ENTRY}/.../p2p/ID")
+        raise ValueError(f"names no node: _dnsaddr.{name} has no TXT record of the form {_ENTRY}/.../p2p/ID")
     return nodes[:MOST_LISTED]
 
 

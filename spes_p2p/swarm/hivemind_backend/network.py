@@ -232,7 +232,9 @@ class HivemindNetwork:
                 **DHT_OPTIONS,
             )
         except (RuntimeError, ValidationError, P2PDaemonError) as error:
-            raise NetworkError(f"joining the DHT failed: {error}", fix="try again, or another initial peer") from error
+            raise NetworkError(
+                f"joining the DHT failed: {error}", fix="try again, or use another initial peer"
+            ) from error
         self._life.push_async_callback(_leave_dht, node, self.daemon_ended)
         bound(node.protocol, validator, lambda peer: peer == self.signer.peer_id or self.transport.is_member(peer))
         return node
@@ -273,13 +275,13 @@ class HivemindNetwork:
             if len(ends) > MOST_RESTARTS:
                 raise NetworkError(
                     f"the libp2p daemon ended {len(ends)} times in {now - ends[0]:.0f} s",
-                    fix="look for what ends it (memory?), then start this again with --resume",
+                    fix="find out what ends it (out of memory?), then start again with --resume",
                 )
             try:
                 await self.restart()
             except DaemonEnded:
                 continue
-            say("the libp2p daemon ended; another one runs in its place, under the same identity")
+            say("the libp2p daemon ended; a new one with the same identity has replaced it")
 
     async def close(self) -> None:
         """Leaves nothing behind: no daemon, no socket, no lock. Safe to call twice."""

@@ -51,7 +51,7 @@ class DialBackRequest:
     def __post_init__(self) -> None:
         for port in self.ports:
             if not 0 < port < 2**16:
-                raise ValueError(f"port {port} is none")
+                raise ValueError(f"{port} is not a port number")
 
 
 @dataclass(frozen=True)

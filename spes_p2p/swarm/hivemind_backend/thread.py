@@ -91,7 +91,7 @@ class NetworkThread:
         """Starts `work` on the loop; for other threads."""
         if threading.current_thread() is self._thread or not self._thread.is_alive():
             work.close()
-            raise LocalProtocolError("work for the network comes from another thread, while the network thread runs")
+            raise LocalProtocolError("network work must be run on the network thread while that is running")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:

@@ -107,17 +107,17 @@ class Organiser:
             self._gone(status.peer)
             return
         if status.peer not in self._waiting:
-            self._node.say(f"peer {short(status.peer)} has come, {len(self._waiting) + 1} of {self._run.min_peers}")
+            self._node.say(f"peer {short(status.peer)} has joined, {len(self._waiting) + 1} of {self._run.min_peers}")
         self._waiting[status.peer] = _Waiting(status, now)
         if len(self._waiting) >= self._run.min_peers:
             try:
                 self._begin()
             except StorageFull as error:
-                self._node.say(f"the run cannot begin: {error}")
+                self._node.say(f"the run cannot start: {error}")
 
     def _gone(self, peer: PeerId) -> None:
         if self._waiting.pop(peer, None) is not None:
-            self._node.say(f"peer {short(peer)} has gone, {len(self._waiting)} of {self._run.min_peers} are left")
+            self._node.say(f"peer {short(peer)} has left, {len(self._waiting)} of {self._run.min_peers} are waiting")
 
     def _begin(self) -> None:
         """Genesis is on disk before anybody sees it, so that there is never a second one."""

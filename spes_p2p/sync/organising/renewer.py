@@ -117,7 +117,7 @@ class Renewer:
             try:
                 self._renew(driver, monitor.tip, root, chosen)
             except (StorageFull, StateError) as error:
-                self._say_once(f"the run cannot go on: {error} ({error.fix})", type(error).__name__)
+                self._say_once(f"the run cannot continue: {error} ({error.fix})", type(error).__name__)
 
     def _is_hollow(self, driver: Driver, peer: PeerId) -> bool:
         """Whether a non-member failed to provide what it announced. A member may just be impossible to dial."""
@@ -137,11 +137,11 @@ class Renewer:
 
     def _say_what_comes(self, monitor: LivenessMonitor, is_lost: bool, goes_on: bool) -> None:
         tip, kept, seconds = monitor.tip, self._seat.kept, monitor.wait_seconds(is_lost)
-        text = f"nobody answers who could go on from round {tip.round}"
+        text = f"no node that answers can continue from round {tip.round}"
         if is_lost:
             text += f", and its state is lost unless a former peer comes back with --resume ({_addition(kept)})"
         if goes_on:
-            text += f"; after {seconds:.0f} s of silence the peers that wait become its members"
+            text += f"; after {seconds:.0f} s of silence the waiting peers become the new members"
         if goes_on and is_lost and kept is not None:
             text += f", and {tip.tokens - kept.tokens:,} tokens are lost"
         self._say_once(text)
@@ -167,7 +167,7 @@ class Renewer:
             write_whole(path, pack(commit))
         self._chain.append(commit)
         names = ", ".join(short(member.peer) for member in commit.manifest.members)
-        self._node.say(f"the run goes on with new members: {names}")
+        self._node.say(f"the run continues with new members: {names}")
 
 
 def _kept_renewal(path: Path) -> Commit:
@@ -177,7 +177,7 @@ def _kept_renewal(path: Path) -> Commit:
     except RemoteProtocolError as error:
         raise StateError(
             f"{path}, which names the new members, is damaged: {error}",
-            fix="bring it back from a backup; remove it only where no peer was ever told of it",
+            fix="restore it from a backup; remove it only if no peer has ever received it",
         ) from error
 
 
@@ -198,5 +198,5 @@ def wishes_of(statuses: Sequence[Status]) -> dict[PeerId, OwnershipRequest]:
 
 def _addition(kept: Manifest | None) -> str:
     if kept is None:
-        return "a bootstrap node with --archive DIR keeps it"
-    return f"the archive has that of round {kept.round}"
+        return "a bootstrap node with --archive DIR would keep it"
+    return f"the archive has the state of round {kept.round}"

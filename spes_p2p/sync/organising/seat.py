@@ -217,4 +217,4 @@ def drop_damaged(store: StateStore, chain: Chain, say: Callable[[str], None]) ->
                 store.drop(round)
     newest = store.latest()
     if newest is not None and newest.round:
-        say(f"archive: it has the state of round {newest.round}")
+        say(f"archive: holds the state of round {newest.round}")
