@@ -20,7 +20,7 @@ from spes_p2p.errors import SpesError
 from spes_p2p.ids import short
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.node import rules_of
-from spes_p2p.sync.recorder import Played, load_recording, replay
+from spes_p2p.sync.recorder import ReplayedEvent, load_recording, replay
 
 
 def play(path: Path, events: bool) -> bool:
@@ -29,7 +29,7 @@ def play(path: Path, events: bool) -> bool:
     config = config_from_text(recording.info.config)
     layout = state_layout(config)
     print(f"{path}: peer {short(recording.me)} of run {recording.info.run_id}, {len(recording.frames)} events")
-    steps: list[Played] = []
+    steps: list[ReplayedEvent] = []
     different = 0
     for step in replay(recording, rules_of(config, recording.info, layout)):
         if steps and step.round != steps[0].round:
@@ -51,7 +51,7 @@ def play(path: Path, events: bool) -> bool:
     return not different
 
 
-def print_round(steps: list[Played]) -> None:
+def print_round(steps: list[ReplayedEvent]) -> None:
     """What happened on top of one committed state."""
     rules = Counter(rule for step in steps for rule in step.rules)
     actions = Counter(type(action).__name__ for step in steps for action in step.actions)

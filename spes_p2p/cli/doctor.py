@@ -36,7 +36,7 @@ def doctor(
     Example: spes-p2p doctor spes1...
     """
     from spes_p2p.peer.devices import choose_device
-    from spes_p2p.peer.doctor import examine
+    from spes_p2p.peer.doctor import run_checks
     from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, meeting
 
     found = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
@@ -47,7 +47,7 @@ def doctor(
         if not as_json:
             typer.echo(line_of(check, sys.stdout.isatty()))
 
-    checks = examine(options, found, choose_device(device), tell)
+    checks = run_checks(options, found, choose_device(device), tell)
     failed = sum(check.level == "failure" for check in checks)
     if as_json:
         listed = [dataclasses.asdict(check) for check in checks]

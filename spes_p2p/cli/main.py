@@ -48,7 +48,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Commands with commands of their own: (help, command to function)."""
 
-LASTING = 3
+EXIT_PERMANENT = 3
 """Exit code after an error that a restart cannot fix; a service manager should not try again."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
@@ -114,7 +114,7 @@ def _with_known_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(*args, **kwargs)
         except SpesError as error:
             typer.echo(error_line(error), err=True)
-            raise typer.Exit(LASTING if isinstance(error, PermanentError) else 1) from error
+            raise typer.Exit(EXIT_PERMANENT if isinstance(error, PermanentError) else 1) from error
         except (KeyboardInterrupt, Stopped) as interrupt:
             raise typer.Exit(INTERRUPTED) from interrupt
 

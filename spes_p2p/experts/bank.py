@@ -59,7 +59,7 @@ class ExpertBank(nn.Module):
         """[out, in] of each part of one expert."""
         shapes = {part: (num_experts, *shape) for part, shape in self.shapes.items()}
         self.store: Store
-        if foreign is not None and foreign.thrifty:
+        if foreign is not None and foreign.assembles_matrices:
             self.store = QuantizedStore(shapes, device, dtype, foreign)
         else:
             self.store = Dense(shapes, device, dtype)

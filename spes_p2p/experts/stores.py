@@ -81,7 +81,7 @@ class Foreign:
     guest_rank: int = 0
 
     @property
-    def thrifty(self) -> bool:
+    def assembles_matrices(self) -> bool:
         """Whether the matrices of a layer must be put together for each use."""
         return self.dtype != "compute" or self.courier is not None
 

@@ -256,7 +256,7 @@ async def _organise(
 
         await stack.enter_async_context(_measuring(options, info.run_id, network, look, say))
         ready(join_command(network.transport.addresses, info))
-        chores = [_herald(chain, say), network.keep_alive(say)]
+        chores = [_report_commits(chain, say), network.keep_alive(say)]
         if mirror is not None:
             chores += [mirror.await_genesis(organiser, store), mirror.copy_data(announcer)]
             if data is not None:
@@ -310,7 +310,7 @@ async def _make_initial(store: StateStore, layout: Layout, config: Config, optio
     await asyncio.to_thread(work)
 
 
-async def _herald(chain: Chain, say: Say) -> None:
+async def _report_commits(chain: Chain, say: Say) -> None:
     """Reports each new commit of the chain through `say`, for ever."""
     told = chain.length
     while True:

@@ -198,7 +198,7 @@ def of_error(name: str, error: SpesError) -> Check:
     return Check(name, "failure", str(error), error.fix)
 
 
-def insist(checks: Iterable[Check], say: Callable[[str], None]) -> None:
+def raise_failures(checks: Iterable[Check], say: Callable[[str], None]) -> None:
     """Passes warnings to `say`, and raises SpesError for the first failed check, with its text and fix."""
     for check in checks:
         if check.level == "failure":

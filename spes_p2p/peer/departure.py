@@ -113,7 +113,7 @@ class Departure:
             self._offer_moments()
             return
         self._loop.dump_round(events[0])
-        self._loop.moments.still_stand(events)
+        self._loop.moments.renew_offers(events)
         self._loop.do([action for action in actions if not isinstance(action, Depart)], events)
         for action in actions:
             if isinstance(action, Depart):

@@ -1,4 +1,4 @@
-"""`examine`: runs all `checks` of this machine and of its connection to a run, before anything is downloaded.
+"""`run_checks`: runs all `checks` of this machine and of its connection to a run, before anything is downloaded.
 
 Takes no part in the run: it uses a throw-away identity and fetches nothing but the run's config.
 """
@@ -64,7 +64,7 @@ class _Found:
     """Bytes a second up and down, and against whom."""
 
 
-def examine(options: PeerOptions, meeting: JoinTarget, device: torch.device, tell: Tell) -> list[Check]:
+def run_checks(options: PeerOptions, meeting: JoinTarget, device: torch.device, tell: Tell) -> list[Check]:
     """All checks, each told as soon as it is known. Without an address, those of the machine alone."""
     checks: list[Check] = []
 
@@ -80,7 +80,7 @@ def examine(options: PeerOptions, meeting: JoinTarget, device: torch.device, tel
         return checks
     found = _ask_others(options, meeting, note)
     if found.config is not None:
-        for check in fitness(found.config, options, device):
+        for check in fit_checks(found.config, options, device):
             note(check)
         if found.speed is not None:
             up, down, peer = found.speed
@@ -89,7 +89,7 @@ def examine(options: PeerOptions, meeting: JoinTarget, device: torch.device, tel
     return checks
 
 
-def fitness(config: Config, options: PeerOptions, device: torch.device) -> list[Check]:
+def fit_checks(config: Config, options: PeerOptions, device: torch.device) -> list[Check]:
     """Whether this machine fits the run: what `join` checks, too."""
     try:
         cards = choose_cards(options, device, config.optimizer.batch_sequences, lambda text: None)

@@ -91,7 +91,7 @@ class HandOver:
 
         shelf.offer(head, ((column, moments_of(column)) for column in columns))
 
-    def still_stand(self, applied: Iterable[Applied]) -> None:
+    def renew_offers(self, applied: Iterable[Applied]) -> None:
         """Moves our offers to the newest of `applied`: while leaving, we trained nothing in those rounds."""
         for event in applied:
             if self._connection.disk.moments is not None:

@@ -10,7 +10,7 @@ from spes_p2p.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Learning:
+class TrainingSetup:
     """Made once the peer knows its run."""
 
     config: Config

@@ -57,26 +57,26 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
 
 
 @dataclass(frozen=True)
-class Parted:
+class ForkedRun:
     """A run whose histories were looked at: what it says of itself, and where they part."""
 
     info: RunInfo
     forks: tuple[Fork, ...]
 
 
-def look_at_histories(meeting: JoinTarget) -> Parted:
+def look_at_histories(meeting: JoinTarget) -> ForkedRun:
     """Of a live run, by all certificates of those who can be reached. Raises NetworkError, ConfigError."""
     return visit(meeting, lambda network: histories_of(network, meeting.run_id, meeting.fingerprint))
 
 
-async def histories_of(network: Network, run_id: str | None, fingerprint: str | None) -> Parted:
+async def histories_of(network: Network, run_id: str | None, fingerprint: str | None) -> ForkedRun:
     """The same on any network."""
     info, config = await find_and_load(network, run_id, fingerprint, ANSWER_SECONDS)
     with TemporaryDirectory(prefix="spes-p2p-chain-") as folder:
-        return Parted(info, tuple(await fetch_forks(network, Path(folder), info, config)))
+        return ForkedRun(info, tuple(await fetch_forks(network, Path(folder), info, config)))
 
 
-def choose_history(identity: Path, meeting: JoinTarget, parted: Parted, fork: Fork, side: Side) -> None:
+def choose_history(identity: Path, meeting: JoinTarget, parted: ForkedRun, fork: Fork, side: Side) -> None:
     """Signs with the organiser's key that a run goes on with `side`, and tells it. Raises as `stop_run` does."""
     sealer = _sealer_of(identity, parted.info)
     visit(meeting, lambda network: decide(network, parted.info, fork, side, sealer))

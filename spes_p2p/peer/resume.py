@@ -20,7 +20,7 @@ from spes_p2p.errors import CheckpointError, StateError, StorageFull
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.ownership.expert_map import columns_of
-from spes_p2p.peer.learning import Learning
+from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.version import Version
 from spes_p2p.sync.genesis import RunInfo
@@ -38,7 +38,7 @@ class Saver:
         self,
         folder: Path,
         info: RunInfo,
-        learning: Learning,
+        learning: TrainingSetup,
         commit_of: Callable[[Manifest], Commit | None],
         emit: Callable[[Event], None],
     ) -> None:

@@ -24,7 +24,7 @@ from spes_p2p.observe.events import Error, EventBus, Pause, Peer, Round, Warning
 from spes_p2p.observe.live import Facts
 from spes_p2p.observe.prometheus import Metrics, MetricsServer
 from spes_p2p.observe.sinks import file_sinks, unfailing
-from spes_p2p.peer.checks import insist
+from spes_p2p.peer.checks import raise_failures
 from spes_p2p.peer.connection import Connection
 from spes_p2p.peer.data_feed import DATA, check_dataset
 from spes_p2p.peer.departure import Departure
@@ -32,7 +32,7 @@ from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure_ranks
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
-from spes_p2p.peer.learning import Learning
+from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.pausing import PauseSwitch, Watch
@@ -127,7 +127,7 @@ def _run_connected(
         # memory runs out here, before others count on us
         trainer = _make_trainer(options, config, connection.layout, ranks.device if ranks.cards else device, ranks)
         with closing(trainer):
-            _train(connection, options, Learning(config, trainer, loader, dataset), columns, around)
+            _train(connection, options, TrainingSetup(config, trainer, loader, dataset), columns, around)
 
 
 def _fit(options: PeerOptions, agreed: Config, device: torch.device, ranks: Ranks, say: Say) -> tuple[Config, int]:
@@ -139,7 +139,7 @@ def _fit(options: PeerOptions, agreed: Config, device: torch.device, ranks: Rank
     config, words = fit_config(agreed, options, memory)
     if words:
         say(words)
-    insist(fitness_of(agreed, config, words, options, memory), say)
+    raise_failures(fitness_of(agreed, config, words, options, memory), say)
     return config, columns_that_fit(config, memory)
 
 
@@ -150,7 +150,7 @@ def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: 
 
 
 def _train(
-    connection: Connection, options: PeerOptions, learning: Learning, columns: int, around: Surroundings
+    connection: Connection, options: PeerOptions, learning: TrainingSetup, columns: int, around: Surroundings
 ) -> None:
     """`columns`: how many this machine has memory for."""
     config, info, bus, say, pause = learning.config, connection.info, around.bus, around.say, around.pause
@@ -249,7 +249,7 @@ def _ranks(
         yield local.ranks
 
 
-def _restore(resumed: Resumed | None, tip: Commit, learning: Learning) -> Restored | None:
+def _restore(resumed: Resumed | None, tip: Commit, learning: TrainingSetup) -> Restored | None:
     """Puts saved training state back; None where it is not exactly that of the tip."""
     if resumed is None:
         return None

@@ -19,7 +19,7 @@ from spes_p2p.observe.events import Event, Step, Warning
 from spes_p2p.peer.connection import LEAVE_SECONDS, Connection
 from spes_p2p.peer.evaluator import Evaluator
 from spes_p2p.peer.handover import HandOver
-from spes_p2p.peer.learning import Learning
+from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.limits import StepLimits
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.state.layout import BlockSource
@@ -82,7 +82,7 @@ class TrainingLoop:
     def __init__(
         self,
         connection: Connection,
-        learning: Learning,
+        learning: TrainingSetup,
         emit: Callable[[Event], None],
         save: Save,
         options: LoopOptions,
@@ -318,7 +318,7 @@ class TrainingLoop:
             self.emit(Warning(f"round {manifest.round} was not dumped: {error}"))
 
 
-def _rules_of(connection: Connection, learning: Learning) -> TrainingRules:
+def _rules_of(connection: Connection, learning: TrainingSetup) -> TrainingRules:
     config = learning.config
     return TrainingRules(
         connection.peer_id,

@@ -64,7 +64,7 @@ class Fetched(Protocol):
     def publish(self) -> object: ...
 
 
-class Parted(RemoteProtocolError):
+class HistoryDiverged(RemoteProtocolError):
     """The other's commits do not follow from ours, or the first of them has no quorum: one must choose (`forks`)."""
 
 
@@ -95,8 +95,8 @@ class CatchUp:
     async def headers(self, tip_round: int, holder: PeerId, round: int, at_any_price: bool = False) -> Commit:
         """The newest commit whose state `holder` should have, with all before it on disk; it said it is at `round`.
 
-        Raises Parted where its history is another one than ours, or where our tip's child has no quorum (unless the tip
-        is worth nothing: `at_any_price`).
+        Raises HistoryDiverged where its history is another one than ours, or where our tip's child has no quorum
+        (unless the tip is worth nothing: `at_any_price`).
         """
         most, needs_quorum = (sys.maxsize, 0) if at_any_price else (round + MOST_BEYOND, tip_round + 1)
         newest = await self._extend(holder, self._chain.length, most, needs_quorum)
@@ -111,9 +111,9 @@ class CatchUp:
         before = self._chain.commit(first - 1) if first else None
         while part := await commits_from(self._transfers, holder, first):
             if before is not None and part[0].manifest.parent != manifest_hash(before.manifest):
-                raise Parted(f"{short(holder)} is on another history of the run from round {first} on")
+                raise HistoryDiverged(f"{short(holder)} is on another history of the run from round {first} on")
             if first == needs_quorum > 0 and not has_quorum(part[0]):
-                raise Parted(f"{short(holder)} has gone on from round {first - 1} without a quorum")
+                raise HistoryDiverged(f"{short(holder)} has gone on from round {first - 1} without a quorum")
             await self.append(part, before)
             last = before = part[-1]
             first = last.manifest.round + 1

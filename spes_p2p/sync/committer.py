@@ -22,7 +22,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.rules import lost_columns, tokens_gone
 from spes_p2p.errors import LinkTooSlow, NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.ids import Hash, PeerId
-from spes_p2p.sync.catch_up import ForkPoint, Parted
+from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
 from spes_p2p.sync.dispatcher import Dispatcher, Votes
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.round_executor import RoundExecutor
@@ -52,7 +52,7 @@ class History(Protocol[S]):
         """Ends what is being fetched; whether there was anything."""
 
     async def headers(self, tip: int, holder: PeerId, round: int) -> Commit:
-        """Puts the line of `holder` on our chain (see `CatchUp.headers`). Raises Parted."""
+        """Puts the line of `holder` on our chain (see `CatchUp.headers`). Raises HistoryDiverged."""
 
     async def meet(self, tip: int, holder: PeerId, round: int) -> ForkPoint:
         """What each has on top of the last common manifest; nothing is written."""
@@ -172,7 +172,7 @@ class Committer(Generic[S]):
         """(the commit to switch to, None to stay; the fork that leads to it if it is on another history)."""
         history = self._history
         if action.round >= history.length or (action.round > tip and history.has(action.head, action.round)):
-            with contextlib.suppress(Parted):
+            with contextlib.suppress(HistoryDiverged):
                 return await history.headers(tip, action.holder, action.round), None, Way.MOVE
         fork = await history.meet(tip, action.holder, action.round)
         if self._choices.meet(fork):

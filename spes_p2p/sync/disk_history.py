@@ -20,7 +20,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.store import Version
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
-from spes_p2p.sync.keeping_up import KeepingUp
+from spes_p2p.sync.keeping_up import LinkSpeedCheck
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.surroundings import Disk, Hooks
@@ -95,7 +95,7 @@ class DiskHistory:
         self._log = log
         self._hooks = hooks
         self._looks_on = not log.core.state.own.intent.joining
-        self._keeping_up = KeepingUp(disk.store.layout)
+        self._keeping_up = LinkSpeedCheck(disk.store.layout)
         self._fetching: asyncio.Task[None] | None = None
 
     @property

@@ -35,7 +35,7 @@ from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.round_log import RoundLog
-from spes_p2p.sync.scrub import Mender, Scrubber
+from spes_p2p.sync.scrub import Scrubber, TileRepairer
 from spes_p2p.sync.surroundings import Disk, Hooks, Role
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.tensor_work import RoundDisk, TensorWork
@@ -105,7 +105,7 @@ class Driver:
             return
         store, fetchers, in_thread = self._disk.store, self._fetchers, self._tasks.in_thread
         scrubber = Scrubber(
-            Mender(store, fetchers.idle, in_thread), lambda: self.core.tip.round, fetchers.holders,
+            TileRepairer(store, fetchers.idle, in_thread), lambda: self.core.tip.round, fetchers.holders,
             self._hooks.notice, self._hooks.failed, self.core.state.pace.heartbeat_seconds,
         )  # fmt: skip
         self._tasks.spawn(scrubber.run())

@@ -141,7 +141,7 @@ class RebasedState:
 
     theta <- new + (theta - old) for what was not counted (design section 4): for every tile if the round left this peer
     out, else for the tiles of slices that lost it. `new` and `old` are what is trained on after a commit that counted
-    everything (`LocalParameters`): so what a sole owner is ahead counts once, whoever owns the column beside it then.
+    everything (`TrainingBase`): so what a sole owner is ahead counts once, whoever owns the column beside it then.
     Work in a tile whose old values are damaged (`is_sound(tile id)`) is lost: nobody knows what it was.
     """
 

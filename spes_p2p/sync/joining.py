@@ -38,7 +38,7 @@ from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo, check_genesis, check_run
 from spes_p2p.sync.node import Node, Run
 from spes_p2p.sync.rebuild import rebuild
-from spes_p2p.sync.scrub import Mender
+from spes_p2p.sync.scrub import TileRepairer
 from spes_p2p.sync.starting import Sources, fetch_start
 from spes_p2p.wire import pack, unpack
 
@@ -296,7 +296,7 @@ class Joining:
         if not damaged:
             return tip
         holders = tuple(await sources())
-        left = await Mender(store, self._transfers, asyncio.to_thread).mend(version, damaged, holders)
+        left = await TileRepairer(store, self._transfers, asyncio.to_thread).mend(version, damaged, holders)
         mended = len(damaged) - len(left)
         if mended:
             self._node.say(f"{version.damage(damaged[0])}; {mended} damaged tiles of the state were repaired")

@@ -19,7 +19,7 @@ CERTAIN = 2
 """How many consecutive fetches must be too slow before LinkTooSlow is raised."""
 
 
-class KeepingUp:
+class LinkSpeedCheck:
     """The fetches of one newcomer. Rounds are counted by certificates that were checked, not by what peers say."""
 
     def __init__(self, layout: Layout) -> None:

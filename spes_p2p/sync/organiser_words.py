@@ -123,7 +123,7 @@ def together(all_words: Iterable[Words]) -> Words:
     return result
 
 
-def kept_words(path: Path, info: RunInfo, check: CheckSignature) -> Words:
+def load_orders(path: Path, info: RunInfo, check: CheckSignature) -> Words:
     """What a node keeps on disk; none where there is nothing, or nothing good."""
     try:
         return checked(path.read_bytes(), info, check)
@@ -150,7 +150,7 @@ class OrganiserWatch:
         self._info, self._directory, self._check = info, directory, check
         self._told, self._failed, self._path = told, failed, path
         self._task: asyncio.Task[None] | None = None
-        self.known = kept_words(path, info, check)
+        self.known = load_orders(path, info, check)
         if self.known != Words():
             told(self.known)
 

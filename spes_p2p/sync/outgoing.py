@@ -108,7 +108,7 @@ def check_asker(layout: Layout, slice_tiles: int, tip: Manifest, caller: PeerId,
         raise RemoteProtocolError(f"{short(caller)} does not reduce block {block}")
 
 
-class LocalParameters:
+class TrainingBase:
     """The committed state as a peer trains on from it: a column that it owns alone is ahead of what the others have.
 
     Stays the same when the residuals have gone on to a later manifest.

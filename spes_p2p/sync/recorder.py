@@ -146,7 +146,7 @@ def _whole_frames(data: bytes) -> Iterator[bytes]:
 
 
 @dataclass
-class Played:
+class ReplayedEvent:
     """One event that was played again. `same`: the state machine decided what it did then."""
 
     frame: Frame
@@ -166,7 +166,7 @@ class _NoKeys:
         return Signed(value, self.author, b"", b"")
 
 
-def replay(recording: Recording, rules: RunRules, core_class: type[Consensus] = Consensus) -> Iterator[Played]:
+def replay(recording: Recording, rules: RunRules, core_class: type[Consensus] = Consensus) -> Iterator[ReplayedEvent]:
     """Handles the events of a recording again, on a state machine that begins as the recorded one did."""
     state = copy.deepcopy(recording.state)
     state.identity = Identity(recording.me, rules, _NoKeys(recording.me), lambda *_: True)
@@ -175,7 +175,7 @@ def replay(recording: Recording, rules: RunRules, core_class: type[Consensus] = 
         before, tip = core.fired.copy(), core.tip.round
         actions = core.handle(frame.event, frame.now)
         fired = [name for name, count in (core.fired - before).items() for _ in range(count)]
-        yield Played(frame, tip, actions, fired, _digest(actions) == frame.decided)
+        yield ReplayedEvent(frame, tip, actions, fired, _digest(actions) == frame.decided)
 
 
 def _digest(decided: Any) -> bytes:

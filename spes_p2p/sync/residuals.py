@@ -237,7 +237,7 @@ class Residuals:
         with self._lock:
             return self._set.values("sent", tile_id)
 
-    def unsaid(self, tile_id: int) -> Values | None:
+    def unsent_of_mean(self, tile_id: int) -> Values | None:
         """What the next mean of a tile that this peer hands out must add; a sole owner's values already contain it."""
         with self._lock:
             return None if self._set.is_sole(tile_id) else self._set.values("handed", tile_id)

@@ -29,7 +29,7 @@ ASK_EVERY = 10
 """Heartbeats after which others are asked again for what nobody had."""
 
 
-class Mender:
+class TileRepairer:
     """Puts damaged tiles back where somebody has them."""
 
     def __init__(self, store: StateStore, transfers: Transfers, in_thread: InThread) -> None:
@@ -65,7 +65,7 @@ class Scrubber:
 
     def __init__(
         self,
-        mender: Mender,
+        mender: TileRepairer,
         tip_round: Callable[[], int],
         holders: Callable[[], Sequence[PeerId]],
         notice: Callable[[Notice], None],

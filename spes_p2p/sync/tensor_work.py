@@ -310,7 +310,7 @@ class TensorSlice:
         codec = self._layout.codec_of(tile.block)
         if codec == "fp32":
             return _HandedOut(mean, None)
-        return _HandedOut(*encoded_change(codec, mean, before, self._disk.residuals.unsaid(tile.id)))
+        return _HandedOut(*encoded_change(codec, mean, before, self._disk.residuals.unsent_of_mean(tile.id)))
 
     async def stage(self) -> tuple[Hash, ...]:
         return await self._tasks.in_thread(self._stage)

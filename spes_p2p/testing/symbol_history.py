@@ -15,7 +15,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.errors import NetworkError, PeerSilent
 from spes_p2p.ids import NO_HASH, Hash, PeerId
-from spes_p2p.sync.catch_up import ForkPoint, Parted
+from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.sim_state import Disk, State, root_of
 from spes_p2p.testing.symbols import PUBLISHING_SECONDS, Pause, Surroundings
@@ -110,7 +110,7 @@ class SymbolHistory:
         if len(theirs.chain) <= tip:
             raise NetworkError(holder)
         if common < tip or not has_quorum(theirs.chain[tip]):
-            raise Parted(holder)
+            raise HistoryDiverged(holder)
         await self.append(tip, theirs.chain[tip:])
         return self._line[-1]
 

@@ -10,7 +10,7 @@ from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.inputs import Inputs, OverlapRebase, RebasedState
-from spes_p2p.sync.outgoing import LocalParameters
+from spes_p2p.sync.outgoing import TrainingBase
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.train.stages import GoOver, Rebase, Turn
 
@@ -35,7 +35,7 @@ class TrainedValues:
         self._trained = trained
         self._coordinates = coordinates
         self._base: Version | None = None
-        self._masters: LocalParameters | None = None
+        self._masters: TrainingBase | None = None
         self._work: RebasedState | None = None
         """What training went on from, but for what was trained ahead."""
 
@@ -45,12 +45,12 @@ class TrainedValues:
         assert self._base is not None
         return self._base
 
-    def masters(self, manifest: Manifest) -> LocalParameters:
+    def masters(self, manifest: Manifest) -> TrainingBase:
         """The values to train on after `manifest`, if it counted all earlier work of this peer."""
         ahead = self._residuals.ahead(manifest_hash(manifest))
-        return LocalParameters(self._layout, self._store.version(manifest.round), ahead)
+        return TrainingBase(self._layout, self._store.version(manifest.round), ahead)
 
-    def begin(self, turn: Turn) -> LocalParameters:
+    def begin(self, turn: Turn) -> TrainingBase:
         """A turn on top of its manifest: what it starts from, without work of its own."""
         self._base = self._store.version(turn.manifest.round)
         self._masters = self.masters(turn.manifest)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from spes_p2p.cli.main import COMMANDS, LASTING, build
+from spes_p2p.cli.main import COMMANDS, EXIT_PERMANENT, build
 
 FOLDER = Path(__file__).parents[2] / "bootstrap"
 
@@ -27,4 +27,4 @@ def test_a_peer_is_started_as_join_takes_it() -> None:
 
 def test_what_no_restart_mends_ends_the_service() -> None:
     for unit in ("spes-p2p-peer.service", "spes-p2p-bootstrap.service"):
-        assert str(LASTING) in values(unit)["RestartPreventExitStatus"].split()
+        assert str(EXIT_PERMANENT) in values(unit)["RestartPreventExitStatus"].split()

@@ -15,8 +15,8 @@ from spes_p2p.peer.checks import (
     Machine,
     disk_check,
     fit_check,
-    insist,
     machine_checks,
+    raise_failures,
     reach_check,
     speed_check,
 )
@@ -100,5 +100,5 @@ def test_the_first_failure_is_raised_with_its_words() -> None:
     said: list[str] = []
     checks = [Check("gpu", "warning", "none", "buy one"), Check("disk", "failure", "full", "free some")]
     with pytest.raises(SpesError, match="disk: full") as caught:
-        insist(checks, said.append)
+        raise_failures(checks, said.append)
     assert (caught.value.fix, said) == ("free some", ["warning: gpu: none / fix: buy one"])

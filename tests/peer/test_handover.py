@@ -134,7 +134,7 @@ def test_a_leaver_serves_also_on_top_of_rounds_that_it_waited_for(sides: dict[Pe
     second = manifest(FIRST, (ANNA, BEA, CARL), anna=(0, 1), bea=(2, 3), carl=(3,))
     third = manifest(second, (ANNA, CARL), anna=(0, 1, 2), carl=(3,))
     commits: Any = [SimpleNamespace(commit=SimpleNamespace(manifest=made)) for made in (second, third)]
-    bea.hand_over.still_stand(commits)
+    bea.hand_over.renew_offers(commits)
     anna.chain[2] = second
     anna.adopt(third, 0, 1, 2)
     assert anna.said == [Columns(3, (2,), ())]

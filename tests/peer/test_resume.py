@@ -24,7 +24,7 @@ from spes_p2p.errors import CheckpointError, StorageFull
 from spes_p2p.ids import PeerId, sha256
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.peer import resume
-from spes_p2p.peer.learning import Learning
+from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.inputs import Inputs
@@ -65,7 +65,7 @@ class Life:
             self.commits.append(self.run.certified(manifest))
         self.ours: Sequence[Commit] = self.commits
         self.saver = Saver(
-            self.checkpoints, self.run.info, Learning(self.config, self.trainer, self.loader, self.dataset),
+            self.checkpoints, self.run.info, TrainingSetup(self.config, self.trainer, self.loader, self.dataset),
             lambda manifest: next((commit for commit in self.ours if commit.manifest == manifest), None),
             self.events.append,
         )  # fmt: skip

@@ -28,7 +28,7 @@ from spes_p2p.observe.events import Eval, Event, ExpertLoad, Step, Warning
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.peer import departure, training
 from spes_p2p.peer.departure import Departure
-from spes_p2p.peer.learning import Learning
+from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.limits import PAUSE_GRACE_SECONDS, StepLimits
 from spes_p2p.peer.pausing import PauseSwitch
 from spes_p2p.peer.presence import Progress
@@ -106,7 +106,7 @@ class Story:
     def learn_from(self, dataset: AnyDataset, last_round: int | None = None) -> None:
         """Makes the loop."""
         self.dataset, self.loader = dataset, LeasedLoader(dataset, self.config)
-        learning = Learning(self.config, self.trainer, self.loader, dataset)
+        learning = TrainingSetup(self.config, self.trainer, self.loader, dataset)
         options = LoopOptions(None, last_round, self.pause)
         self.loop = TrainingLoop(self.connection, learning, self._emit, self._save, options)
 

@@ -23,7 +23,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId, short
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.node import rules_of
-from spes_p2p.sync.recorder import BEFORE, NEWEST, Played, load_recording, replay
+from spes_p2p.sync.recorder import BEFORE, NEWEST, ReplayedEvent, load_recording, replay
 from spes_p2p.testing.faults import MUTE, Fault
 from spes_p2p.testing.processes import LocalSwarm, Process
 from tests.swarm.micro import (
@@ -202,9 +202,9 @@ def kill_the_planner(swarm: LocalSwarm, told: Story) -> None:
     go_on(swarm, told, before, [victim])
 
 
-def replayed(folder: Path) -> list[Played]:
+def replayed(folder: Path) -> list[ReplayedEvent]:
     """All that the flight recorder of a peer still has, decided again by the state machine."""
-    played: list[Played] = []
+    played: list[ReplayedEvent] = []
     for path in (folder / "flight" / BEFORE, folder / "flight" / NEWEST):
         if path.exists():
             recording = load_recording(path)
@@ -213,7 +213,7 @@ def replayed(folder: Path) -> list[Played]:
     return played
 
 
-def tells_the_end(step: Played) -> bool:
+def tells_the_end(step: ReplayedEvent) -> bool:
     """Whether a peer came to know how its round ends: it counted the votes itself, was told, or asked who is ahead."""
     event = step.frame.event
     commit = event.envelope.commit if isinstance(event, MessageReceived) else None

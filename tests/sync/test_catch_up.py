@@ -19,7 +19,7 @@ from spes_p2p.state.staging import Staging
 from spes_p2p.swarm.memory_backend import MemoryNetwork
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync import catch_up
-from spes_p2p.sync.catch_up import CatchUp, Parted
+from spes_p2p.sync.catch_up import CatchUp, HistoryDiverged
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.donor import Serving
@@ -168,7 +168,7 @@ def test_another_history_is_compared_and_not_written(tmp_path: Path) -> None:
         ahead = await Ahead(tmp_path).open()
         other = MADE.certified(MADE.child(ahead.commits[0].manifest, sha256(b"another state"), sha256(b"wire")))
         ahead.chain.append(other)
-        with pytest.raises(Parted, match="another history"):
+        with pytest.raises(HistoryDiverged, match="another history"):
             await ahead.catch_up.headers(0, HOLDER, 2)
         meeting = await ahead.catch_up.meet(1, HOLDER, 2)
         assert meeting.common == ahead.commits[0].manifest

@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.consensus.messages import DEGRADED, QUORUM, Commit
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId, short
-from spes_p2p.peer.organising import Parted, decide, histories_of
+from spes_p2p.peer.organising import ForkedRun, decide, histories_of
 from spes_p2p.swarm.records import PeerRecord
 from spes_p2p.sync.announce import Announcer
 from spes_p2p.sync.chain import Chain
@@ -142,7 +142,7 @@ def histories(swarm: MemorySwarm) -> dict[Hash, str]:
     return {head: "".join(sorted(name for name in first if first[name] == head)) for head in set(first.values())}
 
 
-async def look(swarm: MemorySwarm) -> Parted:
+async def look(swarm: MemorySwarm) -> ForkedRun:
     return await histories_of(swarm.network.peer("somebody"), swarm.info.run_id, None)
 
 

@@ -27,7 +27,7 @@ from spes_p2p.sync.organiser_words import (
     checked,
     choice,
     ending,
-    kept_words,
+    load_orders,
     read_words,
     together,
 )
@@ -101,12 +101,12 @@ def test_only_so_many_choices_are_kept_and_the_newest_stay() -> None:
 
 def test_they_are_kept_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "words"
-    assert kept_words(path, RUN.info, check) == Words()
+    assert load_orders(path, RUN.info, check) == Words()
     path.write_bytes(pack(ALL))
-    assert kept_words(path, RUN.info, check) == ALL
-    assert kept_words(path, OTHER_RUN, check) == Words()
+    assert load_orders(path, RUN.info, check) == ALL
+    assert load_orders(path, OTHER_RUN, check) == Words()
     path.write_bytes(b"damaged")
-    assert kept_words(path, RUN.info, check) == Words()
+    assert load_orders(path, RUN.info, check) == Words()
 
 
 def test_they_go_from_one_to_the_other_and_outlive_who_said_them_first(tmp_path: Path) -> None:

@@ -32,21 +32,21 @@ def status(peer: PeerId, intent: Intent | None = None, incarnation: int = 1, tip
 
 
 class Story:
-    """A vigil over two electors, with a tick each second in which some peers speak."""
+    """A monitor over two electors, with a tick each second in which some peers speak."""
 
     def __init__(self) -> None:
-        self.vigil = LivenessMonitor(Pace(1.0), TIP, 0.0)
+        self.monitor = LivenessMonitor(Pace(1.0), TIP, 0.0)
         self.now = 0.0
 
     def passes(self, seconds: float, *speakers: Status) -> None:
         for _ in range(round(seconds)):
             self.now += 1.0
             for one in speakers:
-                self.vigil.hear(one, self.now)
-            self.vigil.tick(self.now)
+                self.monitor.hear(one, self.now)
+            self.monitor.tick(self.now)
 
     def is_due(self, min_peers: int = 1, is_lost: bool = False) -> bool:
-        return bool(self.vigil.to_name(min_peers, is_lost, self.now))
+        return bool(self.monitor.to_name(min_peers, is_lost, self.now))
 
 
 def test_after_a_long_silence_those_who_wait_are_named() -> None:
@@ -55,7 +55,7 @@ def test_after_a_long_silence_those_who_wait_are_named() -> None:
     assert not story.is_due(2)
     story.passes(2, status(C), status(D))
     assert story.is_due(2)
-    assert [one.peer for one in story.vigil.waiting(story.now)] == [C, D]
+    assert [one.peer for one in story.monitor.waiting(story.now)] == [C, D]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -70,7 +70,7 @@ def test_where_the_newest_state_is_lost_the_wait_is_longer(is_lost: bool) -> Non
 def test_one_elector_that_can_vote_is_enough() -> None:
     story = Story()
     story.passes(2 * LONG, status(A), status(C), status(D))
-    assert story.vigil.is_led(story.now)
+    assert story.monitor.has_live_elector(story.now)
     assert not story.is_due(2)
 
 
@@ -79,17 +79,17 @@ def test_an_elector_that_cannot_vote_or_is_behind_does_not_lead() -> None:
     full = status(A, Intent(joining=True, can_vote=False))
     behind = replace(status(B), round=-1, head=sha256(b"earlier"))
     story.passes(LONG + 1, full, behind, status(C))
-    assert not story.vigil.is_led(story.now)
-    assert [one.peer for one in story.vigil.to_name(2, False, story.now)] == [A, C]
+    assert not story.monitor.has_live_elector(story.now)
+    assert [one.peer for one in story.monitor.to_name(2, False, story.now)] == [A, C]
 
 
 def test_who_has_the_newest_state_does_not_wait_for_who_fetches_it() -> None:
     story = Story()
     fetching = replace(status(D), head=sha256(b"earlier"))
     story.passes(LONG + 1, status(C), fetching)
-    assert [one.peer for one in story.vigil.to_name(1, False, story.now)] == [C]
+    assert [one.peer for one in story.monitor.to_name(1, False, story.now)] == [C]
     story.passes((LONGER - 1) * LONG, status(C), fetching)
-    assert [one.peer for one in story.vigil.to_name(1, True, story.now)] == [C, D]  # nobody can have it
+    assert [one.peer for one in story.monitor.to_name(1, True, story.now)] == [C, D]  # nobody can have it
 
 
 def test_fewer_than_were_wanted_wait_once_more() -> None:
@@ -104,7 +104,7 @@ def test_fewer_than_were_wanted_wait_once_more() -> None:
 def test_nobody_is_named_who_does_not_want_to_take_part() -> None:
     story = Story()
     story.passes(2 * LONG, status(C, Intent()), status(D, Intent(joining=True, leaving=True)))
-    assert not story.vigil.waiting(story.now)
+    assert not story.monitor.waiting(story.now)
     assert not story.is_due()
 
 
@@ -112,7 +112,7 @@ def test_our_own_sleep_is_our_own_silence() -> None:
     story = Story()
     story.passes(LONG - 5, status(C))
     story.now += 3600.0
-    story.vigil.tick(story.now)
+    story.monitor.tick(story.now)
     story.passes(10, status(C))
     assert not story.is_due()
     story.passes(LONG, status(C))
@@ -122,21 +122,21 @@ def test_our_own_sleep_is_our_own_silence() -> None:
 def test_strangers_are_remembered_up_to_a_bound() -> None:
     story = Story()
     for number in range(2 * MOST_HEARD):
-        story.vigil.hear(status(PeerId(f"stranger {number}")), 0.5)
-    assert len(story.vigil.waiting(0.5)) == MOST_HEARD
-    story.vigil.hear(status(A), 0.5)
-    assert story.vigil.is_led(0.5)
+        story.monitor.hear(status(PeerId(f"stranger {number}")), 0.5)
+    assert len(story.monitor.waiting(0.5)) == MOST_HEARD
+    story.monitor.hear(status(A), 0.5)
+    assert story.monitor.has_live_elector(0.5)
 
 
 def test_nothing_is_renewed_while_somebody_has_gone_on_without_the_newest_manifest() -> None:
     story = Story()
     story.passes(2, status(C))
-    assert not story.vigil.is_outrun(story.now)
+    assert not story.monitor.has_newer_history(story.now)
     other = replace(TIP, state_root=sha256(b"another"))
     story.passes(1, status(D, tip=other))
-    assert story.vigil.is_outrun(story.now)
+    assert story.monitor.has_newer_history(story.now)
     story.passes(LONG, status(C))
-    assert not story.vigil.is_outrun(story.now)
+    assert not story.monitor.has_newer_history(story.now)
     story.passes(1, status(D, tip=replace(TIP, round=TIP.round + 1)))
-    assert story.vigil.is_outrun(story.now)
-    assert not story.vigil.is_outrun(story.now, is_hollow=lambda peer: peer == D)  # it could not show it
+    assert story.monitor.has_newer_history(story.now)
+    assert not story.monitor.has_newer_history(story.now, is_hollow=lambda peer: peer == D)  # it could not show it

@@ -82,10 +82,10 @@ class Story:
         self.residuals.stage(head, kind, self.tile(block), self.values(block, value), MARK)
 
     def kept(self, block: int, residuals: Residuals | None = None) -> tuple[float | None, float | None, float | None]:
-        """(unsent, unsaid, ahead) of a block's first tile."""
+        """(unsent, unsent_of_mean, ahead) of a block's first tile."""
         from_ = residuals or self.residuals
         tile, head = self.tile(block), from_._head
-        found = from_.unsent(tile), from_.unsaid(tile), from_.ahead(head)(tile)
+        found = from_.unsent(tile), from_.unsent_of_mean(tile), from_.ahead(head)(tile)
         return tuple(None if values is None else float(values[0]) for values in found)  # type: ignore[return-value]
 
 

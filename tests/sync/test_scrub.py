@@ -17,7 +17,7 @@ from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore, Version
 from spes_p2p.swarm.memory_backend import MemoryNetwork
-from spes_p2p.sync.scrub import ASK_EVERY, Mender, Scrubber
+from spes_p2p.sync.scrub import ASK_EVERY, Scrubber, TileRepairer
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.state.small import commit_round, small_store
@@ -105,7 +105,7 @@ def test_damage_that_a_commit_did_not_replace_ends_the_peer(tmp_path: Path) -> N
     async def play() -> None:
         tasks = Tasks(failures.append)
         transfers = Transfers(MemoryNetwork(0).peer(PeerId("me")).transport, store.layout, lambda: 1.0)
-        mender = Mender(store, transfers, tasks.in_thread)
+        mender = TileRepairer(store, transfers, tasks.in_thread)
         scrubber = Scrubber(mender, lambda: 0, tuple, notices.append, failures.append, 1.0)
         lost, replaced = store.layout.tile_ids_of(3)[0], store.layout.tile_ids_of(1)[0]
         flip(store.version(0), lost)

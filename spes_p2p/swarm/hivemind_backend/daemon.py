@@ -117,7 +117,7 @@ def kill_daemon(p2p: P2P) -> None:
             os.kill(p2p._child.pid, signal.SIGKILL)
 
 
-async def until_deaf(p2p: P2P) -> None:
+async def until_unusable(p2p: P2P) -> None:
     """Waits until the daemon ends, or until hivemind no longer reads its answers (which is as bad)."""
     reading = p2p._client.control._read_task
     ended = asyncio.ensure_future(p2p._child.wait())

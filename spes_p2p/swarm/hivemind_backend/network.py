@@ -30,7 +30,7 @@ from spes_p2p.swarm.hivemind_backend.daemon import (
     daemon_ended,
     kill_daemon,
     start_daemon,
-    until_deaf,
+    until_unusable,
 )
 from spes_p2p.swarm.hivemind_backend.dial import is_listing, parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
@@ -360,5 +360,5 @@ async def _leave_dht(node: DHTNode, daemon_ended: asyncio.Event) -> None:
 
 
 async def _watch(p2p: P2P, ended: asyncio.Event) -> None:
-    await until_deaf(p2p)
+    await until_unusable(p2p)
     ended.set()

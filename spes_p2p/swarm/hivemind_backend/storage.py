@@ -24,14 +24,14 @@ MAX_KEY_BYTES = 12 * 2**20
 """Under one key, members included."""
 MAX_KEYS = 64
 """More are begun for members alone; a run has four, one of them shared by all runs."""
-AtHome = Callable[[Subkey], bool]
+IsOwnOrMember = Callable[[Subkey], bool]
 """Tells whether a publisher is this node itself or, as far as it knows, a member of its run."""
 
 
 class BoundedStorage(DHTLocalStorage):
     """Takes checked envelopes (see EnvelopeValidator) while there is room under their key (`records.bounds_of`)."""
 
-    def __init__(self, is_at_home: AtHome) -> None:
+    def __init__(self, is_at_home: IsOwnOrMember) -> None:
         super().__init__()
         self._is_at_home = is_at_home
 
@@ -99,7 +99,7 @@ class NoStorage(DHTLocalStorage):
         return False
 
 
-def trim(validator: EnvelopeValidator, is_at_home: AtHome, key: bytes, records: DictionaryDHTValue) -> bool:
+def trim(validator: EnvelopeValidator, is_at_home: IsOwnOrMember, key: bytes, records: DictionaryDHTValue) -> bool:
     """Removes bad records from `records`, which another node sent together, and those of strangers beyond our bounds.
 
     Replaces hivemind's own check, which refuses all records if one is bad, such as one that has just expired. Records
@@ -118,7 +118,7 @@ def trim(validator: EnvelopeValidator, is_at_home: AtHome, key: bytes, records: 
     return True
 
 
-def bound(protocol: DHTProtocol, validator: EnvelopeValidator, is_at_home: AtHome) -> None:
+def bound(protocol: DHTProtocol, validator: EnvelopeValidator, is_at_home: IsOwnOrMember) -> None:
     """From now on, the node of `protocol` keeps and takes no more than is allowed here."""
     storage = BoundedStorage(is_at_home)
     storage.take_over(protocol.storage)

@@ -47,7 +47,7 @@ class LivenessMonitor:
         """There may be another manifest than before. Silence goes on over rounds."""
         if manifest_hash(tip) == manifest_hash(self.tip):
             return
-        if tip.round == self.tip.round + 1 and self.is_led(now):
+        if tip.round == self.tip.round + 1 and self.has_live_elector(now):
             self._pace.observe_round(now - self._entered)
         self._enter(tip, now)
 
@@ -79,11 +79,11 @@ class LivenessMonitor:
             self._heard.clear()
         self._last_tick = now
 
-    def is_led(self, now: float) -> bool:
+    def has_live_elector(self, now: float) -> bool:
         """Whether an elector that can vote was heard of late."""
         return self.silent_seconds(now) <= self._pace.suspect_seconds
 
-    def is_outrun(self, now: float, is_hollow: Callable[[PeerId], bool] = lambda peer: False) -> bool:
+    def has_newer_history(self, now: float, is_hollow: Callable[[PeerId], bool] = lambda peer: False) -> bool:
         """Whether somebody who is heard has gone on without our tip: a renewal of it would undo what they made.
 
         `is_hollow(peer)`: whether it says so, and could not show it time and again.

@@ -98,16 +98,20 @@ class Renewer:
         if self._seat.duty is Duty.CERTIFICATES:
             driver.hide_status(not newest.certificate.by_organiser)
         elif self._seat.duty is Duty.ARCHIVE:
-            driver.hide_status(driver.core.tip != newest.manifest and not monitor.is_led(now))
+            driver.hide_status(driver.core.tip != newest.manifest and not monitor.has_live_elector(now))
 
     def _renew_if_due(self, driver: Driver, monitor: LivenessMonitor, now: float) -> None:
         """Where nobody is left who can vote, and others wait: they become the members (design section 4)."""
         waiting = monitor.waiting(now)
-        if monitor.is_led(now) or not waiting:
+        if monitor.has_live_elector(now) or not waiting:
             self._said.clear()
             return
         round = driver.core.state.round
-        if round.adopting or round.following or monitor.is_outrun(now, lambda peer: self._is_hollow(driver, peer)):
+        if (
+            round.adopting
+            or round.following
+            or monitor.has_newer_history(now, lambda peer: self._is_hollow(driver, peer))
+        ):
             return
         root, is_lost = self._state_to_go_on_from(monitor, waiting)
         if monitor.silent_seconds(now) > monitor.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
