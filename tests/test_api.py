@@ -54,7 +54,7 @@ def test_two_processes_train_a_model_of_their_own(tmp_path: Path) -> None:
         assert organiser.stdout is not None
         try:
             address = next(line for line in organiser.stdout if "address" in line).split()[-1]
-            for model, words in ((None, "a model of its organiser's own"), (other_model(), "another model")):
+            for model, words in ((None, "a custom model of its organiser"), (other_model(), "another model")):
                 refused = spes_p2p.Peer(
                     address, tmp_path / words, ("/ip4/127.0.0.1/tcp/0",), data=tmp_path / "first" / "tokens",
                     device="cpu", model=model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spes_p2p.consensus.electorate import Electorate, Faults
+from spes_p2p.consensus.electorate import Electorate, Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import (
@@ -15,7 +15,6 @@ from spes_p2p.consensus.messages import (
     Precommit,
     signing_bytes,
 )
-from spes_p2p.consensus.rules import NOBODY
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId
 
@@ -36,14 +35,12 @@ def check_certificate(
     child: Manifest,
     certificate: Certificate,
     check: CheckSignature,
-    organiser: PeerId = NOBODY,
-    faults: Faults = Faults.CRASH,
+    rule: SealRule,
 ) -> None:
     """Raises RemoteProtocolError unless `certificate` commits `child` on `parent`.
 
     A certificate of a quorum needs good seals of a quorum of the parent's electors; a degraded one those of all its
-    makers, where none may lie, or of the organiser alone, who counts nobody's work. `faults` is the run's rule for
-    what is a quorum: who only looks on and does not know it takes a majority.
+    makers, where none may lie, or of the organiser alone, who counts nobody's work.
     """
     where = f"certificate of round {child.round}"
     if certificate.kind not in (QUORUM, DEGRADED):  # not quoted: it may be any text
@@ -53,11 +50,11 @@ def check_certificate(
     if child.parent != certificate.parent:
         raise RemoteProtocolError(f"{where}: the manifest has another parent")
     voters = tuple(member.peer for member in electors(parent.members))
-    quorum = Electorate(voters, faults).quorum
+    quorum = Electorate(voters, rule.faults).quorum
     if certificate.by_organiser:
         if child.roster or child.slices:
             raise RemoteProtocolError(f"{where}: the organiser may not count work")
-        voters = (organiser,)
+        voters = (rule.organiser,)
     statement = certificate_statement(child.fingerprint, certificate)
     good = {
         seal.peer
@@ -66,8 +63,13 @@ def check_certificate(
     }
     if certificate.kind == QUORUM and len(good) >= quorum:
         return
-    may_be_degraded = certificate.by_organiser or faults is not Faults.BYZANTINE  # one elector alone may lie there
-    if certificate.kind == DEGRADED and may_be_degraded and good and good == set(certificate.heard or (organiser,)):
+    may_be_degraded = certificate.by_organiser or rule.faults is not Faults.BYZANTINE  # one elector alone may lie there
+    if (
+        certificate.kind == DEGRADED
+        and may_be_degraded
+        and good
+        and good == set(certificate.heard or (rule.organiser,))
+    ):
         return
     raise RemoteProtocolError(
         f"{where} ({certificate.label}) has only {len(good)} good seals of {len(voters)} electors"

@@ -29,6 +29,14 @@ class Faults(Enum):
 
 
 @dataclass(frozen=True)
+class SealRule:
+    """Whose seals commit a manifest of a run: what its electors may do wrong says how many, and its organiser alone."""
+
+    organiser: PeerId
+    faults: Faults = Faults.CRASH
+
+
+@dataclass(frozen=True)
 class Electorate:
     """The electors of one parent, in the order in which they lead ballots 0, 1, ..., and what is a quorum of them."""
 

@@ -259,8 +259,7 @@ class Inbound:
                 manifest,
                 commit.certificate,
                 self._state.identity.check_signature,
-                self._rules.organiser,
-                self._rules.faults,
+                self._rules.seals,
             )
             check_child(self._rules, current.tip, manifest)
         except RemoteProtocolError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from spes_p2p.consensus.electorate import Faults
+from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import (
     MAX_MEMBERS,
@@ -79,6 +79,11 @@ class RunRules:
     """Who may name new members alone (see `renewed_manifest`); nobody in a run without an organiser."""
     final_rounds: int = 20
     """A history that has gone on for more rounds than this is not left for one with less work (see `forks`)."""
+
+    @property
+    def seals(self) -> SealRule:
+        """Whose seals commit a manifest."""
+        return SealRule(self.organiser, self.faults)
 
     @property
     def num_columns(self) -> int:

@@ -145,4 +145,4 @@ class SwarmSource:
     def _check_next(self, before: Commit, commit: Commit, info: RunInfo) -> None:
         if commit.manifest.parent != manifest_hash(before.manifest):
             raise RemoteProtocolError(f"its round {commit.manifest.round} does not follow the one before")
-        check_certificate(before.manifest, commit.manifest, commit.certificate, self._check, info.organiser)
+        check_certificate(before.manifest, commit.manifest, commit.certificate, self._check, info.seals)

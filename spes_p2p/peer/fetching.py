@@ -158,7 +158,7 @@ class _Fetching:
     async def forks(self) -> list[Fork]:
         """All forks. Peers that cannot be reached are skipped: others on the same history have what they have."""
         newest, publishers, _ = await self.newest()
-        found = await find_forks(self._transport, self._check, self._heads, newest, publishers, self._info.organiser)
+        found = await find_forks(self._transport, self._check, self._heads, newest, publishers, self._info.seals)
         return [fork for fork in found if self.chain.has(Hash(bytes.fromhex(fork.parent)), fork.round)]
 
     async def _state(self, commit: Commit, holders: list[PeerId]) -> Version:

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from spes_p2p.consensus.certificate import CheckSignature, check_certificate
+from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     Certificate,
@@ -63,14 +64,14 @@ async def fetch_commits(transport: Transport, holders: Sequence[PeerId], first: 
 
 
 async def is_checked(
-    transport: Transport, check: CheckSignature, commit: Commit, holders: Sequence[PeerId], organiser: PeerId
+    transport: Transport, check: CheckSignature, commit: Commit, holders: Sequence[PeerId], rule: SealRule
 ) -> bool:
     """Whether the electors of its parent have signed it, as far as the parent can be had."""
     if commit.certificate.kind == GENESIS:
         return False
     try:
         (parent,) = await fetch_commits(transport, holders, commit.manifest.round - 1, 1)
-        check_certificate(parent.manifest, commit.manifest, commit.certificate, check, organiser)
+        check_certificate(parent.manifest, commit.manifest, commit.certificate, check, rule)
     except (NetworkError, RemoteProtocolError):
         return False
     return True
@@ -89,7 +90,7 @@ async def find_forks(
     heads: Mapping[PeerId, HeadRecord],
     newest: Commit,
     holders: Sequence[PeerId],
-    organiser: PeerId,
+    rule: SealRule,
 ) -> tuple[Fork, ...]:
     """Where histories that are announced part from that of `newest`, which `holders` have.
 
@@ -104,7 +105,7 @@ async def find_forks(
                 if head.round <= newest.manifest.round:
                     await _place(transport, histories, head, publishers)
             for theirs in histories[1:]:
-                await _compare(histories[0], theirs, check, organiser, heads, forks)
+                await _compare(histories[0], theirs, check, rule, heads, forks)
     return tuple(forks.values())
 
 
@@ -130,8 +131,8 @@ class _History:
         """Raises NetworkError, RemoteProtocolError."""
         return manifest_hash((await self.at(round)).manifest) == name
 
-    async def is_checked(self, organiser: PeerId, check: CheckSignature) -> bool:
-        return await is_checked(self._transport, check, self.tip, self.peers, organiser)
+    async def is_checked(self, rule: SealRule, check: CheckSignature) -> bool:
+        return await is_checked(self._transport, check, self.tip, self.peers, rule)
 
 
 async def _place(
@@ -151,7 +152,7 @@ async def _compare(
     ours: _History,
     theirs: _History,
     check: CheckSignature,
-    organiser: PeerId,
+    rule: SealRule,
     heads: Mapping[PeerId, HeadRecord],
     forks: dict[Hash, Fork],
 ) -> None:
@@ -160,8 +161,8 @@ async def _compare(
         common = (await ours.at(last)).manifest
         sides = [(one, await one.at(last + 1)) for one in (ours, theirs)]
         for _, first in sides:
-            check_certificate(common, first.manifest, first.certificate, check, organiser)
-        if theirs.tip != sides[1][1] and not await theirs.is_checked(organiser, check):
+            check_certificate(common, first.manifest, first.certificate, check, rule)
+        if theirs.tip != sides[1][1] and not await theirs.is_checked(rule, check):
             return
         fork = forks.setdefault(manifest_hash(common), Fork.after(common))
         for one, first in sides:

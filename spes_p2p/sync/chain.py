@@ -261,7 +261,7 @@ def check_links(
             check_genesis(commit, info, check)
         else:
             check_child(rules, before.manifest, commit.manifest)
-            check_certificate(before.manifest, commit.manifest, commit.certificate, check, info.organiser, rules.faults)
+            check_certificate(before.manifest, commit.manifest, commit.certificate, check, rules.seals)
         before = commit
 
 

@@ -7,11 +7,13 @@ run and genesis are kept and how they travel, and when the organiser renews (see
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from spes_p2p.config.fingerprint import fingerprint
 from spes_p2p.config.load import config_from_text, published_yaml
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     DEGRADED,
@@ -46,6 +48,12 @@ class RunInfo:
     def fingerprint(self) -> Hash:
         """The name of the run: SHA-256 of this record."""
         return sha256(pack(self))
+
+    @cached_property
+    def seals(self) -> SealRule:
+        """Whose seals commit a manifest, by the run's config. Raises ConfigError where that cannot be read."""
+        config = config_from_text(self.config, origin=f"the config of run {self.run_id}")
+        return SealRule(self.organiser, Faults(config.swarm.faults))
 
 
 def describe_run(config: Config, dataset: Hash, organiser: PeerId) -> RunInfo:

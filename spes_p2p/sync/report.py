@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spes_p2p.config.schema import Config
+from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import (
@@ -164,13 +166,15 @@ async def read_run(
         transport.learn(peer, record.addresses)
     commit, holders = await newest_commit(transport, heads, accept)
     organiser = group.organisers[0] if len(group.organisers) == 1 else NOBODY
-    checked = await is_checked(transport, check, commit, holders, organiser) if commit else False
+    config = await _config_of(transport, group)
+    rule = SealRule(organiser, Faults(config.swarm.faults) if config else Faults.CRASH)
+    checked = await is_checked(transport, check, commit, holders, rule) if commit else False
     report = _report(group, peers, heads, commit, checked, now)
     if commit:
-        forks = await find_forks(transport, check, heads, commit, holders, organiser)
+        forks = await find_forks(transport, check, heads, commit, holders, rule)
         report = dataclasses.replace(report, forks=forks)
-    if report.stale:  # unless columns take turns
-        report = dataclasses.replace(report, expert_rounds=await _expert_rounds(transport, group))
+    if config is not None:
+        report = dataclasses.replace(report, expert_rounds=config.sync.column_rounds)
     addresses = invited_to(peers.values(), organiser, known)
     if addresses and organiser != NOBODY:
         word = encode(Invite(group.run_id, group.fingerprint, organiser, addresses))
@@ -178,12 +182,12 @@ async def read_run(
     return report, commit, holders
 
 
-async def _expert_rounds(transport: Transport, group: RunGroup) -> int:
+async def _config_of(transport: Transport, group: RunGroup) -> Config | None:
+    """None where nobody gives it."""
     try:
-        _, config = await load_run(transport, group, ANSWER_SECONDS)
+        return (await load_run(transport, group, ANSWER_SECONDS))[1]
     except (NetworkError, RemoteProtocolError, ConfigError):
-        return 1
-    return config.sync.column_rounds
+        return None
 
 
 def _report(

@@ -225,7 +225,7 @@ class Judge:
             raise Violation("orphan", f"round {commit.manifest.round} was committed on an unknown parent")
         try:
             check_child(self.rules, parent.manifest, commit.manifest)
-            check_certificate(parent.manifest, commit.manifest, certificate, check_fake)
+            check_certificate(parent.manifest, commit.manifest, certificate, check_fake, self.rules.seals)
         except RemoteProtocolError as error:
             raise Violation("certificate", str(error)) from error
         self._check_turns(parent.manifest, commit.manifest)

@@ -9,7 +9,7 @@ import pytest
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Forget
 from spes_p2p.consensus.certificate import check_certificate
-from spes_p2p.consensus.electorate import Electorate, Faults, make_polka
+from spes_p2p.consensus.electorate import Electorate, Faults, SealRule, make_polka
 from spes_p2p.consensus.machine import Consensus, Start
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import Member, leader_order
@@ -127,5 +127,5 @@ def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> 
     signed = FakeSealer(liar).seal(DegradedVote(elector.rules.fingerprint, head, (liar,), 99, name))
     certificate = Certificate(head, DEGRADED, 99, name, (liar,), (Seal(liar, signed.public_key, signed.signature),))
     with pytest.raises(RemoteProtocolError, match="only 1 good seals of 4 electors"):
-        check_certificate(elector.tip, child, certificate, lambda *signed: True, faults=Faults.BYZANTINE)
-    check_certificate(elector.tip, child, certificate, lambda *signed: True, faults=Faults.CRASH)
+        check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.BYZANTINE))
+    check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.CRASH))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 from spes_p2p.consensus.certificate import check_certificate
+from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.manifest import (
     MAX_MEMBERS,
@@ -192,7 +193,7 @@ def test_certificates_need_good_seals_of_enough_electors() -> None:
     parent = RUN.genesis(sha256(b"state 0")).manifest
     good = RUN.certified(RUN.child(parent, sha256(b"state 1"), sha256(b"wire")))
     check = RUN.keys.verify
-    check_certificate(parent, good.manifest, good.certificate, check)
+    check_certificate(parent, good.manifest, good.certificate, check, RUN.rules.seals)
     (seal,) = good.certificate.seals
     for bad in (
         replace(good.certificate, seals=()),
@@ -203,7 +204,7 @@ def test_certificates_need_good_seals_of_enough_electors() -> None:
         RUN.certified(good.manifest, signer=B).certificate,
     ):
         with pytest.raises(RemoteProtocolError):
-            check_certificate(parent, good.manifest, bad, check)
+            check_certificate(parent, good.manifest, bad, check, RUN.rules.seals)
 
 
 def renewal(signer: PeerId = ORGANISER, **wrong: object) -> tuple[Manifest, Commit]:
@@ -217,7 +218,7 @@ def renewal(signer: PeerId = ORGANISER, **wrong: object) -> tuple[Manifest, Comm
 def test_the_organiser_names_new_members_and_counts_no_work() -> None:
     parent, commit = renewal()
     check_child(RUN.rules, parent, commit.manifest)
-    check_certificate(parent, commit.manifest, commit.certificate, RUN.keys.verify, ORGANISER)
+    check_certificate(parent, commit.manifest, commit.certificate, RUN.keys.verify, SealRule(ORGANISER))
     assert commit.manifest.members == (Member(B, 7, True, 0),)  # nobody else is left to vote
     assert commit.manifest.state_root == parent.state_root
     assert (commit.manifest.step, commit.manifest.tokens) == (parent.step, parent.tokens)
@@ -293,17 +294,17 @@ def test_only_the_organiser_renews() -> None:
     check = RUN.keys.verify
     for organiser in (A, B, NOBODY):
         with pytest.raises(RemoteProtocolError, match="organiser"):
-            check_certificate(parent, commit.manifest, commit.certificate, check, organiser)
+            check_certificate(parent, commit.manifest, commit.certificate, check, SealRule(organiser))
     parent, forged = renewal(signer=A)
     with pytest.raises(RemoteProtocolError, match="0 good seals"):
-        check_certificate(parent, forged.manifest, forged.certificate, check, ORGANISER)
+        check_certificate(parent, forged.manifest, forged.certificate, check, SealRule(ORGANISER))
     parent, work = renewal(roster=(Contribution(A, 5, 1, 1),))
     with pytest.raises(RemoteProtocolError, match="may not count work"):
-        check_certificate(parent, work.manifest, work.certificate, check, ORGANISER)
+        check_certificate(parent, work.manifest, work.certificate, check, SealRule(ORGANISER))
     parent, majority = renewal()
     kind = replace(majority.certificate, kind=QUORUM)
     with pytest.raises(RemoteProtocolError):
-        check_certificate(parent, majority.manifest, kind, check, ORGANISER)
+        check_certificate(parent, majority.manifest, kind, check, SealRule(ORGANISER))
 
 
 def test_with_turns_nobody_takes_over_what_was_not_handed_out() -> None:

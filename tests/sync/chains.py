@@ -14,9 +14,11 @@ from spes_p2p.consensus.manifest import (
 )
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import (
+    DEGRADED,
     QUORUM,
     Certificate,
     Commit,
+    DegradedVote,
     Precommit,
     Seal,
 )
@@ -77,6 +79,13 @@ class MadeRun:
         signed = self.sealer(signer).seal(Precommit(self.info.fingerprint, manifest.parent, 0, name))
         seal = Seal(signed.author, signed.public_key, signed.signature)
         return Commit(Certificate(manifest.parent, QUORUM, 0, name, (), (seal,)), manifest)
+
+    def degraded(self, manifest: Manifest, signer: PeerId = A) -> Commit:
+        """The same where its signer was left alone."""
+        name = manifest_hash(manifest)
+        signed = self.sealer(signer).seal(DegradedVote(self.info.fingerprint, manifest.parent, (signer,), -1, name))
+        seal = Seal(signed.author, signed.public_key, signed.signature)
+        return Commit(Certificate(manifest.parent, DEGRADED, -1, name, (signer,), (seal,)), manifest)
 
     def chain(self, length: int) -> list[Commit]:
         """Commits with roots that stand for no state; no merge falls due."""

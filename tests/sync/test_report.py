@@ -27,6 +27,7 @@ from spes_p2p.sync.report import FRESH_SECONDS, RunReport, read_report
 from spes_p2p.testing.virtual_time import run_virtual
 from spes_p2p.wire import pack
 from tests.sync.chains import ORGANISER, A, B, MadeRun, with_tokens
+from tests.sync.swarm_cases import small_config
 
 NOW = 1_700_000_000.0
 NEWCOMER = PeerId("newcomer")
@@ -35,8 +36,8 @@ NEWCOMER = PeerId("newcomer")
 class Scene:
     """A directory with what a test puts there, and peer a, which serves its chain."""
 
-    def __init__(self, folder: Path) -> None:
-        self.run = MadeRun()
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.run = MadeRun(small_config(*overrides, peers=1))
         self.network = MemoryNetwork()
         self.peer = self.network.peer(A)
         self.folder = folder
@@ -48,7 +49,9 @@ class Scene:
     async def announce_run(self) -> None:
         info = self.run.info
         await self.publish(
-            self.peer, RUNS_KEY, RunRecord(info.run_id, info.fingerprint, ORGANISER, WIRE_VERSION, 0, b"", ())
+            self.peer,
+            RUNS_KEY,
+            RunRecord(info.run_id, info.fingerprint, ORGANISER, WIRE_VERSION, 0, b"", (f"/memory/p2p/{A}",)),
         )
 
     async def announce_peer(
@@ -117,6 +120,22 @@ def test_a_run_in_progress_with_its_signatures_checked(tmp_path: Path) -> None:
     assert [(column.owners, column.stale_rounds) for column in report.columns] == [((A,), 0)] * 4
     plain = report.to_json()
     assert (plain["round"], plain["live_peers"], plain["peers"][0]["peer"]) == (2, 1, A)
+
+
+@pytest.mark.parametrize("faults", ["crash", "byzantine"])
+def test_signatures_are_checked_by_the_rule_of_the_run(tmp_path: Path, faults: str) -> None:
+    """Where electors may lie, nobody but the organiser goes on without a quorum."""
+
+    async def main() -> RunReport:
+        scene = Scene(tmp_path, f"swarm.faults={faults}")
+        parent, child = scene.run.chain(2)
+        alone = scene.run.degraded(child.manifest)
+        await scene.announce_run()
+        await scene.announce_head(alone)
+        await scene.serve([parent, alone])
+        return await scene.report()
+
+    assert run_virtual(main()).checked == (faults == "crash")
 
 
 def test_a_member_that_says_nothing_is_silent(tmp_path: Path) -> None:
