@@ -44,9 +44,9 @@ def check_certificate(
     """
     where = f"certificate of round {child.round}"
     if certificate.kind not in (QUORUM, DEGRADED):  # not quoted: it may be any text
-        raise RemoteProtocolError(f"{where} is of no known kind")
+        raise RemoteProtocolError(f"{where} has an unknown kind")
     if certificate.parent != manifest_hash(parent) or certificate.manifest != manifest_hash(child):
-        raise RemoteProtocolError(f"{where} is of another manifest")
+        raise RemoteProtocolError(f"{where} is for another manifest")
     if child.parent != certificate.parent:
         raise RemoteProtocolError(f"{where}: the manifest has another parent")
     voters = tuple(member.peer for member in electors(parent.members))
@@ -72,5 +72,5 @@ def check_certificate(
     ):
         return
     raise RemoteProtocolError(
-        f"{where} ({certificate.label}) has only {len(good)} good seals of {len(voters)} electors"
+        f"{where} ({certificate.label}) has only {len(good)} valid seals from {len(voters)} electors"
     )

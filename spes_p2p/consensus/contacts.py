@@ -44,7 +44,7 @@ class Contacts:
             return False
         return self._others.placed.get(status.head, False)
 
-    def not_placed(self, statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:
+    def tips_of_unknown_history(self, statuses: Iterable[Status], tip: Manifest) -> list[tuple[Hash, int]]:
         """(tip, round) of peers that are not further than `tip` and may or may not be on our history."""
         placed = self._others.placed
         return [(head, round) for head, round in _behind(statuses, tip) if head not in placed]
@@ -96,7 +96,7 @@ class Contacts:
         here = self._own.intent.link_class == LINK_PUBLIC
         return here or contact is None or contact.status.intent.link_class == LINK_PUBLIC
 
-    def somebody_has(self, index: int, reducer: PeerId) -> bool:
+    def is_staged_elsewhere(self, index: int, reducer: PeerId) -> bool:
         """Whether another than its reducer says that it has staged a slice of the plan."""
         statuses = (contact.status for peer, contact in self._others.contacts.items() if peer != reducer)
         return any(s.head == self._state.round.tip_hash and index < len(s.staged) and s.staged[index] for s in statuses)

@@ -157,8 +157,8 @@ class Degraded:
             self._state.round.failed.clear()
             self._state.notify(
                 "lost",
-                f"round {lost.manifest.round} was committed, and nobody who is heard has its state: those who are left "
-                "go on without it, until a former peer brings it back",
+                f"round {lost.manifest.round} was committed, but no reachable peer has its state: the remaining peers "
+                "continue without it until a former peer brings it back",
             )
 
     def way_to(self, ours: Line, theirs: Line, now: float) -> Way:

@@ -19,7 +19,7 @@ from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 
 Placed = tuple[tuple[Hash, bool], ...]
-"""Tips of others, and whether each is on another history than ours (see `Consensus.tips_to_place`)."""
+"""Tips of others, and whether each is on another history than ours (see `Consensus.tips_to_look_up`)."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ Event = (
 
 
 def placed(event: Event, tips: Iterable[tuple[Hash, int]], is_ours: Callable[[Hash, int], bool]) -> Event:
-    """The event with what `is_ours` (tip, round) says of `tips`, those of `Consensus.tips_to_place`."""
+    """The event with what `is_ours` (tip, round) says of `tips`, those of `Consensus.tips_to_look_up`."""
     if isinstance(event, MessageReceived | CommitApplied | HistorySwitched):
         found = tuple((tip, not is_ours(tip, round)) for tip, round in tips)
         return replace(event, placed=found) if found else event

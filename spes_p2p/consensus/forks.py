@@ -101,9 +101,9 @@ def parted_text(common: Manifest, ours: Line, theirs: Line) -> str:
     mine, other = (f"{tokens_lost(common, line):,} tokens in {len(line)} rounds" for line in (ours, theirs))
     one, two = (short(line[0].certificate.manifest) for line in (ours, theirs))
     return (
-        f"the run has gone on twice since round {common.round}: {mine} here ({one}) and {other} elsewhere ({two}). To "
-        "follow either is to lose the other. Both go on until the organiser chooses (spes-p2p run "
-        f"choose); for this peer alone: spes-p2p join --resume --follow {two}"
+        f"the run has split since round {common.round}: {mine} here ({one}) and {other} elsewhere ({two}). To "
+        "follow one is to lose the other. Both continue until the organiser chooses (spes-p2p run "
+        f"choose); to switch this peer alone: spes-p2p join --resume --follow {two}"
     )
 
 

@@ -210,7 +210,7 @@ class Consensus:
         """Whether a child of our tip that was to be taken may be, now that its state is here."""
         return self._parts.degraded.still_takes(child)
 
-    def tips_to_place(self, event: on.Event) -> list[tuple[Hash, int]]:
+    def tips_to_look_up(self, event: on.Event) -> list[tuple[Hash, int]]:
         """(tip, round) of other peers for which this event needs to know whether they are in our history.
 
         The keeper of our history answers by setting `placed` of the event.
@@ -218,9 +218,11 @@ class Consensus:
         contacts = self._parts.contacts
         match event:
             case on.MessageReceived(envelope):
-                return contacts.not_placed((signed.value for signed in envelope.statuses), self.tip)
+                return contacts.tips_of_unknown_history((signed.value for signed in envelope.statuses), self.tip)
             case on.CommitApplied(commit):
-                return contacts.not_placed((c.status for c in self.state.others.contacts.values()), commit.manifest)
+                return contacts.tips_of_unknown_history(
+                    (c.status for c in self.state.others.contacts.values()), commit.manifest
+                )
             case on.HistorySwitched(commit):
                 return contacts.all_behind(commit.manifest)
         return []

@@ -47,7 +47,7 @@ class Members:
             round=current.tip.round,
             head=current.tip_hash,
             work=current.work,
-            intent=self.told_intent(),
+            intent=self.announced_intent(),
             ballots=self._leadership.own_ballots(),
             plan=plan_hash(current.plan.value) if current.plan else NO_HASH,
             reports=bytes(index in current.reports for index in range(len(slices))),
@@ -73,7 +73,7 @@ class Members:
             current.own_ready = self._state.identity.sealer.seal(ready)
         return current.own_ready
 
-    def told_intent(self) -> Intent:
+    def announced_intent(self) -> Intent:
         told, measured = self._own.intent.uplink_bytes_per_second, self._own.uplink_bytes_per_second
         uplink = min(told, measured) if told and measured else told or measured
         can_vote = self._own.intent.can_vote and self._liveness.can_be_counted_on(self._pace, self._state.last_event)
@@ -129,5 +129,5 @@ class Members:
     def _still_holds(self, said: Status) -> bool:
         """Whether we would say the same of what next members hang on."""
         return (said.head, said.incarnation, said.intent) == (
-            self._state.tip_hash, self._own.incarnation, self.told_intent()
+            self._state.tip_hash, self._own.incarnation, self.announced_intent()
         )  # fmt: skip

@@ -68,7 +68,7 @@ class Proposals:
         """The newest proposal of our degraded set."""
         return self._state.round.degraded_proposals.get(self._state.degraded_set)
 
-    def note_vain_try(self, content: Content | None) -> None:
+    def note_failed_staging(self, content: Content | None) -> None:
         if content is not None:
             self._state.round.in_vain[manifest_hash(content.manifest)] += 1
 

@@ -185,7 +185,7 @@ class RoundPlan:
         here = (status for status in self._members.members_here(now) if status.peer != self._me)
         late = {status.peer for status in here if not status.work.ready and status.work.ready_in_seconds > 0}
         for peer in sorted(late - self._others.kept_waiting):
-            self._state.notify("late", "the round closed and waited for its running step, which did not end", peer)
+            self._state.notify("late", "the closed round waited for its running step, which did not end in time", peer)
         self._others.kept_waiting |= late
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
@@ -196,7 +196,7 @@ class RoundPlan:
 
     def _make_plan(self, roster: tuple[Contribution, ...], now: float) -> Plan:
         intents = {peer: contact.status.intent for peer, contact in self._others.contacts.items()}
-        intents[self._me] = self._members.told_intent()
+        intents[self._me] = self._members.announced_intent()
         peers = [entry.peer for entry in roster]
         private = {peer for peer, intent in intents.items() if intent.link_class != LINK_PUBLIC}
         able = [s.peer for s in self._members.members_here(now) if s.intent.can_vote]

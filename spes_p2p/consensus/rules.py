@@ -292,7 +292,9 @@ def check_newcomers(parent: Manifest, child: Manifest) -> None:
     new = {member.peer for member in child.members} - {member.peer for member in parent.members}
     most = most_new(len(parent.members))
     if len(new) > most:
-        raise RemoteProtocolError(f"manifest of round {child.round}: {len(new)} new members, at most {most} can be")
+        raise RemoteProtocolError(
+            f"manifest of round {child.round}: {len(new)} new members, but at most {most} are allowed"
+        )
 
 
 def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
@@ -305,12 +307,14 @@ def _check_members(parent: Manifest, child: Manifest) -> None:
     names = [member.peer for member in child.members]
     if len(names) > MAX_MEMBERS:
         raise RemoteProtocolError(
-            f"manifest of round {child.round}: {len(names)} members, at most {MAX_MEMBERS} can be"
+            f"manifest of round {child.round}: {len(names)} members, but at most {MAX_MEMBERS} are allowed"
         )
     if not names or names != sorted(set(names)):
-        raise RemoteProtocolError(f"manifest of round {child.round}: no members, or not in order, or named twice")
+        raise RemoteProtocolError(
+            f"manifest of round {child.round}: there are no members, or they are not sorted, or one is named twice"
+        )
     if any(member.link_class not in LINK_CLASSES for member in child.members):  # leaders are chosen by it
-        raise RemoteProtocolError(f"manifest of round {child.round}: a member's link class is none that there is")
+        raise RemoteProtocolError(f"manifest of round {child.round}: a member has an unknown link class")
     if with_votes(parent.members, child.members) != child.members:
         raise RemoteProtocolError(f"manifest of round {child.round}: votes do not follow from the parent's members")
     owners = {owner for column in child.ownership for owner in column}
@@ -334,7 +338,7 @@ def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
     where, peers = f"round {parent.round + 1}", {entry.peer for entry in roster}
     members = {member.peer for member in parent.members}
     if slices and not rules.exchange:
-        raise RemoteProtocolError(f"{where}: slices in a run without exchange")
+        raise RemoteProtocolError(f"{where}: a run without exchange must not have slices")
     covered = [0] * len(rules.block_tiles)
     starts = [sum(rules.block_tiles[:block]) for block in range(len(rules.block_tiles))]
     due = list(rules.block_tiles)
@@ -348,7 +352,7 @@ def _check_slices(rules: RunRules, parent: Manifest, roster: Sequence[Contributi
         if not piece.contributors or list(piece.contributors) != sorted(set(piece.contributors)):
             raise RemoteProtocolError(f"{where}: slice {piece.key} has no contributors, or not in order")
         if piece.reducer not in members:  # it need not contribute: it may help those who cannot be dialled
-            raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a stranger")
+            raise RemoteProtocolError(f"{where}: slice {piece.key} was reduced by a peer that is not a member")
         covered[piece.block] += piece.tiles
     if any(have not in (0, tiles) for have, tiles in zip(covered, due, strict=True)):
         raise RemoteProtocolError(f"{where}: a block is covered in part")

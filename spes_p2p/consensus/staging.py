@@ -124,10 +124,10 @@ class Staging:
             return
         current.failed_fetches[index, reducer] += 1
         tries = 1 if reducer in self._others.withholding_peers else MAX_FAILED_FETCHES
-        if current.failed_fetches[index, reducer] >= tries and not self._contacts.somebody_has(index, reducer):
+        if current.failed_fetches[index, reducer] >= tries and not self._contacts.is_staged_elsewhere(index, reducer):
             current.empty_reports.setdefault(index, {})[reducer] = report
             if reducer not in self._others.withholding_peers:
-                self._state.notify("left out", "it says that it reduced a slice, and nobody can get it", reducer)
+                self._state.notify("left out", "it reported a reduced slice that nobody can fetch", reducer)
             self._others.withholding_peers.add(reducer)
 
     def wants_staged(self, key: Key, hashes: bytes) -> bool:
@@ -150,7 +150,7 @@ class Staging:
         current = self._state.round
         if not current.failed or now < self._state.next_heartbeat:
             return False
-        self._proposals.note_vain_try(self._proposals.target())
+        self._proposals.note_failed_staging(self._proposals.target())
         current.failed.clear()
         return True
 
@@ -223,7 +223,7 @@ class Staging:
         current.verify_after = now + self._pace.heartbeat_seconds
         current.unfit[name] = current.unfit.get(name, 0) + 1
         content = self._proposals.named(name)
-        self._proposals.note_vain_try(content)
+        self._proposals.note_failed_staging(content)
         if current.unfit[name] > 1 and content is not None:
             for piece in content.manifest.slices:
                 current.staged.pop(piece.key, None)

@@ -130,7 +130,7 @@ class Statuses:
             return
         if current.extended_wait_seconds > MAX_WAIT_EXTENSIONS * self._pace.deadline_seconds(0):
             self._others.moving_in_vain.add(peer)
-            self._state.notify("late", "it said for long that bytes move there, and nothing came of it", peer)
+            self._state.notify("late", "it kept reporting transfers that led to nothing", peer)
             return
         if peer in current.seen:
             current.seen[peer] = now

@@ -105,7 +105,7 @@ def precommit(record: VoteRecord, vote: Signed[Precommit]) -> VoteRecord:
 def lock(record: VoteRecord, polka: Polka) -> VoteRecord:
     """Locks a value that has a polka in a later ballot than the present lock. It is the valid value too."""
     if polka.ballot <= record.locked_ballot:
-        raise LocalProtocolError(f"a lock of ballot {record.locked_ballot} can not go back to ballot {polka.ballot}")
+        raise LocalProtocolError(f"a lock of ballot {record.locked_ballot} cannot go back to ballot {polka.ballot}")
     locked = replace(record, locked_ballot=polka.ballot, locked_value=polka.value)
     return locked if polka.ballot <= record.valid_ballot else replace(locked, valid=polka)
 

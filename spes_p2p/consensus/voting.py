@@ -192,9 +192,7 @@ class Voting:
 
     def forget_record(self, above: int) -> None:
         """Votes are not given twice: from now on we are a newcomer."""
-        self._state.notify(
-            "votes", "this peer's disk is older than what it has said before: it comes back as a newcomer"
-        )
+        self._state.notify("votes", "this peer's disk is older than what it has said before: it rejoins as a newcomer")
         self._own.incarnation = NOBODY_AS_YET
         self.resume(VoteRecord(self._state.tip_hash))
         self.forget_degraded()

@@ -110,7 +110,7 @@ class Dispatcher:
 
     def tell(self, event: on.Event) -> None:
         """Something happened: the state machine decides, and what it decides is begun."""
-        event = placed(event, self.core.tips_to_place(event), self._effects.is_ours)
+        event = placed(event, self.core.tips_to_look_up(event), self._effects.is_ours)
         self.carry_out(self.core.handle(event, self._now()))
 
     def reply_to(self, peer: PeerId) -> Envelope:

@@ -489,7 +489,7 @@ def test_words_of_others_reach_a_terminal_cleaned_and_cut() -> None:
             if isinstance(each, Notice)
         ]
         assert [(each.kind, each.peer, each.text) for each in told] == [
-            ("refused", LIAR, "certificate of round 1 is of no known kind")
+            ("refused", LIAR, "certificate of round 1 has an unknown kind")
         ]
     core.state.notify("refused", rude, LIAR)
     notice = core.state.out[-1]

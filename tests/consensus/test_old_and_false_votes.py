@@ -126,6 +126,6 @@ def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> 
     name = manifest_hash(child)
     signed = FakeSealer(liar).seal(DegradedVote(elector.rules.fingerprint, head, (liar,), 99, name))
     certificate = Certificate(head, DEGRADED, 99, name, (liar,), (Seal(liar, signed.public_key, signed.signature),))
-    with pytest.raises(RemoteProtocolError, match="only 1 good seals of 4 electors"):
+    with pytest.raises(RemoteProtocolError, match="only 1 valid seals from 4 electors"):
         check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.BYZANTINE))
     check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.CRASH))

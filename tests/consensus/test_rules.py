@@ -233,7 +233,7 @@ def test_members_are_only_so_many_whoever_names_them() -> None:
     assert len(made.members) == MAX_MEMBERS
     check_child(RUN.rules, PARENT, made)
     outcome = Outcome((), (), made.wire_root, made.state_root, None)
-    with pytest.raises(RemoteProtocolError, match="1025 members, at most 1024"):
+    with pytest.raises(RemoteProtocolError, match="1025 members, but at most 1024"):
         check_child(RUN.rules, PARENT, child_manifest(RUN.rules, PARENT, outcome, tuple(many), {}))
 
 
@@ -284,7 +284,7 @@ def test_electors_vote_for_so_many_new_peers_in_a_round() -> None:
         return replace(CHILD, members=members)
 
     check_newcomers(PARENT, named(LEAST_NEW))
-    with pytest.raises(RemoteProtocolError, match="5 new members, at most 4"):
+    with pytest.raises(RemoteProtocolError, match="5 new members, but at most 4"):
         check_newcomers(PARENT, named(LEAST_NEW + 1))
     check_newcomers(PARENT, replace(CHILD, members=tuple(replace(one, incarnation=9) for one in MEMBERS)))
 
@@ -296,7 +296,7 @@ def test_only_the_organiser_renews() -> None:
         with pytest.raises(RemoteProtocolError, match="organiser"):
             check_certificate(parent, commit.manifest, commit.certificate, check, SealRule(organiser))
     parent, forged = renewal(signer=A)
-    with pytest.raises(RemoteProtocolError, match="0 good seals"):
+    with pytest.raises(RemoteProtocolError, match="0 valid seals"):
         check_certificate(parent, forged.manifest, forged.certificate, check, SealRule(ORGANISER))
     parent, work = renewal(roster=(Contribution(A, 5, 1, 1),))
     with pytest.raises(RemoteProtocolError, match="may not count work"):

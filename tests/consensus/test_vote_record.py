@@ -57,7 +57,7 @@ def test_one_proposal_a_ballot_and_before_the_vote() -> None:
 def test_a_lock_goes_forward_only_and_is_a_valid_value() -> None:
     record = vote_record.lock(VoteRecord(PARENT), polka(1))
     assert (record.locked_ballot, record.locked_value, record.valid) == (1, VALUES[0], polka(1))
-    with pytest.raises(LocalProtocolError, match="can not go back to ballot 0"):
+    with pytest.raises(LocalProtocolError, match="cannot go back to ballot 0"):
         vote_record.lock(record, polka(0, 1))
     with pytest.raises(LocalProtocolError, match="is newer than 1"):
         vote_record.take_valid(record, polka(1, 1))

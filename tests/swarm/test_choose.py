@@ -54,7 +54,7 @@ def test_the_organiser_settles_a_run_that_has_gone_on_twice(tmp_path: Path, toke
         part(swarm, tokens)
 
         def all_say_so() -> bool:
-            return all("the run has gone on twice" in process.output() for process in swarm.processes.values())
+            return all("the run has split since round" in process.output() for process in swarm.processes.values())
 
         swarm.wait_until(all_say_so, "all say that there are two histories", ALL)
         invite = kept_invite(node.folder)

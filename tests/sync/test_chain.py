@@ -201,7 +201,7 @@ def test_links_that_fit() -> None:
         ([COMMITS[3]], COMMITS[1], "does not follow"),
         ([with_tokens(COMMITS[2], 5)], COMMITS[1], "tokens does not follow"),
         ([RUN.genesis(sha256(b"state 0"), signer=B)], None, "not signed by the organiser"),
-        ([RUN.certified(COMMITS[1].manifest, signer=B)], COMMITS[0], "0 good seals of 1"),
+        ([RUN.certified(COMMITS[1].manifest, signer=B)], COMMITS[0], "0 valid seals from 1"),
     ],
 )
 def test_links_that_do_not_fit(chain: list[Commit], before: Commit | None, complaint: str) -> None:

@@ -119,7 +119,7 @@ async def parted(swarm: MemorySwarm) -> AsyncIterator[tuple[Surroundings, Hash, 
     assert (alone.kind, majority.kind) == (DEGRADED, QUORUM)
     swarm.network.heal()
     await until(lambda: all("parted" in kinds(peer(swarm, name)) for name in "abc"), SETTLED_SECONDS)
-    await until(lambda: any("has gone on twice" in text for text in swarm.organiser_said), SETTLED_SECONDS)
+    await until(lambda: any("the run has split" in text for text in swarm.organiser_said), SETTLED_SECONDS)
     before = {name: peer(swarm, name).round for name in "abc"}
     await until(lambda: all(peer(swarm, name).round > before[name] + 1 for name in "abc"), 300.0)
     assert histories(swarm) == {alone.manifest: "a", majority.manifest: "bc"}  # both train on

@@ -46,7 +46,7 @@ class Story:
             self.monitor.tick(self.now)
 
     def is_due(self, min_peers: int = 1, is_lost: bool = False) -> bool:
-        return bool(self.monitor.to_name(min_peers, is_lost, self.now))
+        return bool(self.monitor.new_members(min_peers, is_lost, self.now))
 
 
 def test_after_a_long_silence_those_who_wait_are_named() -> None:
@@ -80,16 +80,16 @@ def test_an_elector_that_cannot_vote_or_is_behind_does_not_lead() -> None:
     behind = replace(status(B), round=-1, head=sha256(b"earlier"))
     story.passes(LONG + 1, full, behind, status(C))
     assert not story.monitor.has_live_elector(story.now)
-    assert [one.peer for one in story.monitor.to_name(2, False, story.now)] == [A, C]
+    assert [one.peer for one in story.monitor.new_members(2, False, story.now)] == [A, C]
 
 
 def test_who_has_the_newest_state_does_not_wait_for_who_fetches_it() -> None:
     story = Story()
     fetching = replace(status(D), head=sha256(b"earlier"))
     story.passes(LONG + 1, status(C), fetching)
-    assert [one.peer for one in story.monitor.to_name(1, False, story.now)] == [C]
+    assert [one.peer for one in story.monitor.new_members(1, False, story.now)] == [C]
     story.passes((LONGER - 1) * LONG, status(C), fetching)
-    assert [one.peer for one in story.monitor.to_name(1, True, story.now)] == [C, D]  # nobody can have it
+    assert [one.peer for one in story.monitor.new_members(1, True, story.now)] == [C, D]  # nobody can have it
 
 
 def test_fewer_than_were_wanted_wait_once_more() -> None:

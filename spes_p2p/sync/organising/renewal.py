@@ -104,7 +104,7 @@ class LivenessMonitor:
             if self._is_fresh(heard, now) and _waits(heard.status)
         ]
 
-    def to_name(self, min_peers: int, is_state_lost: bool, now: float) -> list[Status]:
+    def new_members(self, min_peers: int, is_state_lost: bool, now: float) -> list[Status]:
         """Peers that should become the members, since nobody who could name them was heard; none before that is due.
 
         They must have the newest state, unless it is lost; otherwise the first rounds would wait for the slowest

@@ -116,7 +116,7 @@ class Renewer:
         root, is_lost = self._state_to_go_on_from(monitor, waiting)
         if monitor.silent_seconds(now) > monitor.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
             self._say_what_comes(monitor, is_lost, root is not None)
-        chosen = monitor.to_name(self._run.min_peers, is_lost, now)
+        chosen = monitor.new_members(self._run.min_peers, is_lost, now)
         if root is not None and chosen:
             try:
                 self._renew(driver, monitor.tip, root, chosen)
