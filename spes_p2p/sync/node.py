@@ -11,10 +11,12 @@ from pathlib import Path
 from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.rules import RunRules
+from spes_p2p.errors import ConfigError
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import NO_HASH, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
+from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.ports import Blob, Clock, Network, Transport
 from spes_p2p.sync import merge
 from spes_p2p.sync.chain import Chain, wall_clock_microseconds
@@ -101,8 +103,28 @@ def stall_seconds_of(config: Config) -> float:
     return max(5.0, 5 * config.swarm.heartbeat_seconds)
 
 
+_SLICE_BYTES = 1000
+"""Of a slice in what is voted on: its entry in the manifest, and the signed report of its reducer."""
+
+
+def check_sizes(config: Config, layout: Layout) -> None:
+    """Raises ConfigError where what a round decides, with all that it follows from, would not fit into a message."""
+    sync = config.sync
+    tiles = [len(layout.tile_ids_of(block.index)) for block in layout.model_blocks]
+    slices = sum(-(-count // sync.slice_tiles) for count in tiles)
+    size, room = len(NO_HASH) * sum(tiles) + _SLICE_BYTES * slices, MAX_CALL_BYTES * 3 // 4  # the rest is for members
+    if size > room:
+        raise ConfigError(
+            f"the model has {sum(tiles):,} tiles (sync.tile_values={sync.tile_values}) in {slices:,} slices "
+            f"(sync.slice_tiles={sync.slice_tiles}); a round's result would take {size / 2**20:.1f} MiB, and "
+            f"{room / 2**20:.1f} fit into a message",
+            fix="raise sync.tile_values, or sync.slice_tiles",
+        )
+
+
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
-    """What rounds need to know of a run."""
+    """What rounds need to know of a run. Raises ConfigError (see `check_sizes`)."""
+    check_sizes(config, layout)
     sync = config.sync
     merges = sync.enabled and sync.merge_alpha > 0 and layout.num_columns > 1
 
