@@ -5,24 +5,22 @@ from __future__ import annotations
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.parts import Parts
 from spes_p2p.consensus.rules import Outcome
-from spes_p2p.consensus.state import State
 
 
-def take(event: on.Event, parts: Parts, state: State, now: float) -> bool:
+def take(event: on.Event, parts: Parts, now: float) -> bool:
     """Takes an event in; whether the rules should look at what has changed. Raises TypeError for what is no event."""
-    if _take_quietly(event, parts, state, now):
+    if _take_quietly(event, parts, now):
         return False
     if not _take_work(event, parts, now):
         _take_change(event, parts, now)
     return True
 
 
-def _take_quietly(event: on.Event, parts: Parts, state: State, now: float) -> bool:
+def _take_quietly(event: on.Event, parts: Parts, now: float) -> bool:
     """Events from which nothing follows at once."""
     match event:
         case on.BytesMoved():
-            state.round.moved += 1
-            state.note_progress(now)
+            parts.staging.bytes_moved(now)
         case on.StateLost(state_roots):
             parts.staging.state_lost(state_roots)
         case on.PeersFound(peers):

@@ -111,7 +111,7 @@ class Consensus:
             if event.peer != self.me:
                 self.state.others.refused_dial.add(event.peer)
             self._advance(now, TICK)
-        elif take(event, self._parts, self.state, now):
+        elif take(event, self._parts, now):
             self._advance(now)
         actions, self.state.out = self.state.out, []
         if self.observer is not None:

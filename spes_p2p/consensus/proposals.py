@@ -13,6 +13,7 @@ from spes_p2p.consensus.messages import (
     Signed,
 )
 from spes_p2p.consensus.state import HOPELESS, State
+from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.ids import Hash
 
 MOST_CONTENTS = 32
@@ -101,11 +102,15 @@ class Proposals:
         return name != NIL, self.named(name)
 
     def verified_before(self) -> Content | None:
-        """One whose state is here, of an earlier ballot: a free leader takes it up, which saves everybody's work."""
+        """One whose state is here, of an earlier ballot: a free leader takes it up, which saves everybody's work.
+
+        Not one that leaves out an elector who lives here, too: another leader may have been told that it leaves.
+        """
         current = self._state.round
         if self._state.degraded_set:
             return None
-        return next((found for name in current.verified if (found := self.named(name)) is not None), None)
+        fit = [name for name in current.verified if current.vote.verdicts.get(name) is not Verdict.INCOMPLETE]
+        return next((found for name in fit if (found := self.named(name)) is not None), None)
 
     def can_be_had(self, name: Hash, now: float) -> bool:
         """Whether the state of a certified child is here, or somebody who is heard has it."""

@@ -177,7 +177,20 @@ class Staging:
             self._others.withholding_peers.discard(wanted.first)
         self._liveness.failing_since = None
         self.stage(key, hashes)
-        self._state.note_progress(now)
+        self._note_progress(now)
+
+    def bytes_moved(self, now: float) -> None:
+        """Some of what is fetched has come."""
+        if self._note_progress(now):
+            self._state.round.moved += 1
+
+    def _note_progress(self, now: float) -> bool:
+        """Whether it is any: what did not come out even from fresh tiles could be fetched for ever."""
+        target = self._proposals.target()
+        is_new = target is None or self._state.round.unfit.get(manifest_hash(target.manifest), 0) <= 1
+        if is_new:
+            self._state.note_progress(now)
+        return is_new
 
     def staging_failed(self, key: Key, now: float) -> None:
         """Our own disk could not take the tiles: they are fetched again with the next heartbeat."""

@@ -139,12 +139,8 @@ class Voting:
         return Verdict.FIT if is_complete else Verdict.INCOMPLETE
 
     def _is_complete(self, content: Content, now: float) -> bool:
-        """Whether a manifest names every elector that lives and stays: with liars among us a leader may leave some out.
-
-        For so long as each has led twice: then any will do.
-        """
-        vote = self._state.round.vote
-        if self._rules.faults is not Faults.BYZANTINE or vote.ballot >= 2 * len(self._state.electors):
+        """Whether a manifest names every elector that lives and stays: a leader that lies may leave some out."""
+        if self._rules.faults is not Faults.BYZANTINE:
             return True
         named = {member.peer for member in content.manifest.members}
         leaving = {peer for peer, contact in self._others.contacts.items() if contact.status.intent.leaving}

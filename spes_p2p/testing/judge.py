@@ -124,6 +124,8 @@ class Judge:
         self.forks: list[tuple[Hash, Hash]] = []
         self.chosen: set[Hash] = set()
         """Children that the organiser has chosen."""
+        self.liars: set[PeerId] = set()
+        """Who may say what others refuse."""
         self.reduced: dict[Hash, tuple[Trained, ...]] = {}
         self.wires: dict[Hash, tuple[Hash, ...]] = {}
         self._histories: dict[tuple[PeerId, int, Hash], VoteHistory] = {}

@@ -91,6 +91,7 @@ class Setting:
         """One that knows what values went into which tiles, and nothing else."""
         judge = PathJudge(self.rules, self.genesis, self.state)
         judge.reduced, judge.wires = self.content.reduced, self.content.wires
+        judge.liars = self.content.liars
         return judge
 
 

@@ -9,9 +9,11 @@ checked, and how", for what is left out of this world.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from spes_p2p.consensus import actions as do
+from spes_p2p.consensus.electorate import Faults
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.rules import genesis_manifest
@@ -50,14 +52,19 @@ class Happening(NamedTuple):
 class SmallWorld:
     """The steps of `count` peers in their first round; `ordered`: messages of one link do not overtake each other.
 
-    The last `servers` of them train nothing.
+    The last `servers` of them train nothing. `electors_may` do so much wrong: it makes the quorum.
     """
 
     def __init__(
-        self, count: int = 3, core_class: type[Consensus] = Consensus, ordered: bool = True, servers: int = 0
+        self,
+        count: int = 3,
+        core_class: type[Consensus] = Consensus,
+        ordered: bool = True,
+        servers: int = 0,
+        electors_may: Faults = Faults.CRASH,
     ) -> None:
         self.names = [PeerId(f"p{index}") for index in range(count)]
-        self.rules = run_rules(columns=0, shared_tiles=1)
+        self.rules = replace(run_rules(columns=0, shared_tiles=1), faults=electors_may)
         self.ordered = ordered
         self.quick = True
         serving = self.names[count - servers :]

@@ -98,14 +98,12 @@ class Snapshots:
         kind = type(value)
         if kind in _ATOMS or issubclass(kind, Enum):
             return value
-        if kind is dict:
-            return {key: self.clone(value[key]) for key in sorted(value, key=_order)}
+        if kind is dict or kind is Counter:
+            return kind({key: self.clone(value[key]) for key in sorted(value, key=_order)})
         if kind is tuple or kind is list:
             return kind(self.clone(item) for item in value)
         if kind is set:
             return set(value)
-        if kind is Counter:
-            return Counter()
         if _is_frozen(kind):
             return self.frozen.one(value)
         return self._clone_object(value)
@@ -139,7 +137,7 @@ class Snapshots:
             for item in value:
                 self._write(item, parts, timeless)
             parts.append(b")")
-        elif kind is dict:
+        elif kind is dict or kind is Counter:
             self._write_sorted(b"{", value.items(), parts, timeless)
         elif kind is set or kind is frozenset:
             self._write_sorted(b"<", value, parts, timeless)

@@ -99,7 +99,7 @@ class SymbolDriver:
         self._around.trainer.close()
 
     def notice(self, notice: do.Notice) -> None:
-        if notice.kind == "refused":
+        if notice.kind == "refused" and notice.peer not in self._around.judge.liars:
             raise Violation("refused", f"{self.core.me} refused what {notice.peer} said: {notice.text}")
 
     def failed(self, error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """Every order of deliveries, losses and crashes of three peers in one round, and planted faults that must be found.
 
-With `--thorough` of two faults: most of a minute of CPU time.
+With `--thorough` of two faults: minutes of CPU time.
 """
 
 from __future__ import annotations
