@@ -257,7 +257,7 @@ def test_initial_peers_fail_each_with_its_own_reason(thread: NetworkThread) -> N
                 alive = await start()
                 port = alive.transport.addresses[0].split("/")[4]
                 reasons = {
-                    f"/ip4/127.0.0.1/tcp/{unused}/p2p/{NOBODY}": "refused",
+                    f"/ip4/127.0.0.1/tcp/{unused}/p2p/{NOBODY}": "refuses connections",
                     f"/ip4/127.0.0.1/tcp/{mute}/p2p/{NOBODY}": "silent",
                     f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}": f"wrong peer id: {alive.transport.peer_id} answers",
                     f"/ip4/127.0.0.1/tcp/{port}": "lacks the peer id",

@@ -81,5 +81,5 @@ def test_any_request_to_be_dialled_is_answered(place: int, new: bytes) -> None:
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_a_port_that_is_none_is_not_dialled(port: int) -> None:
-    with pytest.raises(ValueError, match=f"port {port}"):
+    with pytest.raises(ValueError, match=f"{port} is not a port number"):
         DialBackRequest((4001, port))
