@@ -50,7 +50,7 @@ def test_lines_for_people_end_with_what_it_comes_to(tmp_path: Path) -> None:
 def test_who_reaches_nobody_is_told_why_and_gets_an_exit_code(tmp_path: Path) -> None:
     answer = spes_p2p("doctor", "--initial-peers", NOBODY, "--output", str(tmp_path), "--host-maddrs", LOOPBACK)
     assert answer.exit_code == 1
-    assert f"failure  network no initial peer can be reached: {NOBODY} is refused" in answer.output
+    assert f"failure  network no initial peer can be reached: {NOBODY} refuses connections" in answer.output
     assert answer.output.endswith("this machine cannot train in the run yet: network\n")
 
 

@@ -38,7 +38,7 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         assert [line["kind"] for line in lines] == ["genesis", *["quorum"] * 3]
         newest = spes_p2p("run", "inspect", "-o", str(stranger), "--last", "1").output.splitlines()
         assert newest[1].split()[:2] == ["3", "quorum"]
-        refused(spes_p2p("run", "choose", "abcdef0123", "-o", str(organiser.folder)), "has one history", "print")
+        refused(spes_p2p("run", "choose", "abcdef0123", "-o", str(organiser.folder)), "has one history", "peers of")
         while "round 3: step" not in "\n".join(organiser.said):
             pass
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)

@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.consensus.manifest import Contribution
-from spes_p2p.consensus.messages import (
-    Envelope,
-    Signed,
-)
+from spes_p2p.consensus.messages import Envelope, Signed, Work
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import (
     ChainRequest,
@@ -189,7 +186,7 @@ def test_a_peer_of_another_run_is_told_so(folder: Path) -> None:
         who, data = calls[-1]
         (status, *_) = unpack(Envelope, data).statuses
         sealer = KeySealer(swarm.peers[who].net.signer)
-        stranger = sealer.seal(dataclasses.replace(status.value, fingerprint=sha256(b"another run")))
+        stranger = sealer.seal(dataclasses.replace(status.value, fingerprint=sha256(b"another run"), work=Work()))
         for handler in (peer(swarm, "a").driver.answers, swarm.organiser):
             with pytest.raises(RemoteProtocolError, match=r"this is run tiny with fingerprint .*join again"):
                 await handler.on_call(who, pack(Envelope(who, (stranger,))))
