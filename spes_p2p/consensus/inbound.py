@@ -39,6 +39,7 @@ from spes_p2p.consensus.state import (
 )
 from spes_p2p.consensus.statements import check_content
 from spes_p2p.consensus.statuses import Statuses
+from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId
@@ -75,12 +76,13 @@ class Inbound:
 
     def take(self, envelope: Envelope, now: float) -> bool:
         """Takes a message in; whether there is something new in it that the rules should look at."""
-        new = False
+        new, liveness = False, self._liveness
+        is_asking, is_answer = liveness.asking_since is not None, envelope.answers == self._own.life
+        heard_at = NEVER if is_asking and not is_answer else now  # it may have waited here while we slept
         for signed in envelope.statuses:
-            new |= self._statuses.hear(signed, envelope.sender, now)
-        own = self._state.own
-        if envelope.answers == own.life and self._state.liveness.asking_since is not None:
-            self._state.liveness.answered.add(envelope.sender)
+            new |= self._statuses.hear(signed, envelope.sender, heard_at, now)
+        if is_asking and is_answer:
+            liveness.answered.add(envelope.sender)
         for ready in envelope.ready:
             self._round_plan.hear_ready(ready)
         if envelope.plan is not None:

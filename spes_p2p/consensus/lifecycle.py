@@ -27,6 +27,7 @@ from spes_p2p.consensus.state import (
 )
 from spes_p2p.consensus.statements import ready_of
 from spes_p2p.consensus.tendermint import Tendermint
+from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
@@ -93,8 +94,10 @@ class Lifecycle:
             return
         current = self._state.round
         for contact in self._others.contacts.values():
-            contact.at += asleep
+            contact.at = NEVER
             contact.direct_at += asleep
+        self._own.sequence += 1
+        self._own.life = self._own.sequence  # what was sent to us before we slept is no answer
         self._others.refused_dial.clear()
         self._liveness.ask(now)
         current.started_at += asleep

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from spes_p2p.consensus.timing import Moment, Pace
+from spes_p2p.consensus.timing import NEVER, Moment, Pace
 from spes_p2p.ids import PeerId
 
 FAILED_DEADLINES = 10
 """Who fails for so many deadlines to get the tiles of a proposal, or to catch up, says that
 it cannot vote, and votes if it can all the same."""
-NEVER = float("-inf")
 
 
 @dataclass

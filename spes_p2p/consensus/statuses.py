@@ -16,6 +16,7 @@ from spes_p2p.consensus.state import (
     State,
 )
 from spes_p2p.consensus.statements import ready_of
+from spes_p2p.consensus.timing import NEVER, Moment
 from spes_p2p.consensus.vote_record import ballot_of
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import NO_HASH, PeerId
@@ -43,7 +44,8 @@ class Statuses:
         self._round_plan = round_plan
         self._voting = voting
 
-    def hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
+    def hear(self, signed: Signed[Status], sender: PeerId, heard_at: Moment, now: float) -> bool:
+        """Takes in a status; whether the rules should look at it. `heard_at` is `NEVER` for words that may be old."""
         status = signed.value
         peer = status.peer
         if signed.author != peer or status.fingerprint != self._rules.fingerprint or not self._is_sane(status):
@@ -56,7 +58,7 @@ class Statuses:
         if known is None:
             if not self._contacts.has_room_for(peer, now):
                 return False
-            self._others.contacts[peer] = Contact(signed, now, now if sender == peer else float("-inf"))
+            self._others.contacts[peer] = Contact(signed, heard_at, now if sender == peer else NEVER)
             self._heard_from(status, now)
             self._others.reply_due.add(peer)
             return True
@@ -69,12 +71,12 @@ class Statuses:
         before = (known.furthest or known.signed).value
         is_further = status.incarnation != before.incarnation or _binding(status) >= _binding(before)
         known.furthest = None if is_further else known.furthest or known.signed
-        revived = not self._contacts.alive(peer, now)
+        was_alive = self._contacts.alive(peer, now)
         stirs = self._needs_evaluation(last, status)
         if sender == peer:
             self._pace.observe_gap(now - known.direct_at)
             known.direct_at = now
-        known.signed, known.at = signed, now
+        known.signed, known.at = signed, max(known.at, heard_at)
         self._heard_from(status, now)
         if (
             status.moved > last.moved
@@ -85,7 +87,7 @@ class Statuses:
         is_new = status.lacks and status.lacks != last.lacks
         if status.plan != last.plan or status.head != last.head or is_new:
             self._others.reply_due.add(peer)
-        return revived or stirs
+        return stirs or (not was_alive and self._contacts.alive(peer, now))
 
     def _needs_evaluation(self, last: Status, status: Status) -> bool:
         """Whether the rules need to look at once. Most of it concerns the leader; the rest waits for a tick."""

@@ -10,6 +10,7 @@ from collections import deque
 
 Moment = float
 """Seconds of the clock that comes in with every event. Fields that hold one are annotated so: a search shifts them."""
+NEVER: Moment = float("-inf")
 Seconds = float
 """A duration."""
 

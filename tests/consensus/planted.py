@@ -198,9 +198,9 @@ class NeverBlamesTheLeader(Leadership):
 class WaitsForEver(Statuses):
     """The wait for a lost majority begins anew with each message of anybody."""
 
-    def hear(self, signed: Signed[Status], sender: PeerId, now: float) -> bool:
+    def hear(self, signed: Signed[Status], sender: PeerId, heard_at: float, now: float) -> bool:
         self._state.liveness.quorum_at = now
-        return super().hear(signed, sender, now)
+        return super().hear(signed, sender, heard_at, now)
 
 
 class BelievesLeaders(Inbound):

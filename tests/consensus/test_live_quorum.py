@@ -108,6 +108,24 @@ def test_two_friends_that_were_apart_for_a_night_go_on_with_the_one_that_did_mor
     play(world, lambda: world.is_one_history() and one.disk.tip.tokens > tokens, 300.0)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_words_that_waited_while_a_machine_slept_are_no_sign_of_life(seed: int) -> None:
+    """Of three, one sleeps, one dies and one goes on alone. Who wakes takes its round without a second wait."""
+    world = swarm(seed, peers=3, scale=5.0)
+    play(world, lambda: all(peer.disk.tip.round >= 1 for peer in world.up()), 400.0)
+    sleeper, dying, alone = world.up()
+    assert alone.core is not None
+    wait = alone.core.state.pace.degraded_wait_seconds()
+    sleeper.sleep(3 * wait)
+    pause(world, 5.0)
+    dying.restart_plan = None
+    dying.is_gone_for_good = True
+    dying.crash()
+    pause(world, sleeper.asleep_until - world.now)
+    assert any(commit.certificate.kind == DEGRADED for commit in alone.disk.chain)
+    play(world, lambda: sleeper.disk.tip.round >= alone.disk.tip.round - 1, wait / 2)
+
+
 @pytest.fixture
 def slow_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in ten minutes, so that a week is short."""
