@@ -102,7 +102,7 @@ def test_what_the_head_weighs_scales_the_total_alone() -> None:
 @pytest.mark.parametrize(
     ("loss", "named"),
     [
-        (lambda module, tokens: 1.0, "gave a float"),
+        (lambda module, tokens: 1.0, "returned a float"),
         (lambda module, tokens: module(tokens), r"a tensor of shape \(2, 4, 7\)"),
         (lambda module, tokens: module(tokens).sum().detach(), "a number without a gradient"),
     ],
