@@ -333,7 +333,8 @@ class Beginning:
             self.rules.fingerprint, peer, 1, self.sequence, 0, self.core.tip_hash, Work(), Intent(True), Ballots()
         )
         said = FakeSealer(peer).seal(replace(status, **what))
-        return self.core.handle(on.MessageReceived(Envelope(peer, (said,))), now)
+        envelope = Envelope(peer, (said,), answers=self.core.state.own.life)
+        return self.core.handle(on.MessageReceived(envelope), now)
 
 
 READY = Work(True, 64, 4, 8, seconds=10.0)
@@ -344,6 +345,7 @@ def seconds_until_planned(work: Work, was_late: bool = False) -> tuple[float, li
     story, told, now = Beginning(), [], 10.0
     core = story.core
     core.state.others.kept_waiting |= {story.liar} if was_late else set()
+    core.handle(on.ClockTicked(), now)
     story.says(story.liar, now, work=work)
     story.says(story.honest, now, work=READY)
     core.handle(on.TrainingProgressed(READY), now)
@@ -612,6 +614,7 @@ def test_one_reducer_alone_does_not_take_a_slice_out_of_a_round() -> None:
     """It may say that nobody's values are fit; who contributed is blamed when a second one says so."""
     story, now = Beginning(), 10.0
     core = story.core
+    core.handle(on.ClockTicked(), now)
     story.says(story.liar, now, work=READY)
     story.says(story.honest, now, work=READY)
     core.handle(on.TrainingProgressed(READY), now)

@@ -46,7 +46,7 @@ PLANTED: list[tuple[type, str | None, set[str], int]] = [
     (planted.ForgetsLocks, "hidden", {"lock", "conflict"}, 0),
     (planted.DoesNotWait, None, {"wait"}, 1),
     (planted.TakesWhatAMinorityMade, "long rounds", {"overruled"}, 3),
-    (planted.ForgetsLocksAlone, "alone", {"lock", "conflict"}, 4),
+    (planted.ForgetsLocksAlone, "alone", {"lock", "conflict"}, 5),
     (planted.SleepsAsIfAwake, "alone", {"wait", "overruled"}, 2),
     (planted.GivesUpWhoReturns, "alone", {"wait", "overruled"}, 0),
     (planted.NamesWhoIsBehind, "members", {"newcomer"}, 100),
