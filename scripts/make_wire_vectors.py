@@ -26,6 +26,7 @@ from spes_p2p.consensus.messages import (
     Choice,
     Commit,
     Content,
+    DecayOrder,
     DegradedProposal,
     DegradedVote,
     Envelope,
@@ -52,7 +53,7 @@ FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
 SENT = (
     Status, Plan, Report, Proposal, Prevote, Precommit, Votes, Content, DegradedProposal, DegradedVote, Choice,
     Manifest, Commit, Envelope, PackedRequest,
-    *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending,
+    *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending, DecayOrder,
 )  # fmt: skip
 PEERS = tuple(PeerId(f"Qm{letter * 44}") for letter in "abc")
 LEASES = Leases(12, ((0, 2),), ((PEERS[0], ((4, 8), (10, 12))),))

@@ -42,6 +42,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "init": "spes_p2p.cli.run:init",
             "inspect": "spes_p2p.cli.run:inspect",
             "choose": "spes_p2p.cli.run:choose",
+            "decay": "spes_p2p.cli.run:decay",
             "stop": "spes_p2p.cli.run:stop",
         },
     ),

@@ -174,6 +174,8 @@ def _changes(line: HistoryLine) -> list[str]:
         found.append(f"columns without owner: {span_text(line.without_owner)}")
     if line.merge_alpha:
         found.append(f"merged with alpha {line.merge_alpha:.3g}")
+    if line.decay_steps:
+        found.append(f"the learning rate falls over {line.decay_steps:,} steps from here on")
     return [f"{'':>7}{'; '.join(found)}"] if found else []
 
 
@@ -201,6 +203,28 @@ def stop(
         typer.confirm(f"end {meeting.run_id or 'the run'} for everybody? This cannot be undone", abort=True)
     last = stop_run(output / "identity.key", meeting, after_round, typer.echo)
     typer.echo(f"the run ends with round {last}: its peers commit it, save and exit")
+
+
+def decay(
+    steps: Annotated[
+        int, typer.Option(help="Inner steps over which the learning rate falls to its lowest.", min=1, max=10**9)
+    ],
+    invitation: Invitation = None,
+    initial_peers: OptionalPeers = None,
+    run_id: RunId = None,
+    fingerprint: Fingerprint = None,
+    output: NodeFolder = Path("bootstrap-node"),
+) -> None:
+    """Lets the learning rate fall from the next round on, with the organiser's key. This cannot be undone.
+
+    Example: spes-p2p run decay --steps 2000 --output bootstrap-node
+    """
+    from spes_p2p.peer.kept_invite import kept_invite
+    from spes_p2p.peer.organising import decay_run
+
+    given = invitation if invitation or initial_peers else kept_invite(output)
+    counts = decay_run(output / "identity.key", met(given, initial_peers, run_id, fingerprint), steps)
+    typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then `spes-p2p run stop`")
 
 
 def choose(

@@ -9,9 +9,11 @@ from spes_p2p.consensus.actions import Build
 from spes_p2p.consensus.manifest import Merge
 from spes_p2p.consensus.messages import (
     Commit,
+    DecayOrder,
     Envelope,
     Intent,
     Report,
+    Signed,
     Work,
 )
 from spes_p2p.consensus.state import Key
@@ -191,6 +193,13 @@ class HistoryChosen:
 
 
 @dataclass(frozen=True)
+class DecayOrdered:
+    """The organiser has signed that the learning rate falls from the next manifest on."""
+
+    order: Signed[DecayOrder]
+
+
+@dataclass(frozen=True)
 class PeersFound:
     """Peers of the run that were found somewhere: those who are no members hear our next statuses."""
 
@@ -236,6 +245,7 @@ Event = (
     | DiskFull
     | DiskHasRoom
     | HistoryChosen
+    | DecayOrdered
     | PeersFound
     | UplinkMeasured
     | IntentChanged

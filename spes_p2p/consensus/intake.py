@@ -81,6 +81,8 @@ def _take_change(event: on.Event, parts: Parts, now: float) -> None:
             parts.lifecycle.disk_has_room()
         case on.HistoryChosen(children):
             parts.lifecycle.choose(children)
+        case on.DecayOrdered(order):
+            parts.lifecycle.order_decay(order)
         case on.IntentChanged(intent):
             parts.lifecycle.change_intent(intent)
         case _:

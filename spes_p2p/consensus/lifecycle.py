@@ -14,7 +14,9 @@ from spes_p2p.consensus.membership import (
 )
 from spes_p2p.consensus.messages import (
     DEGRADED,
+    DecayOrder,
     Intent,
+    Signed,
     Work,
 )
 from spes_p2p.consensus.round_plan import RoundPlan
@@ -134,6 +136,10 @@ class Lifecycle:
         """The organiser has signed that the run goes on with these, whatever else is known."""
         self._others.chosen = frozenset(children)
         self._others.looked_at.clear()
+
+    def order_decay(self, order: Signed[DecayOrder]) -> None:
+        """The organiser has signed that the learning rate falls; what we propose from now on says so."""
+        self._others.decay = order
 
     def peers_found(self, known: Iterable[PeerId]) -> None:
         """Peers of the run that were found somewhere: those who are no members hear our next statuses."""

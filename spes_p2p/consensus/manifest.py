@@ -60,11 +60,19 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Decay:
+    """The learning rate falls to its lowest over `steps` global steps from `begin_step` on."""
+
+    begin_step: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
 
     `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
-    `ownership`, `members`, `leases` and `steps_per_round` are for the next round.
+    `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays.
     """
 
     wire_version: int
@@ -83,6 +91,7 @@ class Manifest:
     column_rounds: tuple[int, ...]
     leases: Leases
     steps_per_round: int
+    decay: Decay | None
 
 
 def manifest_hash(manifest: Manifest) -> Hash:

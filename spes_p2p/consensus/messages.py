@@ -110,6 +110,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class DecayOrder:
+    """What the organiser signs to let the learning rate fall over `steps` steps, from the next manifest on."""
+
+    fingerprint: Hash
+    steps: int
+
+
+@dataclass(frozen=True)
 class Work:
     """How far a peer has trained since the last commit that counted it.
 
@@ -259,12 +267,13 @@ def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:
 class Statements:
     """What a manifest follows from beside its parent: slices from `reports` in their order, the next members and what
     they own from `statuses`, one each, the roster from what these say and, where somebody says something else by now,
-    `ready`.
+    `ready`. `decay` is beside the manifest that takes it up, and later ones do without.
     """
 
     ready: tuple[Signed[Ready], ...]
     reports: tuple[Signed[Report], ...]
     statuses: tuple[Signed[Status], ...]
+    decay: Signed[DecayOrder] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from spes_p2p.consensus.manifest import (
     MAX_MEMBERS,
     WIRE_VERSION,
     Contribution,
+    Decay,
     Manifest,
     Merge,
     Slice,
@@ -149,13 +150,17 @@ def counts(rules: RunRules, parent: Manifest, entry: Contribution, work: Work) -
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the leader found in a round: the part of a manifest that is not derived."""
+    """What the leader found in a round: the part of a manifest that is not derived.
+
+    `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so.
+    """
 
     roster: tuple[Contribution, ...]
     slices: tuple[Slice, ...]
     wire_root: Hash
     state_root: Hash
     merge: Merge | None
+    decay_steps: int = 0
 
 
 def child_manifest(
@@ -226,6 +231,7 @@ def _derived(
         ),
         leases=leases_after(rules, parent.leases, step, members, outcome.roster),
         steps_per_round=rules.steps_per_round(step),
+        decay=parent.decay or (Decay(step, outcome.decay_steps) if outcome.decay_steps else None),
     )
 
 
@@ -251,6 +257,7 @@ def genesis_manifest(
         column_rounds=(0,) * rules.num_columns,
         leases=leases_after(rules, Leases(0, (), ()), 0, first, ()),
         steps_per_round=rules.steps_per_round(0),
+        decay=None,
     )
 
 
@@ -274,7 +281,8 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
     _check_roster(rules, parent, child.roster)  # first: the rest is derived from them
     _check_members(parent, child)
-    outcome = Outcome(child.roster, child.slices, child.wire_root, child.state_root, child.merge)
+    decay_steps = 0 if child.decay is None else child.decay.steps
+    outcome = Outcome(child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps)
     expected = _derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(expected, name):

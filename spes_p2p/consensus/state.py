@@ -18,6 +18,7 @@ from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.messages import (
     Commit,
     Content,
+    DecayOrder,
     DegradedProposal,
     DegradedVote,
     Intent,
@@ -114,7 +115,8 @@ class Others:
     """What is known of other peers, over all rounds.
 
     `told_round` is the newest round by the word of the bootstrap node, which need not have its state. `chosen` are
-    children of which the organiser signed that the run goes on with them. `reply_due`: who hears from us at once.
+    children of which the organiser signed that the run goes on with them, `decay` is its word on the learning rate.
+    `reply_due`: who hears from us at once.
     `refused_dial`: whose host said that the process is gone. `kept_waiting`: whose running step a round waited for in
     vain, until they are READY; `moving_in_vain`: whose moving bytes it waited for, until a slice of theirs comes.
     `withholding_peers`: whose tiles were asked for in vain; of them one try is enough, until one of theirs comes.
@@ -127,6 +129,7 @@ class Others:
     seeds: tuple[PeerId, ...] = ()
     told_round: int = 0
     chosen: frozenset[Hash] = frozenset()
+    decay: Signed[DecayOrder] | None = None
     reply_due: set[PeerId] = field(default_factory=set)
     refused_dial: set[PeerId] = field(default_factory=set)
     kept_waiting: set[PeerId] = field(default_factory=set)

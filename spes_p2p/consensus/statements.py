@@ -2,7 +2,8 @@
 
 The roster follows from what members said that they trained (`Ready`), the slices from what reducers said that they
 reduced (`Report`), next members, ownership and leases from what peers said of themselves (`Status`). A leader chooses
-whose words it has heard, and nothing else; the roots are checked by computing the state.
+whose words it has heard, and nothing else; the roots are checked by computing the state. What the organiser has
+signed of the learning rate (`DecayOrder`) is taken up once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from spes_p2p.consensus.manifest import (
 from spes_p2p.consensus.membership import Member, next_members, rank, trainers
 from spes_p2p.consensus.messages import (
     Content,
+    DecayOrder,
     Ready,
     Signed,
     Statements,
@@ -109,7 +111,10 @@ def content_of(
     needed = owners_ahead(rules, parent, roster, slices)
     members, wishes = members_after(parent, (signed.value for signed in statements.statuses), needed)
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
-    manifest = child_manifest(rules, parent, Outcome(roster, slices, wire_root, state_root, merge), members, wishes)
+    decay = statements.decay if is_due(rules, parent, statements.decay) else None
+    decay_steps = 0 if decay is None else decay.value.steps
+    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps)
+    manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
     trained = {entry.peer for entry in roster}
     return Content(
@@ -118,8 +123,17 @@ def content_of(
             tuple(s for s in statements.ready if s.author in trained and s.value != now.get(s.author)),
             statements.reports,
             tuple(signed for signed in statements.statuses if signed.author in named),
+            decay,
         ),
     )
+
+
+def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) -> bool:
+    """Whether the child of `parent` takes it up: it is the organiser's, and the first that this history hears of."""
+    if order is None or parent.decay is not None:
+        return False
+    said = order.value
+    return order.author == rules.organiser and said.fingerprint == rules.fingerprint and 0 < said.steps < MAX_COUNT
 
 
 def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
@@ -140,7 +154,10 @@ def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
             raise RemoteProtocolError(f"{where}: the status of {said.author} is not of this run, or cannot be")
     _check_reports(manifest_hash(parent), statements, where)
     again = content_of(rules, parent, statements, child.state_root, child.merge)
-    if len(again.statements.ready) + len(again.statements.statuses) < len(statements.ready) + len(statements.statuses):
+    kept = again.statements
+    if (len(kept.ready), len(kept.statuses), kept.decay) != (
+        len(statements.ready), len(statements.statuses), statements.decay,
+    ):  # fmt: skip
         raise RemoteProtocolError(f"{where}: it comes with statements that nothing in it follows from")
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(again.manifest, name):

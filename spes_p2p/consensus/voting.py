@@ -218,7 +218,8 @@ class Voting:
             return None
         build, outcome = self._state.round.outcome
         ready = tuple(self._state.round.ready[entry] for entry in build.roster)
-        statements = Statements(ready, build.reports, tuple(self._members.statuses(now)))
+        said = tuple(self._members.statuses(now))
+        statements = Statements(ready, build.reports, said, self._state.others.decay)
         return content_of(self._rules, self._state.tip, statements, outcome.state_root, outcome.merge)
 
     def certify(self, now: float) -> bool:

@@ -280,17 +280,19 @@ def _measuring(
 
 
 def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
-    """A callback that reports the orders signed with `spes-p2p run stop` and `spes-p2p run choose`."""
+    """A callback that reports the orders signed with `spes-p2p run stop`, `run decay` and `run choose`."""
     before = Words()
 
     def told(words: Words) -> None:
         nonlocal before
         if words.last_round is not None and words.last_round != before.last_round:
             say(f"the organiser ends the run with round {words.last_round}: nobody can join it after that")
+        if words.decay is not None and words.decay != before.decay:
+            say(f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps")
         for parent, child in words.children.items():
             if before.children.get(parent) != child:
                 say(f"the organiser has chosen: after {short(parent)} the run continues with {short(child)}")
-        organiser.choose(words.children)
+        organiser.obey(words)
         before = words
 
     return told

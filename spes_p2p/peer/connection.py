@@ -86,6 +86,7 @@ class Connection:
         self._driver: Driver | None = None
         self._disk: Disk | None = None
         self.last_round: int | None = None
+        self._heard_decay = False
         """The run's last round, if the organiser has ended the run."""
 
     @classmethod
@@ -245,7 +246,11 @@ class Connection:
         )
 
     def _hear_organiser(self, words: Words) -> None:
-        self.driver.choose(words.children)
+        self.driver.obey(words)
+        if words.decay is not None and not self._heard_decay:
+            self._heard_decay = True
+            text = f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps"
+            self.gate.notice(Notice("decay", text))
         if words.last_round != self.last_round:
             self.last_round = words.last_round
             text = f"the organiser has ended the run: this peer saves and exits after round {self.last_round}"

@@ -1,4 +1,4 @@
-"""What an organiser does beside the bootstrap node: end a run, look at its history, choose where it has two."""
+"""What an organiser does beside the bootstrap node: end a run well, look at its history, choose where it has two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.joining import find_and_load
-from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, Words, choice, ending, read_words, together
+from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, Words, choice, decay, ending, read_words, together
 from spes_p2p.sync.report import read_report
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.wire import pack
@@ -54,6 +54,19 @@ def stop_run(identity: Path, meeting: JoinTarget, after_round: int | None, say: 
         return last if known.last_round is None else known.last_round
 
     return visit(meeting, stop)
+
+
+def decay_run(identity: Path, meeting: JoinTarget, steps: int) -> int:
+    """Signs with the organiser's key that the learning rate falls over `steps` inner steps; those that count, where it
+    was said before. Raises as `stop_run` does.
+    """
+
+    async def announce(network: HivemindNetwork) -> int:
+        info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
+        known = await tell(network, info, decay(info, steps, _sealer_of(identity, info)))
+        return steps if known.decay is None else known.decay.value.steps
+
+    return visit(meeting, announce)
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,8 @@ class HistoryLine:
     left: tuple[PeerId, ...]
     without_owner: tuple[int, ...]
     merge_alpha: float
+    decay_steps: int
+    """Over which the learning rate falls from this round on; 0 in all rounds but the one that says so."""
     state_root: str
     seals: int
     received_at: float
@@ -194,6 +209,7 @@ def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Ite
             left=tuple(sorted(before - members)),
             without_owner=tuple(orphans(manifest.ownership)),
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
+            decay_steps=manifest.decay.steps if manifest.decay and manifest.decay.begin_step == manifest.step else 0,
             state_root=manifest.state_root.hex(),
             seals=len(certificate.seals),
             received_at=received_at[at] if received_at else 0.0,

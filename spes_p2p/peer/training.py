@@ -285,6 +285,7 @@ class TrainingLoop:
             is_read_late = turn.owned != self.trainer.owned or is_due  # the model changes before it is read
             carried = self.values.rebased(manifest, load.rebase, is_read_late)
         masters = self.values.begin(turn)
+        self.trainer.use_decay(manifest.decay)
         self._seconds, self._lead_seconds = self._lead_seconds, 0.0
         if load.restored:
             self.trainer.use_bases(self.connection.disk.bases.now)

@@ -9,7 +9,7 @@ what the peer around it provides.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
@@ -30,6 +30,7 @@ from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.fetchers import Fetchers
 from spes_p2p.sync.histories import Choices
 from spes_p2p.sync.node import Node, Run
+from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.outgoing import Outgoing
@@ -156,10 +157,12 @@ class Driver:
         """Sets whether this peer tells others which manifest it stands on."""
         self._outbox.hides_status = hidden
 
-    def choose(self, children: Mapping[Hash, Hash]) -> None:
-        """The organiser's word, by parent: the child that the run goes on with."""
-        self._choices.told(children)
+    def obey(self, words: Words) -> None:
+        """All that the organiser has signed until now of histories and of the learning rate."""
+        self._choices.told(words.children)
         self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
+        if words.decay is not None:
+            self._tell(on.DecayOrdered(words.decay))
 
     async def renewed(self, commit: Commit) -> None:
         """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""

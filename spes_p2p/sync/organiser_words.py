@@ -1,9 +1,11 @@
-"""Orders that the organiser signs during a run: after which round it ends, and which of two histories continues.
+"""Orders that the organiser signs during a run: after which round it ends, which of two histories continues, and that
+the learning rate falls.
 
 Everybody who knows it keeps it on disk and repeats it in the DHT, so it outlives who said it first. An end cannot be
 taken back: of several the earliest round counts. Of several choices after one manifest the one that was signed last
 counts, so that all come to the same, in whatever order they hear of them. Rounds themselves know nothing of an end: a
-peer whose newest round is the last one stops to train, saves and goes, as with `--rounds`.
+peer whose newest round is the last one stops to train, saves and goes, as with `--rounds`. Of several orders to let
+the learning rate fall the shortest is kept; what counts is what a manifest has taken up (`consensus/statements.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import CheckSignature
-from spes_p2p.consensus.messages import Choice, Sealer, Signed, signing_bytes
+from spes_p2p.consensus.messages import Choice, DecayOrder, Sealer, Signed, signing_bytes
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
@@ -47,6 +49,7 @@ class Words:
 
     ending: Signed[Ending] | None = None
     choices: tuple[Signed[Choice], ...] = ()
+    decay: Signed[DecayOrder] | None = None
 
     @property
     def last_round(self) -> int | None:
@@ -61,11 +64,16 @@ class Words:
     def merged(self, other: Words) -> Words:
         """Both, reduced to the orders that are still in force."""
         endings = [ending for ending in (self.ending, other.ending) if ending is not None]
+        decays = [decay for decay in (self.decay, other.decay) if decay is not None]
         newest: dict[Hash, Signed[Choice]] = {}
         for signed in sorted((*self.choices, *other.choices), key=_when):
             newest[signed.value.parent] = signed
         kept = sorted(newest.values(), key=_when)[-MOST_CHOICES:]
-        return Words(min(endings, key=lambda signed: signed.value.last_round, default=None), tuple(kept))
+        return Words(
+            min(endings, key=lambda signed: signed.value.last_round, default=None),
+            tuple(kept),
+            min(decays, key=lambda signed: signed.value.steps, default=None),
+        )
 
     def has(self, other: Words) -> bool:
         """Whether merging `other` into this would change nothing."""
@@ -81,6 +89,11 @@ def ending(info: RunInfo, last_round: int, sealer: Sealer) -> Words:
     return Words(ending=sealer.seal(Ending(info.fingerprint, last_round)))
 
 
+def decay(info: RunInfo, steps: int, sealer: Sealer) -> Words:
+    """For the organiser's key alone; `steps`: inner steps of the run, 1 or more."""
+    return Words(decay=sealer.seal(DecayOrder(info.fingerprint, steps)))
+
+
 def choice(info: RunInfo, parent: Hash, child: Hash, at_seconds: int, sealer: Sealer) -> Words:
     """For the organiser's key alone; `at_seconds`: Unix seconds, later than of all that it said before."""
     return Words(choices=(sealer.seal(Choice(info.fingerprint, parent, child, at_seconds)),))
@@ -91,10 +104,8 @@ def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:
     words = unpack(Words, data, MAX_BYTES)
     if len(words.choices) > MOST_CHOICES:
         raise RemoteProtocolError(f"{len(words.choices)} choices of the organiser at once")
-    parts: list[Signed[Ending] | Signed[Choice]] = [*words.choices]
-    if words.ending is not None:
-        parts.append(words.ending)
-    for signed in parts:
+    parts = (*words.choices, words.ending, words.decay)
+    for signed in (part for part in parts if part is not None):
         if signed.value.fingerprint != info.fingerprint or signed.author != info.organiser:
             raise RemoteProtocolError(
                 f"an order for another run, or signed by {signed.author} instead of the organiser"

@@ -100,6 +100,8 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
     for content in envelope.contents:
         yield from content.statements.ready
         yield from content.statements.reports
+        if content.statements.decay is not None:
+            yield content.statements.decay
     yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
     for votes in envelope.votes:

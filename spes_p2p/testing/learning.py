@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.leases import Ranges, count
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, held_out_batches
 from spes_p2p.data.manifest import Dataset
@@ -68,6 +69,10 @@ class TrainerOf:
     def use_bases(self, bases: Mapping[int, Basis], left_out: bool) -> None:
         """See `Trainer.use_bases`."""
         self._trainer.use_bases(bases, left_out)
+
+    def use_decay(self, decay: Decay | None) -> None:
+        """See `Trainer.use_decay`."""
+        self._trainer.use_decay(decay)
 
     def coordinates(self) -> Mapping[int, Coordinates]:
         """See `Trainer.coordinates`."""

@@ -58,6 +58,7 @@ class TrainingPeer(PretendPeer):
         if self.name == min(self.swarm.peers):
             self._measure(load.turn.manifest)
         super()._begin(load)
+        self.learner.use_decay(load.turn.manifest.decay)
         self.learner.use_bases(self.disk.bases.now, load.left_out)
 
     def _snapshot(self, turn: Turn) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.interop.hf import place_table
@@ -46,6 +47,8 @@ class RankTrainer:
         self.config, self.layout, self.ranks = config, layout, ranks
         self.step = 0
         self.round_steps = 0
+        self.decay: Decay | None = None
+        """The organiser's word on the learning rate, as the newest manifest has it."""
         self.gradient_bytes = 0
         self.is_updating = False
         """Parameters may be half changed: a step that failed then must not be repeated."""
@@ -145,7 +148,7 @@ class RankTrainer:
             self._prepare(self._forward, batch)
         started, random = time.perf_counter(), random_state(self.ranks.device)
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
-        lr = learning_rate(self.config, self.step + own_steps)
+        lr = learning_rate(self.config, self.step + own_steps, self.decay)
         factor = owned_balance_factor(self.config, self.step + own_steps)
         micro = self.config.optimizer.micro_batch_sequences
         summed = accumulate_gradient(self._forward, batch, self.ranks, micro, factor, should_drop=should_drop)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Decay
 
 RAMP_STEPS = 10
 """Optimizer steps over which the learning rate of fresh moments rises to the schedule's."""
@@ -17,11 +18,22 @@ _BALANCE_PART = 0.2
 _BALANCE_INTERVAL = 500
 
 
-def learning_rate(config: Config, step: int) -> float:
+def learning_rate(config: Config, step: int, decay: Decay | None = None) -> float:
     """Linear warm-up to `optimizer.lr`, then down to `min_ratio` of it at `total_steps`, where it stays.
 
-    By a cosine, or with `wsd` linearly over the last `decay_steps`.
+    By a cosine, or with `wsd` linearly over the last `decay_steps`. With a `decay` from its first step on linearly from
+    the rate that was planned for that step, and never above what is planned.
     """
+    planned = _planned_rate(config, step)
+    if decay is None or step <= decay.begin_step:
+        return planned
+    first = _planned_rate(config, decay.begin_step)
+    lowest = min(first, config.scheduler.min_ratio * config.optimizer.lr)
+    done = min(1.0, (step - decay.begin_step) / decay.steps)
+    return min(planned, first + (lowest - first) * done)
+
+
+def _planned_rate(config: Config, step: int) -> float:
     schedule, highest = config.scheduler, config.optimizer.lr
     if step < schedule.warmup_steps:
         first = schedule.warmup_ratio

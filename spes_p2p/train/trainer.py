@@ -16,6 +16,7 @@ import torch
 
 from spes_p2p.config.load import config_to_yaml
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.planning.budget import columns_by_experience
@@ -149,6 +150,13 @@ class Trainer:
             use = self._command("use_bases", marks=list(marks.items()), left_out=left_out)
             with use, telling_of_memory("changing other experts"):
                 self._rank.guests.use(marks, bases, left_out)
+
+    def use_decay(self, decay: Decay | None) -> None:
+        """Takes the learning rate from here on as a manifest has it; None: as the config plans it."""
+        if decay != self._rank.decay:
+            begin_step, steps = (0, 0) if decay is None else (decay.begin_step, decay.steps)
+            with self._command("use_decay", begin_step=begin_step, steps=steps):
+                self._rank.decay = decay
 
     def coordinates(self) -> Mapping[int, Coordinates]:
         """What was trained in columns of others, by column: copies."""

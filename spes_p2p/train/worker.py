@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from spes_p2p.config.load import config_from_text
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
@@ -81,9 +82,14 @@ def _use_bases(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
     trainer.guests.use(marks, None, arguments["left_out"])
 
 
+def _use_decay(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
+    trainer.decay = Decay(**arguments) if arguments["steps"] else None
+
+
 _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "adopt": _adopt,
     "use_bases": _use_bases,
+    "use_decay": _use_decay,
     "run_ahead": lambda trainer, arguments: trainer.run_ahead(),
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),

@@ -25,6 +25,10 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
             "the organiser of run tiny is Qm",
             "--output",
         )
+        refused(spes_p2p("run", "decay", word, "--steps", "40", "-o", str(stranger)), "is the key of", "--output")
+        answer = spes_p2p("run", "decay", "--steps", "40", "-o", str(organiser.folder))
+        assert answer.exit_code == 0, answer
+        assert "falls over 40 steps from the next round on" in answer.output
         answer = spes_p2p("run", "stop", "--yes", "-o", str(organiser.folder), "--after-round", "3")
         assert answer.exit_code == 0, answer
         assert "ends with round 3" in answer.output
@@ -36,6 +40,7 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         lines = [json.loads(line) for line in spes_p2p("run", "inspect", word, "--json").output.splitlines()]
         assert [line["round"] for line in lines] == [0, 1, 2, 3]
         assert [line["kind"] for line in lines] == ["genesis", *["quorum"] * 3]
+        assert sorted(line["decay_steps"] for line in lines) == [0, 0, 0, 40]
         newest = spes_p2p("run", "inspect", "-o", str(stranger), "--last", "1").output.splitlines()
         assert newest[1].split()[:2] == ["3", "quorum"]
         refused(spes_p2p("run", "choose", "abcdef0123", "-o", str(organiser.folder)), "has one history", "peers of")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice, Send
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.manifest import Contribution, manifest_hash
+from spes_p2p.consensus.manifest import Contribution, Decay, manifest_hash
 from spes_p2p.consensus.membership import LINK_PRIVATE, Member
 from spes_p2p.consensus.messages import (
     Ballots,
     Content,
+    DecayOrder,
     Envelope,
     Intent,
     Signed,
@@ -23,7 +25,7 @@ from spes_p2p.consensus.messages import (
     Status,
     Work,
 )
-from spes_p2p.consensus.rules import Outcome, check_child, child_manifest, genesis_manifest
+from spes_p2p.consensus.rules import Outcome, RunRules, check_child, child_manifest, genesis_manifest
 from spes_p2p.consensus.statements import check_content, content_of, members_after, ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, PeerId, sha256
@@ -213,6 +215,46 @@ def test_nobody_gets_a_column_that_it_did_not_ask_for() -> None:
     check_child(rules, tip, taken.manifest)
     with pytest.raises(RemoteProtocolError, match="ownership does not follow"):
         check_content(rules, tip, taken)
+
+
+def order(rules: RunRules, steps: int = 30, author: PeerId | None = None, **changes: Any) -> Signed[DecayOrder]:
+    """The organiser's word on the learning rate, or a forged one: electors check signatures before."""
+    said = replace(DecayOrder(rules.fingerprint, steps), **changes)
+    return FakeSealer(rules.organiser if author is None else author).seal(said)
+
+
+def test_the_next_manifest_takes_up_the_organisers_decay_and_later_ones_keep_it(
+    voter: Consensus, honest: Content
+) -> None:
+    core, rules = copy.deepcopy(voter), voter.state.rules
+    core.handle(on.DecayOrdered(order(rules)), 0.0)
+    assert core.state.others.decay == order(rules)
+    said, state_root = replace(honest.statements, decay=order(rules)), core.tip.state_root
+    taken = content_of(rules, core.tip, said, state_root, None)
+    assert taken.manifest.decay == Decay(taken.manifest.step, 30)
+    check_content(rules, core.tip, taken)
+    check_child(rules, core.tip, taken.manifest)
+    with pytest.raises(RemoteProtocolError, match="decay does not follow"):
+        check_content(rules, core.tip, with_statements(taken, decay=None))
+    again = Statements((), (), said.statuses, order(rules, 10))
+    later = content_of(rules, taken.manifest, again, state_root, None)
+    check_child(rules, taken.manifest, later.manifest)
+    assert (later.manifest.decay, later.statements.decay) == (taken.manifest.decay, None)
+    for other in (None, Decay(taken.manifest.step, 10)):
+        with pytest.raises(RemoteProtocolError, match="decay does not follow"):
+            check_child(rules, taken.manifest, replace(later.manifest, decay=other))
+
+
+@pytest.mark.parametrize(
+    "forged", [{"author": LIAR}, {"fingerprint": sha256(b"another run")}, {"steps": 0}, {"steps": 2**53}], ids=str
+)
+def test_no_other_word_lets_the_learning_rate_fall(voter: Consensus, forged: dict[str, Any]) -> None:
+    rules, tip = voter.state.rules, voter.tip
+    word = order(rules, **forged)
+    content = content_of(rules, tip, Statements((), (), (), word), tip.state_root, None)
+    assert (content.manifest.decay, content.statements.decay) == (None, None)
+    with pytest.raises(RemoteProtocolError, match="nothing in it follows from"):
+        check_content(rules, tip, with_statements(content, decay=word))
 
 
 def test_another_leader_makes_the_same_of_the_same_words(voter: Consensus, honest: Content) -> None:

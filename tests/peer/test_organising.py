@@ -9,6 +9,7 @@ import pytest
 
 from spes_p2p.cli.run import history_text
 from spes_p2p.config.load import load_config
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.peer.organising import history, kept_history
 from spes_p2p.peer.run_file import NewRun, start_run
@@ -40,6 +41,15 @@ def test_who_left_and_what_nobody_owns_is_said() -> None:
     (_, line) = history([genesis, gone])
     assert (line.left, line.without_owner) == ((A,), (0, 1, 2, 3))
     assert "left: a; columns without owner: 0-3" in history_text([line])
+
+
+def test_the_round_that_lets_the_learning_rate_fall_says_so() -> None:
+    commits = MadeRun().chain(3)
+    decay = Decay(commits[1].manifest.step, 500)
+    fell = [replace(commit, manifest=replace(commit.manifest, decay=decay)) for commit in commits[1:]]
+    lines = list(history([commits[0], *fell]))
+    assert [line.decay_steps for line in lines] == [0, 500, 0]
+    assert history_text(lines).count("the learning rate falls over 500 steps from here on") == 1
 
 
 def test_a_folder_without_history_is_told(tmp_path: Path) -> None:

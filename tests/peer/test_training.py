@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from spes_p2p.consensus.manifest import Contribution, Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Contribution, Decay, Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
     DEGRADED,
     Work,
@@ -267,6 +267,25 @@ def test_counted_work_is_in_the_state_that_the_next_round_starts_from(story: Sto
     assert [manifest.round for manifest, *_ in story.saved] == [0, 1, 2]
     assert all(uncounted == Uncounted() for _, _, uncounted, _, _ in story.saved)
     assert story.loads == [(1, STEPS * 4 * 16, 0), (2, STEPS * 4 * 16, 1)]  # before the round can be over
+
+
+def test_the_learning_rate_falls_from_the_manifest_on_that_says_so(story: Story) -> None:
+    rates: list[float] = []
+    train_step, commits = story.trainer.train_step_unless, story.commits
+
+    def note(*given: Any) -> Any:
+        result = train_step(*given)
+        rates.append(result.lr if result is not None else 0.0)
+        return result
+
+    decay = Decay(commits[2].manifest.step, 2 * STEPS)
+    commits[2] = replace(commits[2], manifest=replace(commits[2].manifest, decay=decay))
+    story.trainer.train_step_unless = note  # type: ignore[method-assign,assignment]
+    story.at_step[3 * STEPS] = story.gate.stop
+    story.play()
+    made = [(commits[number // STEPS].manifest, 1 + number % STEPS) for number in range(3 * STEPS)]
+    assert rates == [learning_rate(story.config, at.step + own, at.decay) for at, own in made]
+    assert rates[-1] < learning_rate(story.config, commits[2].manifest.step + STEPS)
 
 
 def test_the_values_to_begin_with_are_not_kept(story: Story) -> None:

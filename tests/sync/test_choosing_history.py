@@ -41,15 +41,12 @@ class Surroundings:
     async def add(self, name: str) -> None:
         swarm, net = self._swarm, self._swarm.network.peer(name)
         if name == ORGANISER:
-            choose, failed, chain = swarm.organiser.choose, swarm.server_failures.append, swarm.organiser.chain
+            obey, failed, chain = swarm.organiser.obey, swarm.server_failures.append, swarm.organiser.chain
         else:
             life = peer(swarm, name)
-            choose, failed, chain = life.driver.choose, life.failures.append, life.chain
+            obey, failed, chain = life.driver.obey, life.failures.append, life.chain
         check = EnvelopeChecker(net.verifier).check
-        watch = OrganiserWatch(
-            swarm.info, net.directory, check, lambda words: choose(words.children), failed,
-            swarm.folder / name / WORDS_FILE,
-        )  # fmt: skip
+        watch = OrganiserWatch(swarm.info, net.directory, check, obey, failed, swarm.folder / name / WORDS_FILE)
         announcer = Announcer(_Node(swarm, name, chain), swarm.info, net, failed)
         self._parts[name] = watch, announcer
         await watch.start()

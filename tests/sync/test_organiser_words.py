@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.consensus.messages import Choice
+from spes_p2p.consensus.messages import Choice, DecayOrder
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.swarm.memory_backend import MemoryNetwork
@@ -26,6 +26,7 @@ from spes_p2p.sync.organiser_words import (
     Words,
     checked,
     choice,
+    decay,
     ending,
     load_orders,
     read_words,
@@ -42,7 +43,8 @@ SEALER, OTHERS = KeySealer(RUN.keys.signer(ORGANISER)), KeySealer(RUN.keys.signe
 PARENT, ONE, TWO = sha256(b"parent"), sha256(b"one"), sha256(b"two")
 GOOD, EARLIER = ending(RUN.info, 7, SEALER), ending(RUN.info, 5, SEALER)
 FIRST, LATER = choice(RUN.info, PARENT, ONE, 10, SEALER), choice(RUN.info, PARENT, TWO, 11, SEALER)
-ALL = together([GOOD, FIRST, LATER])
+SLOW, FAST = decay(RUN.info, 50, SEALER), decay(RUN.info, 20, SEALER)
+ALL = together([GOOD, FIRST, LATER, SLOW])
 OTHER_RUN = MadeRun(small_config("run.seed=9", peers=1)).info
 check = RUN.keys.verify
 MANY = Words(choices=tuple(choice(RUN.info, sha256(bytes([at])), ONE, at, SEALER).choices[0] for at in range(9)))
@@ -70,6 +72,9 @@ FORGED = [
     altered(FIRST),
     choice(OTHER_RUN, PARENT, ONE, 10, SEALER),
     Words(GOOD.ending, choice(OTHER_RUN, PARENT, ONE, 10, SEALER).choices),
+    decay(RUN.info, 50, OTHERS),
+    decay(OTHER_RUN, 50, SEALER),
+    Words(decay=SLOW.decay and replace(SLOW.decay, value=DecayOrder(RUN.info.fingerprint, 51))),
     MANY,
 ]
 
@@ -81,10 +86,11 @@ def test_what_the_organiser_has_not_signed_is_refused(forged: Words) -> None:
         checked(pack(forged), RUN.info, check)
 
 
-def test_the_earliest_end_and_the_newest_choice_count_in_any_order() -> None:
-    for order in permutations([GOOD, EARLIER, FIRST, LATER]):
+def test_the_earliest_end_the_newest_choice_and_the_shortest_decay_count_in_any_order() -> None:
+    for order in permutations([GOOD, EARLIER, FIRST, LATER, SLOW, FAST]):
         words = together(order)
         assert (words.last_round, words.children) == (5, {PARENT: TWO})
+        assert words.decay == FAST.decay
         assert words.has(FIRST)
 
 
@@ -96,7 +102,9 @@ def test_only_so_many_choices_are_kept_and_the_newest_stay() -> None:
     long = [replace(signed, public_key=key, signature=signature, author=PeerId("Q" * 46)) for signed in words.choices]
     assert GOOD.ending is not None
     end = replace(GOOD.ending, public_key=key, signature=signature, author=PeerId("Q" * 46))
-    assert len(pack(Words(end, tuple(long)))) < MAX_BYTES
+    assert SLOW.decay is not None
+    fall = replace(SLOW.decay, public_key=key, signature=signature, author=PeerId("Q" * 46))
+    assert len(pack(Words(end, tuple(long), fall))) < MAX_BYTES
 
 
 def test_they_are_kept_and_read_again(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.errors import ConfigError, LocalProtocolError
 from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks
 from tests.train.small import (
@@ -57,6 +59,19 @@ def test_two_ranks_train_like_one(two_ranks: LocalRanks, micro: int) -> None:
     assert len(hashes) == 2
     assert hashes[0] == hashes[1]
     assert one.value_hashes() != trainer_of(config).value_hashes()
+
+
+def test_two_ranks_follow_the_organisers_word_on_the_learning_rate(two_ranks: LocalRanks) -> None:
+    config, decay = small_config(), Decay(1, 4)
+    trainer = trainer_of(config, ranks=two_ranks.ranks)
+    trainer.use_decay(decay)
+    rates = [trainer.train_step(batch_of(seed)).lr for seed in range(5)]
+    assert rates == [learning_rate(config, step, decay) for step in range(1, 6)]
+    assert rates[-1] < rates[0] / 5
+    assert len(set(trainer.value_hashes())) == 1
+    trainer.use_decay(None)
+    assert trainer.train_step(batch_of(5)).lr == learning_rate(config, 6)
+    assert len(set(trainer.value_hashes())) == 1
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks: LocalRanks) -> None:

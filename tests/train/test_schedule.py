@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from spes_p2p.consensus.manifest import Decay
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor, ramp
 from tests.train.small import small_config
 
@@ -33,6 +34,27 @@ def test_warm_up_stable_decay(step: int, lr: float) -> None:
 def test_a_warm_up_that_does_not_begin_at_zero(step: int, lr: float) -> None:
     config = small_config("optimizer.lr=2.0", "scheduler.warmup_steps=10", "scheduler.warmup_ratio=0.1")
     assert learning_rate(config, step) == pytest.approx(lr, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd"])
+def test_by_the_organisers_word_it_falls_from_where_it_is_planned(name: str) -> None:
+    shape = (f"scheduler.name={name}", "scheduler.warmup_steps=10", "scheduler.total_steps=110")
+    config = small_config("optimizer.lr=2.0", *shape, "scheduler.min_ratio=0.1")
+    decay = Decay(begin_step=60, steps=20)
+    first = learning_rate(config, 60)
+    assert first == pytest.approx({"cosine": 1.1, "wsd": 2.0}[name])
+    assert [learning_rate(config, step, decay) for step in (5, 59, 60)] == [
+        learning_rate(config, step) for step in (5, 59, 60)
+    ]
+    assert learning_rate(config, 70, decay) == pytest.approx((first + 0.2) / 2)
+    assert [learning_rate(config, step, decay) for step in (80, 109, 5000)] == pytest.approx([0.2] * 3)
+
+
+def test_by_the_organisers_word_it_never_rises() -> None:
+    """Not in a warm-up, and not above a plan that falls faster."""
+    config = small_config("optimizer.lr=2.0", "scheduler.warmup_steps=100", "scheduler.total_steps=200")
+    assert [learning_rate(config, step, Decay(5, 10)) for step in (5, 10, 15, 50)] == pytest.approx([0.1] * 4)
+    assert learning_rate(config, 190, Decay(150, 1000)) == learning_rate(config, 190)
 
 
 def test_the_decay_is_a_fifth_of_the_run_where_nobody_says() -> None:

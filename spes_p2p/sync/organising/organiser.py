@@ -6,7 +6,6 @@ what it does in a run that has begun is its seat's business (see `seat`), and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spes_p2p.consensus.manifest import Manifest
@@ -18,12 +17,13 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.requests import unpack_request
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.ids import PeerId, short
 from spes_p2p.ownership.assign import OwnershipRequest
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
+from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
 from spes_p2p.sync.organising.seat import Duty, Seat
 from spes_p2p.sync.tasks import Tasks
@@ -76,9 +76,9 @@ class Organiser:
         """The newest manifest whose state is kept here; None if none is, or before the seat is taken."""
         return self._seat.kept
 
-    def choose(self, children: Mapping[Hash, Hash]) -> None:
-        """The organiser's word, by parent: the child that the run goes on with."""
-        self._seat.choose(children)
+    def obey(self, words: Words) -> None:
+        """See `Driver.obey`."""
+        self._seat.obey(words)
 
     # ---------------------------------------------------------------- until the seat is taken (ports.Handler)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -20,13 +20,14 @@ from spes_p2p.consensus.messages import (
     Intent,
 )
 from spes_p2p.errors import NetworkError, StateError, StorageFull
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import PeerId
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.composition import build_driver, open_disk
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.joining import JoinedRun, Joining
 from spes_p2p.sync.node import Node, Run, RunFiles
+from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.starting import Sources
 from spes_p2p.sync.surroundings import Applied, Role
 from spes_p2p.sync.tasks import Tasks
@@ -80,7 +81,7 @@ class Seat:
             self._intent = replace(self._intent, joining=True, serving=True)
         self._gone = asyncio.Event()
         self._said: set[str] = set()
-        self._choices: Mapping[Hash, Hash] = {}
+        self._words = Words()
         self._tasks = Tasks(self.fatal)
         self._is_checked = False
         self.driver: Driver | None = None
@@ -106,7 +107,7 @@ class Seat:
         while self.driver is None:
             try:
                 self.driver = await self._begin()
-                self.driver.choose(self._choices)
+                self.driver.obey(self._words)
             except (NetworkError, StateError, StorageFull) as error:
                 self._say_once(f"this node cannot {'serve' if self._is_member else 'follow the run'} yet: {error}")
                 await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
@@ -136,11 +137,11 @@ class Seat:
         joining = Joining(self._run, self._node, self._folder)
         return await joining.settle(store, chain, self._votes, self._sources)
 
-    def choose(self, children: Mapping[Hash, Hash]) -> None:
-        """The organiser's word, by parent: the child that the run goes on with."""
-        self._choices = children
+    def obey(self, words: Words) -> None:
+        """See `Driver.obey`."""
+        self._words = words
         if self.driver is not None:
-            self.driver.choose(children)
+            self.driver.obey(words)
 
     def greet(self, known: Iterable[PeerId]) -> None:
         """Sends our status also to nodes in the DHT that are not members."""
