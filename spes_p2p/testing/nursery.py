@@ -12,6 +12,7 @@ processes with it. What these leave behind becomes a child of it, too, and so ca
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -226,6 +227,7 @@ def _become(order: dict[str, Any], server: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (errors, 2)):
         os.dup2(source, target)
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(order["environment"])
     np.random.seed()

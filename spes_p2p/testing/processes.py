@@ -7,6 +7,7 @@ by its pid at the latest when the swarm is closed, and by the kernel when whoeve
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -32,6 +33,8 @@ BOOTSTRAP = "bootstrap"
 """The name of the bootstrap node among the processes of a swarm."""
 FAULTY_PROGRAM = "spes_p2p.testing.faulty_peer"
 START_SECONDS = 90.0
+STACKS_SECONDS = 10.0
+"""For writing down what a process that hangs was doing."""
 LONG_SECONDS = 180.0
 """For some rounds of a tiny swarm, on a machine that has much else to do."""
 _PR_SET_PDEATHSIG = 1
@@ -109,11 +112,16 @@ class Process:
             os.kill(pid, signal.SIGCONT)
 
     def wait(self, timeout_seconds: float) -> int:
-        """Its exit code. Raises SpesError with the end of its output when it does not end in time."""
+        """Its exit code. Raises SpesError with what it was doing when it does not end in time, and ends it."""
         try:
             return self.popen.wait(timeout_seconds)
         except subprocess.TimeoutExpired as error:
-            raise SpesError(f"{self.name} did not end in {timeout_seconds:g} s; {self.last_words()}") from error
+            said = self.last_words()
+            self.send(signal.SIGABRT)  # faulthandler writes the stacks of all threads
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(STACKS_SECONDS)
+            _, _, stacks = self.output().partition("Fatal Python error")
+            raise SpesError(f"{self.name} did not end in {timeout_seconds:g} s; {said}\n{stacks}") from error
 
     def last_words(self) -> str:
         lines = [line for line in self.output().splitlines() if line.strip()]

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.errors import SpesError
 from spes_p2p.testing.processes import LocalSwarm
+from tests.peer.real import make_tokens
+from tests.swarm.micro import MICRO, local_swarm
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,14 @@ def test_peers_of_one_machine_leave_its_gpus_alone_unless_one_is_named(
     at = next(index for index, word in enumerate(command) if word.startswith("--device"))
     assert command[at : at + len(device)] == device
     assert sum(word.startswith("--device") for word in command) == 1
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(120)
+def test_who_does_not_end_is_ended_and_says_what_it_was_doing(tmp_path: Path) -> None:
+    with local_swarm(tmp_path) as swarm:
+        swarm.bootstrap("tiny", make_tokens(tmp_path / "tokens"), MICRO)
+        process = swarm.processes["bootstrap"]
+        with pytest.raises(SpesError, match=r"bootstrap did not end in 0.1 s; its last lines: (.|\n)*Thread 0x"):
+            process.wait(0.1)
+        assert process.exit_code is not None
