@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Envelope
-from spes_p2p.consensus.timing import Moment, Seconds
+from spes_p2p.consensus.timing import NEVER, Moment, Seconds
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.testing.judge import Guard, voters
 
@@ -35,14 +35,15 @@ class Witness:
     heard: dict[PeerId, Heard] = field(default_factory=dict)
 
     def hear(self, core: Consensus, envelope: Envelope, now: float) -> None:
-        """A message has come."""
+        """A message has come. One that waited while the machine slept says nothing of who lives."""
+        at = NEVER if now == self.awake_since else now
         for signed in envelope.statuses:
             status, known = signed.value, self.heard.get(signed.value.peer)
             if status.peer == core.me:
                 continue
             if known is None or (status.incarnation, status.sequence) > (known.incarnation, known.newest):
                 self.heard[status.peer] = Heard(
-                    now, status.incarnation, status.sequence, status.head, status.round, status.intent.can_vote
+                    at, status.incarnation, status.sequence, status.head, status.round, status.intent.can_vote
                 )
 
     def live(self, core: Consensus, is_ours: Callable[[Hash, int], bool], now: float) -> frozenset[PeerId]:
