@@ -23,7 +23,20 @@ def pair(kind: str, name: str) -> tuple[Config, dict[str, Any]]:
 
 def test_every_run_has_both() -> None:
     found = {path.stem for path in (CONFIGS / "baselines").glob("*.yaml")}
-    assert found == {f"{kind}-{name}" for kind in ("centralized", "diloco") for name in NAMES}
+    both = {f"{kind}-{name}" for kind in ("centralized", "diloco") for name in NAMES}
+    assert found == both | {"diloco-released-spes-1b"}
+
+
+def test_what_spes_calls_diloco_is_plain_averaging_and_differs_in_more_than_that() -> None:
+    _, changed = pair("diloco-released", "spes-1b")
+    assert changed == {
+        "run.run_id": "diloco-released-spes-1b",
+        "model.rope_theta": 32_000.0,
+        "sync.steps_per_round": 50,
+        "sync.merge_alpha": 0.0,
+        "swarm.experts_per_peer": 16,
+        "swarm.target_replicas": 4,
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,8 +19,9 @@ HEADLINES: dict[str, dict[str, Any]] = {
         )
         | dict(rope_theta=500_000, vocab_size=151_665, embedding_rows=151_665, num_kv_heads=12, head_dim=64),
         "data": dict(sequence_length=2048, mask_repetitions=True),
-        "optimizer": dict(lr=5e-4, batch_sequences=1024),
+        "optimizer": dict(lr=5e-4, batch_sequences=256),  # 50,000 steps of 4 peers are 105B tokens
         "scheduler": dict(warmup_steps=2000, total_steps=50_000),
+        "sync": dict(merge_alpha=0.01, merge_decay_steps=10_000),
         "swarm": dict(experts_per_peer=4, min_peers=4),
     },
     "spes-7b": {
@@ -39,6 +40,7 @@ HEADLINES: dict[str, dict[str, Any]] = {
         "data": dict(sequence_length=4096),
         "optimizer": dict(lr=1e-4, batch_sequences=256),
         "scheduler": dict(warmup_steps=1000, total_steps=100_000),
+        "sync": dict(merge_alpha=0.05, merge_decay_steps=20_000),
         "swarm": dict(experts_per_peer=2, min_peers=4),
     },
     "spes-2b": {
@@ -71,6 +73,7 @@ def test_published_shape_and_hyperparameters(name: str) -> None:
     config = load_config(bundled_config(name))
     for section, values in HEADLINES[name].items():
         assert {key: getattr(getattr(config, section), key) for key in values} == values
+    assert config.scheduler.warmup_ratio == 0.1
     assert config.sync.steps_per_round == 100
     assert (config.sync.merge_interval, config.sync.merge_top_k) == (500, 4)
     assert 0.01 <= config.sync.merge_alpha <= 0.05
