@@ -87,6 +87,7 @@ ARMS = {
     "topk": "two-periods sync.codec=topk",
     "topk2": "two-periods sync.codec=topk2",
     "topk2-decay": "topk2 sync.residual_decay=0.95",
+    "topk2-dense": "topk2-decay sync.dense_rounds={periods}",
     "guests-int4": "guests-16 sync.guest_codec=int4",
     "wsd": "two-periods scheduler.name=wsd",
     "muon": "two-periods optimizer.name=muon",

@@ -11,6 +11,7 @@ Codec = Literal["fp32", "bf16", "int8", "int4", "topk", "topk2"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 DenseCodec = Literal["fp32", "bf16", "int8", "int4"]
 """Those that leave no value out: for what is sent once, so that nothing can follow later."""
+SPARSE_CODECS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec not in get_args(DenseCodec))
 
 SCALE_BYTES = 2
 """One bf16 number a block, two with `topk2`."""

@@ -294,6 +294,9 @@ class SyncConfig(Section):
         ge=0,
         le=1,
     )
+    dense_rounds: Natural = agreed(
+        "First rounds in which everything travels in bf16 instead of topk or topk2, while early weights move fast.", 0
+    )
     guest_codec: DenseCodec = agreed(
         "The same for what guests trained (only with model.guest_rank). It is sent once: what rounding loses is lost.",
         "bf16",

@@ -85,9 +85,10 @@ def state_layout(config: Config) -> Layout:
         )
     sync, tensors, rank = config.sync, state_tensors(config.model), config.model.guest_rank
     has_momentum = sync.outer != "none"
-    return Layout(
+    layout = Layout(
         tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum, rank, guest_codec=sync.guest_codec
     )
+    return layout.dense_until(sync.dense_rounds)
 
 
 def place_table(model: ModelConfig) -> tuple[tuple[Place, ...], ...]:

@@ -75,7 +75,9 @@ class Model:
     def layout(self, config: Config) -> Layout:
         """The grid of a run that trains this model."""
         sync = config.sync
-        return Layout(self.tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum=sync.outer != "none")
+        has_momentum = sync.outer != "none"
+        layout = Layout(self.tensors, sync.tile_values, sync.codec, sync.expert_codec, has_momentum)
+        return layout.dense_until(sync.dense_rounds)
 
     def build(self, device: torch.device | str = "cpu") -> OwnModel:
         """The model to train, with the factory's values. Raises ConfigError where the factory gives another one."""

@@ -48,7 +48,7 @@ class Staging:
         """`finished`: what a folder from before a restart holds."""
         self.folder = folder
         self.round = round
-        self.layout = layout
+        self.layout = layout = layout.in_round(round)
         self.parent = parent
         self._publish = publish
         self.finished = finished

@@ -130,7 +130,7 @@ class Version:
         self.round = round
         self.layout = layout
         self._maps: dict[int, Values] = {}
-        self.wire = WireTiles(folder / WIRE_FOLDER, layout)
+        self.wire = WireTiles(folder / WIRE_FOLDER, layout.in_round(round))
         self._files: dict[int, tuple[int, int]] = {}
         for block in layout.blocks:
             _check_length(folder / block_file(block.index), block.size * VALUE_BYTES)

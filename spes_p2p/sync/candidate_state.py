@@ -59,6 +59,11 @@ class CandidateState:
         self._outer = outer
         self._tip, self._work, self._kept, self._has_state = tip_round, None, None, False
 
+    @property
+    def round(self) -> int:
+        """The round whose state is being made."""
+        return self._tip + 1
+
     def recover(self) -> None:
         """After a restart or a full disk: what is not finished is gone, what this peer has signed for is here."""
         self._keep_what_binds()

@@ -58,12 +58,12 @@ class Outgoing:
         values = self._inputs.values(parent, first_tile, count)
         if values is None:
             return self.coordinates(parent, first_tile, count)
-        codec = self._codec(first_tile)
-        if codec == "fp32":
+        if self._codec(first_tile) == "fp32":
             return bytes_of(values)
         committed = self._committed(parent)
         if committed is None:
             return None
+        codec = self._layout.in_round(committed.round + 1).codec_of(self._layout.tiles[first_tile].block)
         sent: list[bytes] = []
         for tile, part in self._parts(first_tile, count):
             try:

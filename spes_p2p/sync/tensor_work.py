@@ -149,7 +149,7 @@ class TensorWork:
                     await self._tasks.in_thread(lambda: self._candidate.add(tiles))
 
         wanted = wire_tiles((action.piece,), (action.hashes,))
-        await self._transfers.tiles(wanted, action.holders, take, wire=True, sure=sure)
+        await self._transfers.tiles(wanted, action.holders, take, wire_round=self._candidate.round, sure=sure)
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)
@@ -174,7 +174,7 @@ class TensorWork:
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             await self._tasks.in_thread(lambda: self._candidate.add(tiles))
 
-        await self._transfers.tiles(missing, holders, take, wire=True)
+        await self._transfers.tiles(missing, holders, take, wire_round=self._candidate.round)
 
     async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
@@ -201,10 +201,10 @@ class TensorSlice:
         self._roster = {entry.peer: entry for entry in plan.roster}
         self._piece = piece
         self._disk = disk
-        self._layout = disk.layout
         self._transfers = transfers
         self._tasks = tasks
         self._base = disk.committed()
+        self._layout = disk.layout.in_round(self._base.round + 1)
         self._tiles = disk.tiles_of(piece)
         first = self._tiles[0].start
         self._parts = [slice(tile.start - first, tile.stop - first) for tile in self._tiles]

@@ -23,6 +23,8 @@ CODECS = (
     ("sync.codec=int4",),
     ("sync.codec=topk",),
     ("sync.codec=topk2", "sync.residual_decay=0.75"),
+    ("sync.codec=topk2", "sync.dense_rounds=3"),
+    ("sync.codec=fp32", "sync.expert_codec=topk", "sync.dense_rounds=2"),
     ("sync.codec=int8", "sync.expert_codec=int4"),
     ("sync.codec=fp32", "sync.expert_codec=int8"),
 )
@@ -46,7 +48,12 @@ def test_every_round_is_what_the_books_say(folder: Path, codec: tuple[str, ...],
     in_swarm(folder, play, config_of(codec, f"swarm.target_replicas={replicas}"))
 
 
-FAULTY = (("sync.codec=int4",), ("sync.codec=topk",), ("sync.codec=int8", "sync.expert_codec=int4"))
+FAULTY = (
+    ("sync.codec=int4",),
+    ("sync.codec=topk",),
+    ("sync.codec=topk2", "sync.dense_rounds=5"),
+    ("sync.codec=int8", "sync.expert_codec=int4"),
+)
 
 
 @pytest.mark.parametrize("codec", FAULTY, ids=" ".join)
