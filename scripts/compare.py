@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from spes_p2p.config.load import config_to_yaml, load_config
@@ -83,6 +84,7 @@ ARMS = {
     "guests-16": "two-periods model.guest_rank=16",
     "guests-often": "spes-often model.guest_rank=16",
     "guests-seldom": "model.guest_rank=16",
+    "guests-long": "two-periods-long model.guest_rank=16",
     "int4": "two-periods sync.codec=int4",
     "topk": "two-periods sync.codec=topk",
     "topk2": "two-periods sync.codec=topk2",
@@ -345,6 +347,34 @@ def table(found: Sequence[Outcome]) -> list[str]:
     return rows
 
 
+BUDGETS = (0.5, 1, 2, 4)
+"""Of what a peer of the first arm sends in all: where arms are compared at equal bytes."""
+
+
+def loss_at(outcome: Outcome, bytes_a_peer: float) -> tuple[float, bool]:
+    """Held-out loss when a peer had sent so much, between two points linearly; whether it ended with less."""
+    sent, losses = zip(*((point.bytes_sent / outcome.peers, point.held_out_loss) for point in outcome.points))
+    return float(np.interp(bytes_a_peer, sent, losses)), sent[-1] < bytes_a_peer
+
+
+def bytes_table(found: Sequence[Outcome]) -> list[str]:
+    """Markdown: the same losses by bytes sent instead of tokens. In brackets: the arm ended with fewer."""
+    arms = list(dict.fromkeys(outcome.arm for outcome in found))
+    whole = min(one.bytes_sent / one.peers for one in found if one.arm == arms[0])
+    budgets = [part * whole for part in BUDGETS]
+    rows = [
+        "| arm | " + " | ".join(bytes_text(int(budget)) for budget in budgets) + " |",
+        "| --- |" + " --- |" * len(budgets),
+    ]
+    for arm in arms:
+        cells = []
+        for budget in budgets:
+            losses, ended = zip(*(loss_at(one, budget) for one in found if one.arm == arm))
+            cells.append(f"({with_interval(losses)})" if any(ended) else with_interval(losses))
+        rows.append(f"| {arm} | {' | '.join(cells)} |")
+    return rows
+
+
 def plot(found: Sequence[Outcome], folder: Path, stem: str) -> list[str]:
     """Three plots; their file names. Says so where matplotlib is missing."""
     try:
@@ -400,6 +430,12 @@ def page(arguments: argparse.Namespace, found: Sequence[Outcome], images: Sequen
         "±: 95% confidence intervals (Student's t) over seeds; differences are taken seed by seed. Trained memory: "
         "weights, gradients and moments of what the peer trains, as allocated. Bytes are counted on the in-memory "
         "network; evaluation sends none.",
+        "",
+        "The loss when each peer has sent so much. An arm that sends more in all is in the middle of its run then: its "
+        "learning rate has not fallen, so a run made for that many bytes would do better. In brackets: the last loss "
+        "of an arm that has ended with fewer.",
+        "",
+        *bytes_table(found),
         "",
         "What an arm changes of SPES (merges off, one owner a column, one period of H steps):",
         "",

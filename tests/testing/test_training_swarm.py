@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,11 @@ def _layout(config: Any) -> Any:
     return Layout(state_tensors(config.model), config.sync.tile_values)
 
 
+def last_loss(path: Path, arm: str) -> float:
+    found = [one["loss"] for one in json.loads(path.read_text()) if one["arm"] == arm]
+    return float(np.mean(found))
+
+
 def compare(*words: object) -> dict[str, Any]:
     script = runpy.run_path(str(ROOT / "scripts" / "compare.py"))
     small = [text for text in SMALL if not text.startswith("sync.")]
@@ -131,6 +137,12 @@ def test_the_comparison_writes_a_table_of_all_arms_and_does_not_run_them_again(
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert said == ["seed 1, spes", "seed 1, diloco"]
     assert "±" in page.read_text()
+    *_, by_bytes = page.read_text().split("| arm | ")
+    budgets, _, spes, diloco = by_bytes.split("\n")[:4]
+    assert [cell.startswith("(") for cell in spes.split(" | ")[1:]] == [False, False, True, True]
+    assert float(spes.split(" | ")[3].split()[0].strip("(")) == pytest.approx(last_loss(points, "spes"), abs=1e-4)
+    assert diloco.split(" | ")[2] != spes.split(" | ")[2]
+    assert len(budgets.split(" | ")) == 4
     assert [one for one in json.loads(points.read_text()) if one["seed"] == 0] == list(found.values())
 
 
