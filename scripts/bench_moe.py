@@ -2,43 +2,52 @@
 """One MoE layer forward and backward: our backends beside transformers, MegaBlocks and the dense ceiling, in one run.
 
 python scripts/bench_moe.py                    # the reference shape, and those of spes-1b and spes-9b, on a GPU
-python scripts/bench_moe.py --shapes reference --owned 1/4
+python scripts/bench_moe.py --shapes reference --owned 1/4 --only ours replica --routing skewed
 
 Every row is one layer of the same shape on the same tokens with the same routing: experts alone, behind the router.
-`owned` is the share of experts with weight gradients; others always have all. TFLOP/s count the products that a row
-must make (6, or 4 + 2 x owned, FLOP a weight and row). The ceiling is one dense matrix product of the same FLOP. On a
-CPU a small shape runs, for the comparison alone.
+Gradients of weights are added to those that are there, as between micro-batches. `owned` is the share of experts with
+weight gradients; others always have all. TFLOP/s count the products that a row must make (6, or 4 + 2 x owned, FLOP a
+weight and row). The ceiling is one dense matrix product of the same FLOP. Times are medians. The replica is what
+MegaBlocks' grouped dMoE computes, in plain torch, for machines where MegaBlocks does not build. On a CPU, and with
+--tiny, a small shape runs, for the comparison alone. --json: one object a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, first_line
 from spes_p2p.experts.bank import MATRICES, ExpertBank
 from spes_p2p.experts.choice import resolve_backend
-from spes_p2p.experts.stores import Foreign
+from spes_p2p.experts.stores import Foreign, ForeignDtype, Workspace
 
 GPU_SHAPES = {
     "reference": (8192, 2048, 2048, 32, 4),
+    "one-sequence": (4096, 2048, 2048, 32, 4),
     "spes-1b": (8 * 2048, 768, 2048, 16, 2),
     "spes-9b": (2048, 2048, 2048, 64, 8),
 }
 CPU_SHAPES = {"small": (512, 128, 256, 8, 2)}
 """(tokens, d_model, expert ffn, experts, experts a token)."""
-BACKENDS = ("grouped_mm", "megablocks", "eager")
+BACKENDS = ("grouped_mm", "triton", "megablocks", "eager")
+FOREIGN_KINDS: tuple[ForeignDtype, ...] = ("int8", "fp8")
+ROWS = ("dense", "ours", "quantised", "replica", "transformers", "megablocks")
+ROUTINGS = ("even", "skewed", "empty")
+"""Tokens evenly over experts, most of them with few, or half of the experts without any."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,15 @@ class Row:
 
 
 class Inputs:
-    """Tokens and an even random routing, the same for everybody."""
+    """Tokens and a random routing, the same for everybody."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, routing: str = "even") -> None:
         generator = torch.Generator().manual_seed(0)
         scores_TE = torch.rand(shape.tokens, shape.experts, generator=generator)
+        if routing == "skewed":
+            scores_TE += torch.linspace(1, 0, shape.experts)
+        elif routing == "empty":
+            scores_TE[:, max(shape.top_k, shape.experts // 2) :] = -1
         weight_TK, expert_TK = scores_TE.softmax(-1).topk(shape.top_k)
         self.x_TD = torch.randn(shape.tokens, shape.d_model, generator=generator).to(device, dtype).requires_grad_()
         self.weight_TK = weight_TK.to(device).requires_grad_()
@@ -79,57 +92,74 @@ class Inputs:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = _arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() and not chosen.tiny else "cpu")
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    parser.add_argument("--shapes", nargs="+", choices=list(shapes), default=list(shapes))
-    parser.add_argument("--owned", nargs="+", type=Fraction, default=[Fraction(1), Fraction(1, 4), Fraction(1, 16)])
-    parser.add_argument("--repeats", type=int, default=30)
-    chosen = parser.parse_args()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {dtype}, median of {chosen.repeats}\n")
-    for shape in (Shape(one, *shapes[one]) for one in chosen.shapes):
-        print(f"{shape.name}: {shape.tokens} tokens, d {shape.d_model}, ffn {shape.ffn}, ", end="")
-        print(f"{shape.experts} experts top-{shape.top_k}")
-        print(f"{'':34}{'owned':>6}{'ms':>9}{'TFLOP/s':>9}{'peak MiB':>10}")
-        for row in rows_of(shape, chosen.owned, device, dtype, chosen.repeats):
+    if not chosen.json:
+        print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {dtype}, median of {chosen.repeats}")
+    for shape in (Shape(one, *values) for one, values in shapes.items() if one in (chosen.shapes or shapes)):
+        if not chosen.json:
+            print(f"\n{shape.name}: {shape.tokens} tokens, d {shape.d_model}, ffn {shape.ffn}, ", end="")
+            print(f"{shape.experts} experts top-{shape.top_k}, routing {chosen.routing}")
+            print(f"{'':34}{'owned':>6}{'ms':>9}{'TFLOP/s':>9}{'peak MiB':>10}")
+        inputs = Inputs(shape, device, dtype, chosen.routing)
+        for row in rows_of(shape, inputs, chosen.only, chosen.owned, chosen.repeats):
+            if chosen.json:
+                found = {"bench": "moe", "shape": shape.name, "routing": chosen.routing, **asdict(row)}
+                print(json.dumps(found | {"owned": str(row.owned)}), flush=True)
+                continue
             peak = f"{row.peak_bytes / 2**20:10.0f}" if device.type == "cuda" else f"{'-':>10}"
             print(f"{row.what:34}{row.owned!s:>6}{row.milliseconds:9.3f}{row.tflops:9.2f}{peak}", flush=True)
-        print()
     return 0
 
 
-def rows_of(
-    shape: Shape, shares: list[Fraction], device: torch.device, dtype: torch.dtype, repeats: int
-) -> Iterator[Row]:
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=[*GPU_SHAPES, *CPU_SHAPES])
+    parser.add_argument("--owned", nargs="+", type=Fraction, default=[Fraction(1), Fraction(1, 4), Fraction(1, 16)])
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--routing", choices=ROUTINGS, default="even")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--tiny", action="store_true", help="the small shape, on the CPU")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    return parser.parse_args()
+
+
+def rows_of(shape: Shape, inputs: Inputs, only: list[str], shares: list[Fraction], repeats: int) -> Iterator[Row]:
     """Who can run here; who cannot is told in a line."""
-    whole = Fraction(1)
-    yield measure("dense matrix product (ceiling)", shape, whole, dense(shape, device, dtype), device, repeats)
-    inputs = Inputs(shape, device, dtype)
-    for backend in BACKENDS:
+    whole, device, dtype = Fraction(1), inputs.x_TD.device, inputs.x_TD.dtype
+    if "dense" in only:
+        yield measure("dense matrix product (ceiling)", shape, whole, dense(shape, device, dtype), device, repeats)
+    for backend in BACKENDS if "ours" in only else ():
         for share in shares:
             with explained(backend):
                 layer = ours(shape, share, backend, device, dtype)
-                step = step_of(partial(routed, layer, inputs), inputs, layer)
+                step = step_of(partial(routed, layer, inputs), inputs)
                 yield measure(f"spes-p2p {backend}", shape, share, step, device, repeats)
                 del layer, step  # their memory is no part of the next row
-    for kind in ("int8", "fp8"):
+    for kind in FOREIGN_KINDS if "quantised" in only else ():
         with explained(f"foreign experts in {kind}"):
-            quarter = ours(shape, Fraction(1, 4), "auto", device, dtype, Foreign(kind))
-            step = step_of(partial(routed, quarter, inputs), inputs, quarter)
+            foreign = Foreign(kind)
+            quarter = ours(shape, Fraction(1, 4), "auto", device, dtype, foreign)
+            step = step_of(partial(routed, quarter, inputs), inputs, foreign.workspace)
             yield measure(f"spes-p2p auto, foreign in {kind}", shape, Fraction(1, 4), step, device, repeats)
-            del quarter, step
-    for implementation in ("grouped_mm", "eager"):
-        with explained(f"transformers {implementation}"):
-            theirs = transformers_experts(shape, implementation, device, dtype)
-            step = step_of(partial(routed, theirs, inputs), inputs, theirs)
-            yield measure(f"transformers OLMoE {implementation}", shape, whole, step, device, repeats)
+            del quarter, step, foreign
+    baselines: dict[str, list[tuple[str, Callable[[], nn.Module]]]] = {
+        "replica": [("replica of MegaBlocks grouped dMoE", partial(Replica, shape, device, dtype))],
+        "transformers": [
+            (f"transformers OLMoE {kind}", partial(transformers_experts, shape, kind, device, dtype))
+            for kind in ("grouped_mm", "eager")
+        ],
+        "megablocks": [("MegaBlocks dMoE (experts alone)", partial(_MegaBlocks, shape, device, dtype))],
+    }
+    for label, build in (row for key, rows in baselines.items() if key in only for row in rows):
+        with explained(label):
+            theirs = build()
+            step = step_of(partial(routed, theirs, inputs), inputs)
+            yield measure(label, shape, whole, step, device, repeats)
             del theirs, step
-    with explained("MegaBlocks dMoE"):
-        moe = megablocks_dmoe(shape, device, dtype)
-        step = step_of(partial(by_itself, moe), inputs, moe)
-        yield measure("MegaBlocks dMoE (with its router)", shape, whole, step, device, repeats)
 
 
 @contextmanager
@@ -138,7 +168,7 @@ def explained(what: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ImportError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        print(f"{what}: does not run here: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        print(f"{what}: does not run here: {first_line(error)}", file=sys.stderr)
 
 
 def measure(
@@ -166,13 +196,19 @@ def measure(
     return Row(what, owned, milliseconds, peak, shape.flop(owned) / milliseconds / 1e9)
 
 
-def step_of(forward: Callable[[Tensor], Tensor], inputs: Inputs, module: nn.Module) -> Callable[[], None]:
-    """Forward and backward with fresh gradients."""
+def step_of(
+    forward: Callable[[Tensor], Tensor], inputs: Inputs, workspace: Workspace | None = None
+) -> Callable[[], None]:
+    """Forward and backward. What a `workspace` holds is forgotten before each, as other layers overwrite it."""
 
     def step() -> None:
-        module.zero_grad(set_to_none=True)
         inputs.x_TD.grad = inputs.weight_TK.grad = None
-        forward(inputs.x_TD).backward(inputs.dy_TD)
+        if workspace is not None:
+            workspace.holds.clear()
+        y_TD = forward(inputs.x_TD)
+        if workspace is not None:
+            workspace.holds.clear()
+        y_TD.backward(inputs.dy_TD)
 
     return step
 
@@ -183,10 +219,30 @@ def routed(experts: nn.Module, inputs: Inputs, x_TD: Tensor) -> Tensor:
     return output
 
 
-def by_itself(layer: nn.Module, x_TD: Tensor) -> Tensor:
-    """Through a layer that routes, [S, 1, D] in and out."""
-    output = layer(x_TD.unsqueeze(1))
-    return (output[0] if isinstance(output, tuple) else output).squeeze(1)
+class Replica(nn.Module):
+    """MegaBlocks' grouped dMoE with GLU in plain torch: sort, gather, three grouped products, a weighted sum of copies.
+
+    It waits less for the device than the original, which reads the groups' sizes on the host.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.experts = shape.experts
+        self.w1, self.v1, self.w2 = (
+            nn.Parameter(0.02 * torch.randn(shape.experts, shape.ffn, shape.d_model, device=device, dtype=dtype))
+            for _ in range(3)
+        )
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        tokens, top_k = expert_TK.shape
+        bins, indices = torch.sort(expert_TK.flatten().int())
+        ends = torch.searchsorted(bins, torch.arange(self.experts, device=bins.device), right=True, out_int32=True)
+        x_ND = x_TD[indices // top_k]
+        hidden_NF = F.silu(F.grouped_mm(x_ND, self.w1.mT, offs=ends)) * F.grouped_mm(x_ND, self.v1.mT, offs=ends)
+        y_ND = F.grouped_mm(hidden_NF, self.w2, offs=ends)
+        weighted_ND = y_ND * weight_TK.flatten()[indices, None].to(y_ND.dtype)
+        spread_ND = torch.empty_like(y_ND).index_copy(0, indices, weighted_ND)
+        return spread_ND.view(tokens, top_k, -1).sum(1)
 
 
 def dense(shape: Shape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
@@ -235,23 +291,32 @@ def transformers_experts(shape: Shape, implementation: str, device: torch.device
     return experts
 
 
-def megablocks_dmoe(shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Its dropless layer over grouped products: served by torch's grouped_mm where grouped_gemm is not installed."""
-    import torch.nn.functional as F
-    from megablocks import grouped_gemm_util
-    from megablocks.layers.arguments import Arguments
-    from megablocks.layers.dmoe import dMoE
+class _MegaBlocks(nn.Module):
+    """Its dropless layer over grouped products, told where tokens go.
 
-    if grouped_gemm_util.ops is None:
-        grouped_gemm_util.ops = _TorchGrouped()
-        grouped_gemm_util.grouped_gemm_is_available = lambda: True
-        grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
-    arguments = Arguments(
-        hidden_size=shape.d_model, ffn_hidden_size=shape.ffn, moe_num_experts=shape.experts, moe_top_k=shape.top_k,
-        mlp_type="glu", mlp_impl="grouped", activation_fn=F.silu, bias=False, return_bias=False, device=device,
-        bf16=dtype == torch.bfloat16, fp16=False,
-    )  # fmt: skip
-    return dMoE(arguments).to(device, dtype)
+    Served by torch's grouped_mm where grouped_gemm is not installed.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        from megablocks import grouped_gemm_util
+        from megablocks.layers.arguments import Arguments
+        from megablocks.layers.dmoe import dMoE
+
+        super().__init__()
+        if grouped_gemm_util.ops is None:
+            grouped_gemm_util.ops = _TorchGrouped()
+            grouped_gemm_util.grouped_gemm_is_available = lambda: True
+            grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+        arguments = Arguments(
+            hidden_size=shape.d_model, ffn_hidden_size=shape.ffn, moe_num_experts=shape.experts,
+            moe_top_k=shape.top_k, mlp_type="glu", mlp_impl="grouped", activation_fn=F.silu, bias=False,
+            return_bias=False, device=device, bf16=dtype == torch.bfloat16, fp16=False, moe_loss_weight=0,
+        )  # fmt: skip
+        self.experts = dMoE(arguments).to(device, dtype).experts
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        output = self.experts(x_TD.unsqueeze(1), None, weight_TK.to(x_TD.dtype), expert_TK)
+        return (output[0] if isinstance(output, tuple) else output).squeeze(1)
 
 
 class _TorchGrouped:
@@ -259,8 +324,6 @@ class _TorchGrouped:
 
     @staticmethod
     def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-        import torch.nn.functional as F
-
         ends = batch_sizes.cumsum(0).to(a.device, torch.int32)
         return F.grouped_mm(a, b.mT if trans_b else b, offs=ends)
 

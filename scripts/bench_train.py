@@ -3,19 +3,21 @@
 
 python scripts/bench_train.py --config spes-1b
 python scripts/bench_train.py --config spes-7b --micro-batches 4 model.activation_checkpointing=selective
-python scripts/bench_train.py --config spes-1b --only ours
+python scripts/bench_train.py --config spes-1b --only ours --profile 20
 
 Rows: ours with the columns of a peer, plain and with model.torch_compile; ours with all columns (what DiLoCo needs of
 each peer); transformers' model of the same shape, trained plainly: fp32 weights, bf16 autocast, fused AdamW,
 load-balancing loss, gradients clipped. A step is --micro-batches micro-batches and one update, with random tokens and
 values. MFU counts the arithmetic that a row needs (`planning.sizes.flops_per_token`: weight gradients of owned experts
 alone, nothing that is recomputed) over the GPU's dense bf16 peak. A row that does not fit says so.
-Without a GPU a small shape runs on the CPU, for the comparison alone.
+Times are medians. Without a GPU, and with --tiny, a small shape runs on the CPU, for the comparison alone. --json: one
+object a row. --profile N: instead of the time of a step, the N kernels that take most of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 from collections.abc import Callable
@@ -25,16 +27,16 @@ from typing import Any
 
 import torch
 
-from spes_p2p.config.load import config_from_text, config_to_yaml, load_config
+from spes_p2p.config.load import bundled_config, config_from_text, config_to_yaml, load_config
 from spes_p2p.config.schema import Config
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, first_line
 from spes_p2p.interop.hf import hf_config
-from spes_p2p.peer.options import config_path
+from spes_p2p.peer.devices import choose_device
 from spes_p2p.planning.gpus import GPUS
 from spes_p2p.planning.memory import Workload, predict
 from spes_p2p.planning.sizes import flops_per_token
 from spes_p2p.planning.units import GIB
-from spes_p2p.testing.training_bench import clean_up, measure, random_batch, random_trainer
+from spes_p2p.testing.training_bench import clean_up, measure, profiled, random_batch, random_trainer
 
 CPU_SHAPE = (
     "model.num_layers=2",
@@ -52,17 +54,12 @@ Step = Callable[[], object]
 
 def main() -> int:
     arguments = _arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("cpu" if arguments.tiny else "auto")
     config = _config(arguments, device)
     owned = config.swarm.experts_per_peer if arguments.owned_experts is None else arguments.owned_experts
     peak = _peak_flops(arguments.peak_tflops, device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    if device.type == "cpu":
-        print("no GPU here: a small shape on the CPU, for the comparison alone. Figures need one GPU: --config spes-1b")
-    micro, length = config.optimizer.micro_batch_sequences, config.data.sequence_length
-    print(f"{config.run.run_id}: {arguments.micro_batches} micro-batches of {micro} x {length} tokens a step\n")
-    print(f"{'':34}{'tokens/s':>10}{'ms/step':>10}{'MFU':>7}{'peak GiB':>10}{'planned':>9}")
+    if not arguments.json:
+        _heading(config, device)
     everything = config.model.num_experts
     compiled = config_from_text(config_to_yaml(config), ["model.torch_compile=true"])
     rows: dict[str, tuple[str, int, Callable[[], Step]]] = {
@@ -74,14 +71,33 @@ def main() -> int:
     for key in arguments.only:
         label, columns, build = rows[key]
         planned = 0 if key == "transformers" else predict(Workload.of(config, columns)).allocated
+        found: dict[str, Any] = {
+            "bench": "train", "run": config.run.run_id, "what": label, "overrides": arguments.overrides,
+            "micro_batch_sequences": config.optimizer.micro_batch_sequences, "planned_bytes": planned,
+        }  # fmt: skip
         try:
-            _row(config, label, columns, build, planned, device, peak, arguments.repeats)
+            if arguments.profile:
+                found["top"] = profiled(build(), device)[: arguments.profile]
+            else:
+                found |= _row(config, columns, build, device, peak, arguments.repeats)
         except torch.OutOfMemoryError:
-            print(f"{label:34}out of memory", flush=True)
+            found["failed"] = "out of memory"
         except (ConfigError, ImportError, RuntimeError, TypeError, ValueError) as error:
-            print(f"{label:34}does not run here: {str(error).splitlines()[0]}", flush=True)
+            found["failed"] = f"does not run here: {first_line(error)}"
+        print(json.dumps(found) if arguments.json else _line(found), flush=True)
         clean_up(device)
     return 0
+
+
+def _heading(config: Config, device: torch.device) -> None:
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    if device.type == "cpu":
+        print("no GPU here: a small shape on the CPU, for the comparison alone. Figures need one GPU: --config spes-1b")
+    micro, length = config.optimizer.micro_batch_sequences, config.data.sequence_length
+    count = config.optimizer.batch_sequences // micro
+    print(f"{config.run.run_id}: {count} micro-batches of {micro} x {length} tokens a step\n")
+    print(f"{'':34}{'tokens/s':>10}{'ms/step':>10}{'MFU':>7}{'peak GiB':>10}{'planned':>9}")
 
 
 def ours(config: Config, owned: int, device: torch.device) -> Step:
@@ -128,31 +144,39 @@ def _let_experts_run_in_bf16() -> None:
 
 
 def _row(
-    config: Config,
-    label: str,
-    owned: int,
-    build: Callable[[], Step],
-    planned: int,
-    device: torch.device,
-    peak_flops: float | None,
-    repeats: int,
-) -> None:
+    config: Config, owned: int, build: Callable[[], Step], device: torch.device, peak_flops: float | None, repeats: int
+) -> dict[str, Any]:
     measured = measure(build(), device, repeats)
-    tokens = config.optimizer.batch_sequences * config.data.sequence_length
-    speed = tokens / measured.seconds
+    speed = config.optimizer.batch_sequences * config.data.sequence_length / measured.seconds
     used = speed * flops_per_token(config.model, config.data.sequence_length, owned)
-    mfu = f"{used / peak_flops:7.1%}" if peak_flops else f"{'-':>7}"
-    peak = f"{measured.peak_bytes / GIB:10.2f}" if measured.peak_bytes else f"{'-':>10}"
-    plan = f"{planned / GIB:9.2f}" if planned and measured.peak_bytes else f"{'-':>9}"
-    print(f"{label:34}{speed:10,.0f}{1000 * measured.seconds:10.1f}{mfu}{peak}{plan}", flush=True)
+    return {
+        "tokens_per_second": speed, "milliseconds": 1000 * measured.seconds, "tflops": used / 1e12,
+        "mfu": used / peak_flops if peak_flops else None, "peak_bytes": measured.peak_bytes,
+    }  # fmt: skip
+
+
+def _line(found: dict[str, Any]) -> str:
+    label = f"{found['what']:34}"
+    if "failed" in found:
+        return f"{label}{found['failed']}"
+    if "top" in found:
+        return "\n".join([label, *(f"{took:10.3f} ms {calls:6} x {name}" for name, took, calls in found["top"])])
+    mfu = f"{found['mfu']:7.1%}" if found["mfu"] else f"{'-':>7}"
+    sizes = found["peak_bytes"], found["planned_bytes"]
+    peak, planned = (f"{size / GIB:.2f}" if found["peak_bytes"] else "-" for size in sizes)
+    return f"{label}{found['tokens_per_second']:10,.0f}{found['milliseconds']:10.1f}{mfu}{peak:>10}{planned:>9}"
 
 
 def _config(arguments: argparse.Namespace, device: torch.device) -> Config:
     """With a step of --micro-batches, whatever the run's batch is."""
     overrides = [*(CPU_SHAPE if device.type == "cpu" else ()), *arguments.overrides]
-    config = load_config(config_path(arguments.config), overrides)
+    config = load_config(_path(arguments.config), overrides)
     size = arguments.micro_batches * config.optimizer.micro_batch_sequences
-    return load_config(config_path(arguments.config), [*overrides, f"optimizer.batch_sequences={size}"])
+    return load_config(_path(arguments.config), [*overrides, f"optimizer.batch_sequences={size}"])
+
+
+def _path(given: Path) -> Path:
+    return given if given.suffix else bundled_config(str(given))
 
 
 def _peak_flops(tflops: float | None, device: torch.device) -> float | None:
@@ -170,9 +194,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=Path("spes-1b"), help="YAML file, or a name such as spes-1b")
     parser.add_argument("--owned-experts", type=int, help="columns of a peer (default: swarm.experts_per_peer)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of one step (default 8)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps; the fastest counts")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps; the median counts")
     parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS)
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of a GPU that is not known by name")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="the N kernels that take most of a step")
+    parser.add_argument("--tiny", action="store_true", help="the small shape, on the CPU")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("overrides", nargs="*", help="such as model.activation_checkpointing=selective")
     return parser.parse_args()
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from spes_p2p.errors import ConfigError, first_line
-from spes_p2p.peer.options import PeerOptions
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.options import PeerOptions
 
 LEAST_CAPABILITY = (8, 0)
 MEMORY_SHARE = 0.5

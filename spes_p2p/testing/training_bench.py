@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from spes_p2p.train.rank import RankTrainer
 
 @dataclass(frozen=True)
 class Measured:
-    """`seconds` of one step (the fastest); `peak_bytes` allocated on a GPU, 0 on a CPU."""
+    """`seconds` of one step (the median); `peak_bytes` allocated on a GPU, 0 on a CPU."""
 
     seconds: float
     peak_bytes: int
@@ -57,7 +58,25 @@ def measure(step: Callable[[], object], device: torch.device, repeats: int, warm
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
-    return Measured(min(times), torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
+    return Measured(median(times), torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
+
+
+def profiled(step: Callable[[], object], device: torch.device, warm_up: int = 2) -> list[tuple[str, float, int]]:
+    """(name, milliseconds, calls) of what one step runs on the device, what takes most time first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    for _ in range(warm_up):
+        step()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    rows = [
+        (event.key, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000, event.count)
+        for event in profiler.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row[1])
 
 
 def clean_up(device: torch.device) -> None:

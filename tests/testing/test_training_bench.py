@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.planning.memory import predict
-from spes_p2p.planning.options import Options
 from spes_p2p.testing.training_bench import measure, random_batch, random_trainer
-from tests.planning.runs import run_named
 from tests.train.small import CPU, small_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -34,16 +31,6 @@ def test_a_trainer_of_random_values_trains() -> None:
     assert losses[-1] < losses[0]
     assert measured.seconds > 0
     assert measured.peak_bytes == 0
-
-
-def test_memory_is_compared_for_at_least_twelve_different_settings() -> None:
-    script, config = runpy.run_path(str(SCRIPTS / "bench_memory.py")), run_named("spes-1b")
-    settings = list(script["combinations"](config, 4))
-    needs = [predict(script["workload"](config, columns, options)).allocated for columns, options in settings]
-    assert len(set(settings)) == len(settings) >= 12
-    assert len(set(needs)) == len(needs)
-    for _, options in settings:
-        assert Options.of(script["batched"](config, options)) == options
 
 
 def test_a_training_step_is_timed_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
