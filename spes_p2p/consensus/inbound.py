@@ -78,7 +78,7 @@ class Inbound:
         """Takes a message in; whether there is something new in it that the rules should look at."""
         new, liveness = False, self._liveness
         is_asking, is_answer = liveness.asking_since is not None, envelope.answers == self._own.life
-        heard_at = NEVER if is_asking and not is_answer else now  # it may have waited here while we slept
+        heard_at = NEVER if liveness.has_slept and not is_answer else now  # it may have waited here meanwhile
         for signed in envelope.statuses:
             new |= self._statuses.hear(signed, envelope.sender, heard_at, now)
         if is_asking and is_answer:

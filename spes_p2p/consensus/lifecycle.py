@@ -101,7 +101,7 @@ class Lifecycle:
         self._own.sequence += 1
         self._own.life = self._own.sequence  # what was sent to us before we slept is no answer
         self._others.refused_dial.clear()
-        self._liveness.ask(now)
+        self._liveness.ask(now, has_slept=True)
         current.started_at += asleep
         current.plan_at += asleep
         current.progress_at = current.reachable_at = now

@@ -31,6 +31,8 @@ class Liveness:
     asked_at: Moment = NEVER
     failing_since: Moment | None = None
     answered: set[PeerId] = field(default_factory=set)
+    has_slept: bool = False
+    """We ask after sleep: what comes, but for answers, may have waited here all the while."""
     hears_quorum: bool = False
     """Whether a live quorum was heard as of the last event."""
 
@@ -39,8 +41,9 @@ class Liveness:
         self.quorum_at = now
         self.failing_since = None
 
-    def ask(self, now: float) -> None:
+    def ask(self, now: float, has_slept: bool = False) -> None:
         """Starts to ask what became of the run, after a start or sleep, when silence does not mean anything yet."""
+        self.has_slept = has_slept
         self.quorum_at = self.asking_since = now
         self.asked_at = NEVER
         self.failing_since = None
@@ -56,7 +59,7 @@ class Liveness:
             self.asked_at = NEVER
         if since is None or (now - since <= pace.deadline_seconds(0) and not self.answered.issuperset(members)):
             return False
-        self.asking_since, self.asked_at = None, now
+        self.asking_since, self.asked_at, self.has_slept = None, now, False
         self.answered.clear()
         return True
 

@@ -56,7 +56,7 @@ PLANTED: list[tuple[type, str | None, set[str], int]] = [
     (planted.NeverBlamesTheLeader, None, {"stall"}, 3),
     (planted.WaitsForEver, "many", {"stall"}, 14),
     (planted.TakesServersForTrainers, "amnesia", {"serving"}, 38),
-    (planted.NeverGivesUpAState, "amnesia", {"stall"}, 1524),
+    (planted.NeverGivesUpAState, "mixed", {"stall"}, 41),
     (planted.CountsWorkTwice, None, {"data", "certificate", "refused"}, 3),
 ]
 """Each with the kind of schedule that finds it, what is then broken, and the seed that finds it first."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.actions import Action, Forget
+from spes_p2p.consensus.actions import Action, CatchUp, Forget
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.electorate import Electorate, Faults, SealRule, make_polka
 from spes_p2p.consensus.machine import Consensus, Start
@@ -15,6 +15,7 @@ from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import Member, leader_order
 from spes_p2p.consensus.messages import (
     DEGRADED,
+    Ballots,
     Certificate,
     DegradedProposal,
     DegradedVote,
@@ -25,7 +26,9 @@ from spes_p2p.consensus.messages import (
     Proposal,
     Seal,
     Statements,
+    Status,
     Votes,
+    Work,
 )
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.state import MOST_TURNS, Identity
@@ -40,7 +43,7 @@ from spes_p2p.testing.sim_state import FakeSealer, initial_state, root_of, run_r
 class Elector:
     """The first leader of a round of `count` electors, and what it does of what it hears."""
 
-    def __init__(self, count: int, faults: Faults = Faults.CRASH, incarnation: int = 1) -> None:
+    def __init__(self, count: int, faults: Faults = Faults.CRASH, incarnation: int = 1, life: int = 0) -> None:
         self.rules = replace(run_rules(columns=0), faults=faults)
         names = [PeerId(f"p{index}") for index in range(count)]
         members = [Member(name, 1, True, 0) for name in names]
@@ -49,7 +52,8 @@ class Elector:
         self.order = leader_order(manifest_hash(self.tip), members)
         me = self.order[0]
         identity = Identity(me, self.rules, FakeSealer(me), lambda *signed: True)
-        self.core = Consensus.begin(identity, Start(incarnation, self.tip, intent=Intent(True)), Pace(1.0), 0.0)
+        start = Start(incarnation, self.tip, intent=Intent(True), first_sequence=life)
+        self.core = Consensus.begin(identity, start, Pace(1.0), 0.0)
 
     def hears(self, envelope: Envelope, now: float) -> list[Action]:
         return self.core.handle(on.MessageReceived(envelope), now)
@@ -129,3 +133,13 @@ def test_one_elector_alone_makes_no_degraded_commit_where_electors_may_lie() -> 
     with pytest.raises(RemoteProtocolError, match="only 1 valid seals from 4 electors"):
         check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.BYZANTINE))
     check_certificate(elector.tip, child, certificate, lambda *signed: True, SealRule(PeerId(""), Faults.CRASH))
+
+
+def test_who_has_just_started_follows_others_that_do_not_answer_it() -> None:
+    """A bootstrap node hides its status, so nobody answers it; nothing can have waited for a process that is new."""
+    elector = Elector(3, life=7)
+    core, other = elector.core, elector.order[1]
+    status = Status(elector.rules.fingerprint, other, 1, 1, 2, sha256(b"a later head"), Work(), Intent(True), Ballots())
+    assert core.state.liveness.asking_since is not None
+    actions = elector.hears(Envelope(other, (FakeSealer(other).seal(status),)), 0.1)
+    assert CatchUp(other, 2, status.head) in actions
