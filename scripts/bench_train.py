@@ -61,7 +61,9 @@ def main() -> int:
     if not arguments.json:
         _heading(config, device)
     everything = config.model.num_experts
-    compiled = config_from_text(config_to_yaml(config), ["model.torch_compile=true"])
+    config, compiled = (
+        config_from_text(config_to_yaml(config), [f"model.torch_compile={wanted}"]) for wanted in ("false", "true")
+    )
     rows: dict[str, tuple[str, int, Callable[[], Step]]] = {
         "ours": (f"ours, {owned} of {everything} columns", owned, partial(ours, config, owned, device)),
         "compiled": (f"ours, {owned} of {everything} columns, compiled", owned, partial(ours, compiled, owned, device)),

@@ -108,7 +108,7 @@ def _name(kind: Any, limits: str) -> str:
         (limited,) = (arguments[1],)
         return _name(arguments[0], limits or _limits(limited.metadata if isinstance(limited, FieldInfo) else []))
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return " or ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_name(one, "") for one in arguments)
     if origin is tuple:

@@ -82,9 +82,10 @@ class ModelConfig(Section):
         "routing), or whole layers.",
         "none",
     )
-    torch_compile: bool = local(
-        "Let torch.compile fuse the parts of the model outside the experts; the first step then takes a minute.",
-        False,
+    torch_compile: Literal["auto", True, False] = local(
+        "Let torch.compile fuse the parts of the model outside the experts; the first step then takes a minute. auto: "
+        "on CUDA, where it works.",
+        "auto",
     )
 
     @model_validator(mode="before")
@@ -207,7 +208,10 @@ class OptimizerConfig(Section):
     weight_decay: float = agreed("Decoupled weight decay, on every parameter.", 0.1, ge=0)
     grad_clip: float = agreed("Gradients with a norm above this are scaled down to it.", 1.0, gt=0)
     batch_sequences: Positive = agreed("Sequences in one inner step of one peer.")
-    micro_batch_sequences: Positive = local("Sequences that go through the device at once (default: batch_sequences).")
+    micro_batch_sequences: Positive = local(
+        "Sequences that go through the device at once. On a GPU, join takes the fastest number that fits, unless it is "
+        "told one (default: batch_sequences)."
+    )
     load_balancing_weight: float = agreed("Weight of the load-balancing loss of the router.", 0.01, ge=0)
     router_z_weight: float = agreed("Weight of the mean square logsumexp of the router logits.", 0.001, ge=0)
     output_z_weight: float = agreed("Weight of the mean square logsumexp of the output logits.", 1e-5, ge=0)

@@ -23,6 +23,7 @@ from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.stores import Foreign
 from spes_p2p.model.attention import Attention, Rotation, rotation
 from spes_p2p.model.checkpointing import recomputed, recomputed_but_products
+from spes_p2p.model.compiling import Compiled, compiles_on
 from spes_p2p.model.layers import Linear, RMSNorm, unloaded
 from spes_p2p.model.losses import LossParts, LossWeights, combine
 from spes_p2p.model.moe import MoE
@@ -50,7 +51,7 @@ class Layer(nn.Module):
         self.attention = Attention(config, device)
         self.moe_norm = RMSNorm(config.d_model, config.rms_eps, device)
         self.moe = MoE(config, owned, backend, device, dtype, foreign)
-        self._compiled = torch.compile(self._before_experts) if config.torch_compile else None
+        self._compiled = Compiled(self._before_experts) if compiles_on(device, config.torch_compile) else None
 
     def forward(self, x_BSD: Tensor, turn: Rotation, selective: bool = False) -> tuple[Tensor, Routing]:
         """[B, S, D] to [B, S, D], and how the tokens were routed.
@@ -58,8 +59,9 @@ class Layer(nn.Module):
         With `selective`, what is cheap is computed again in the backward pass, as compiled code does in any case. The
         experts keep little as it is.
         """
-        before: Callable[..., tuple[Tensor, Tensor, Routing]] = self._compiled or self._before_experts
-        if selective and self._compiled is None:
+        compiled = self._compiled if self._compiled is not None and self._compiled.is_compiled else None
+        before: Callable[..., tuple[Tensor, Tensor, Routing]] = compiled or self._before_experts
+        if selective and compiled is None:
             before = partial(recomputed_but_products, before)
         x_BSD, normed_BSD, routing = before(x_BSD, turn)
         return x_BSD + self.moe(normed_BSD, routing), routing

@@ -11,8 +11,10 @@ import torch
 from spes_p2p.config.load import parse_override
 from spes_p2p.config.schema import Config
 from spes_p2p.peer.options import PeerOptions
+from spes_p2p.planning import search
 from spes_p2p.planning.budget import Device, fitted, most_with_options
 from spes_p2p.planning.memory import pinned_bytes
+from spes_p2p.planning.options import KEYS, Options
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.memory import free_and_total_bytes
 from spes_p2p.train.trainer import least_memory
@@ -48,6 +50,14 @@ def fit_config(config: Config, options: PeerOptions, device: Device) -> tuple[Co
         return config, ""
     wanted = wanted_columns(config, options)
     return fitted(config, device, wanted, _by_hand(options) | _not_here(config, device, wanted))
+
+
+def sizes_to_time(config: Config, options: PeerOptions, device: torch.device, ranks: int) -> tuple[int, ...]:
+    """Micro-batches of a fitted config that should be timed: on a GPU, where nobody has set one by hand."""
+    if device.type != "cuda" or KEYS["micro_batch_sequences"] in _by_hand(options):
+        return ()
+    share = config.optimizer.batch_sequences // ranks
+    return search.sizes_to_time(Options.of(config), share, config.data.sequence_length)
 
 
 def eight_bit_would_help(config: Config, options: PeerOptions, device: Device) -> bool:

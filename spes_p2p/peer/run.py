@@ -30,7 +30,7 @@ from spes_p2p.peer.data_feed import DATA, check_dataset
 from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
-from spes_p2p.peer.fitting import fit_config, measure_ranks
+from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
 from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
 from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.live import LiveFacts
@@ -146,7 +146,9 @@ def _fit(options: PeerOptions, agreed: Config, device: torch.device, ranks: Rank
 def _make_trainer(options: PeerOptions, config: Config, layout: Layout, device: torch.device, ranks: Ranks) -> Trainer:
     if options.model is not None:
         return own_trainer(options.model, config, layout, device)
-    return Trainer(config, layout, device, ranks)
+    trainer = Trainer(config, layout, device, ranks)
+    trainer.sizes_to_time = sizes_to_time(config, options, device, ranks.world_size)
+    return trainer
 
 
 def _train(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from spes_p2p.config.schema import Config
 from spes_p2p.planning.memory import CONTEXT_BYTES, Workload, predict, trained_value_bytes
 from spes_p2p.planning.options import KEYS, Options
-from spes_p2p.planning.search import Search, most_columns, search
+from spes_p2p.planning.search import Search, most_columns, search, with_largest_micro_batch
 from spes_p2p.planning.units import gib_text
 
 MARGIN_SHARE = 0.08
@@ -56,20 +56,27 @@ def columns_that_fit(config: Config, device: Device) -> int:
 def fitted(config: Config, device: Device, wanted: int, chosen_by_hand: Collection[str]) -> tuple[Config, str]:
     """`config` with the cheapest local options that make `wanted` columns fit, and what there is to say about it.
 
-    What a person has set (dotted keys in `chosen_by_hand`) stays. The same config where it fits as it is, without
-    words, and where nothing makes it fit, with a warning.
+    What a person has set (dotted keys in `chosen_by_hand`) stays. Nothing is computed twice that need not be, and the
+    micro-batch is the largest that fits (at most `search.MOST_TOKENS`): whether a smaller one is faster is timed later.
+    The same config where nothing makes it fit, with a warning.
     """
     work = device.workload(config, wanted)
     fixed = frozenset(name for name, key in KEYS.items() if key in chosen_by_hand)
+    if "activation_checkpointing" not in fixed:
+        work = replace(work, options=replace(work.options, activation_checkpointing="none"))
     found = search(work, device.limit, local_only=True, fixed=fixed)
     if found.chosen is None:
         return config, not_enough(found, device.usable_bytes, predict(work).total - device.paid_bytes)
-    changes = found.chosen.options.changes(Options.of(config))
+    chosen = found.chosen.options
+    if "micro_batch_sequences" not in fixed:
+        chosen = with_largest_micro_batch(replace(work, options=chosen), device.limit)
+    had_to_save = found.chosen.options != work.options
+    changes = chosen.changes(Options.of(config))
     if not changes:
         return config, ""
     room = gib_text(device.usable_bytes)
     words = f"{wanted} expert columns fit into {room} with {', '.join(changes)}"
-    return found.chosen.options.applied(config), "; ".join(filter(None, (words, found.left_out)))
+    return chosen.applied(config), "; ".join(filter(None, (words, found.left_out if had_to_save else "")))
 
 
 def most_with_options(config: Config, device: Device, wanted: int, chosen_by_hand: Collection[str]) -> int:

@@ -30,7 +30,9 @@ MOST_BF16_SUMS = 16
 significant bits), so n terms of one sign and size by about n / 512: 3% for 16, 12% for 64, and from 256 terms on one
 more adds nothing at all (256 + 1 = 256)."""
 CHEAP_TOKENS = 4096
-"""A micro-batch of so many tokens is as fast as a larger one, or nearly."""
+"""A micro-batch of fewer tokens makes products that are too small."""
+MOST_TOKENS = 32_768
+"""Larger micro-batches gain nothing any more."""
 _CHECKPOINTING = ("none", "selective", "full")
 _FRUGAL = {"gradient_dtype": ("bf16",), "optimizer": ("adamw8bit", "muon"), "foreign_dtype": ("int8", "fp8")}
 
@@ -134,6 +136,24 @@ def one_step_down(options: Options, batch_sequences: int, sequence_length: int) 
         if is_known("activation_checkpointing", mode):
             return replace(options, activation_checkpointing=mode)
     return smaller if smaller != options else None
+
+
+def with_largest_micro_batch(work: Workload, memory_bytes: int) -> Options:
+    """The options of `work` with the largest micro-batch that fits and divides a rank's batch, never a smaller one."""
+    share, own = work.batch_sequences // work.ranks, work.options.micro_batch_sequences
+    most = max(own, MOST_TOKENS // work.sequence_length)
+    sizes = [size for size in range(own, most + 1) if size == own or share % size == 0]
+    sized = (replace(work.options, micro_batch_sequences=size) for size in reversed(sizes))
+    return next((options for options in sized if _fits(replace(work, options=options), memory_bytes)), work.options)
+
+
+def sizes_to_time(options: Options, batch_sequences: int, sequence_length: int) -> tuple[int, ...]:
+    """The micro-batch of `options` and two smaller ones that may be as fast, the largest first."""
+    sizes = [options.micro_batch_sequences]
+    while len(sizes) < 3 and (smaller := halved(options, batch_sequences)) != options:
+        options = smaller
+        sizes.append(options.micro_batch_sequences)
+    return tuple(size for size in sizes if size == sizes[0] or size * sequence_length >= CHEAP_TOKENS)
 
 
 def _saves(name: str, present: Any, value: Any) -> bool:

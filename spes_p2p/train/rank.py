@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import EllipsisType
 
 import torch
@@ -60,7 +60,8 @@ class RankTrainer:
         """What is trained in columns of others, in a run that has guests."""
         if config.model.guest_rank:
             self.guests = GuestWork(self.transformer, self._table, self.optimizer, ranks)
-        self._forward: nn.Module | None = None
+        self.forward: nn.Module | None = None
+        """The model, or DDP around it, from the first `set_owned` on."""
         self._rehearsed = False
 
     # ---- what depends on how the model is made; see own.py for models of others ----
@@ -122,38 +123,38 @@ class RankTrainer:
 
     def set_owned(self, owned: tuple[int, ...], keep_moments: bool, ramp_fresh: bool) -> None:
         """Changes what is trained; optimizer and DDP are built again only where that is needed."""
-        changed = owned != self.owned or self._forward is None
+        changed = owned != self.owned or self.forward is None
         if changed or not keep_moments:
             self.model.set_owned(owned)
             if self.guests is not None:
                 self.guests.leave(owned)
             self.optimizer.rebuild(self.model, keep_moments, ramp_fresh)
         if changed:
-            was_wrapped = self._forward not in (None, self.model)
-            self._forward, self._rehearsed = None, False
+            was_wrapped = self.forward not in (None, self.model)
+            self.forward, self._rehearsed = None, False
             if was_wrapped:
                 gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
-            compiled = self.config.model.torch_compile
+            compiled = self.config.model.torch_compile is not False
             # DDP wants gradients of the parameters' dtype
-            self._forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)
+            self.forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)
 
     def train_step(self, batch: Batch, should_drop: ShouldDrop = never) -> StepResult | None:
         """One inner step on the whole peer's `batch`, of which this rank computes its share.
 
         None where rank 0's `should_drop` ended it between two micro-batches: then all is as if it had not begun.
         """
-        if self._forward is None:
+        if self.forward is None:
             raise LocalProtocolError("train_step before the first adopt: the model has no values")
         if not self._rehearsed:
-            self._prepare(self._forward, batch)
+            self._prepare(self.forward, batch)
         started, random = time.perf_counter(), random_state(self.ranks.device)
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
         lr = learning_rate(self.config, self.step + own_steps, self.decay)
         factor = owned_balance_factor(self.config, self.step + own_steps)
         micro = self.config.optimizer.micro_batch_sequences
-        summed = accumulate_gradient(self._forward, batch, self.ranks, micro, factor, should_drop=should_drop)
+        summed = accumulate_gradient(self.forward, batch, self.ranks, micro, factor, should_drop=should_drop)
         if summed is None:
-            self._clear_gradients(self._forward)
+            self._clear_gradients(self.forward)
             restore_random_state(self.ranks.device, random)
             return None
         sums, count_LE = summed
@@ -165,7 +166,7 @@ class RankTrainer:
         if finite:
             self._update(norm_value, lr)
         self.gradient_bytes = gradient_bytes(self.model)
-        self._clear_gradients(self._forward)
+        self._clear_gradients(self.forward)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm_value, lr, seconds, not finite, counts)
 
@@ -225,7 +226,7 @@ class RankTrainer:
         self.config = after.applied(self.config)
         if isinstance(self.model, Transformer):
             self.model.config = self.config.model
-        self._clear_gradients(self._forward or self.model)
+        self._clear_gradients(self.forward or self.model)
         gc.collect()
         forget_peak(self.ranks.device)
         return ", ".join(after.changes(before))
@@ -235,7 +236,8 @@ class RankTrainer:
         """Mean cross entropy a target token, in nats, by this rank alone; NaN where there is no target."""
         device = self.ranks.device
         total, targets = torch.zeros(2, dtype=torch.float64, device=device)
-        with nullcontext() if self.guests is None else self.guests.left_out():
+        # as it is: other shapes would be compiled for it
+        with nullcontext() if self.guests is None else self.guests.left_out(), _as_it_is():
             for batch in batches:
                 with autocast(device):
                     parts = self.model(to_device(batch.tokens, device), to_device(batch.loss_mask, device))
@@ -266,6 +268,10 @@ class RankTrainer:
         self.model.refresh()
         self.round_steps += 1
         self.is_updating = False
+
+
+def _as_it_is() -> AbstractContextManager[object]:
+    return torch.compiler.set_stance("force_eager")
 
 
 def totals_of(

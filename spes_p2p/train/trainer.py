@@ -35,6 +35,7 @@ from spes_p2p.train.memory import (
     telling_of_memory,
 )
 from spes_p2p.train.moments import read_moments, take_moments
+from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state, outline, private_state
 from spes_p2p.train.rank import RankTrainer, held_by, value_hashes
 from spes_p2p.train.step import ShouldDrop, StepResult, never
@@ -69,6 +70,8 @@ class Trainer:
         _check_batch(config.optimizer.batch_sequences, ranks)
         self.skipped_in_row = 0
         """Steps skipped since the last one that was not."""
+        self.sizes_to_time: tuple[int, ...] = ()
+        """Micro-batches of which the fastest is taken before the next step, if there are any."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
         build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
@@ -184,6 +187,11 @@ class Trainer:
         a later one), ConfigError where the batch cannot be split over the ranks.
         """
         _check_batch(len(batch.tokens), self._ranks)
+        if self.sizes_to_time:
+            sizes, self.sizes_to_time = self.sizes_to_time, ()
+            some = batch.first(max(sizes) * self._ranks.world_size)
+            with self._command("take_fastest", sizes=sizes, **_packed(some)):
+                self._rank.notes += filter(None, [take_fastest_micro_batch(self._rank, some, sizes)])
         with self._command("train_step", **_packed(batch) if self._ranks.world_size > 1 else {}):
             result = self._step_that_fits(batch, should_drop)
         if result is None:

@@ -30,6 +30,7 @@ from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
 from spes_p2p.train.moments import take_moments
+from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state
 from spes_p2p.train.rank import RankTrainer, value_hashes
 from spes_p2p.train.scratch import Scratch
@@ -82,6 +83,10 @@ def _use_bases(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
     trainer.guests.use(marks, None, arguments["left_out"])
 
 
+def _take_fastest(trainer: RankTrainer, sizes: list[int], **batch: Any) -> None:
+    take_fastest_micro_batch(trainer, unpacked(**batch), tuple(sizes))
+
+
 def _use_decay(trainer: RankTrainer, arguments: Mapping[str, Any]) -> None:
     trainer.decay = Decay(**arguments) if arguments["steps"] else None
 
@@ -94,6 +99,7 @@ _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),
     "take_moments": lambda trainer, arguments: take_moments(trainer, moments=None, **arguments),
+    "take_fastest": lambda trainer, arguments: _take_fastest(trainer, **arguments),
     "value_hashes": lambda trainer, arguments: value_hashes(trainer),
 }
 

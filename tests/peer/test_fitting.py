@@ -9,7 +9,7 @@ import torch
 
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.peer import fitting
-from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure
+from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, sizes_to_time
 from spes_p2p.peer.options import NetworkOptions, PeerOptions
 from spes_p2p.planning.budget import Device
 from spes_p2p.planning.units import GIB
@@ -38,8 +38,17 @@ def test_a_tight_gpu_gets_options_that_fit() -> None:
 
 
 def test_fewer_columns_by_hand_need_no_change() -> None:
-    assert fit_config(SEVEN, options(most=2), gpu(56)) == (SEVEN, "")
-    assert fit_config(SEVEN, options(owned=(3,)), gpu(56)) == (SEVEN, "")
+    as_it_is = "optimizer.micro_batch_sequences=2", "model.activation_checkpointing=none"
+    assert fit_config(SEVEN, options(*as_it_is, most=2), gpu(56)) == (SEVEN, "")
+    assert fit_config(SEVEN, options(*as_it_is, owned=(3,)), gpu(56)) == (SEVEN, "")
+
+
+def test_micro_batches_are_timed_on_a_gpu_unless_one_was_set_by_hand() -> None:
+    config, cuda = fit_config(SEVEN, options(), gpu(140))[0], torch.device("cuda")
+    assert sizes_to_time(config, options(), cuda, ranks=1) == (16, 8, 4)
+    assert sizes_to_time(SEVEN, options(), cuda, ranks=1) == (2,), "smaller ones are too small"
+    assert sizes_to_time(config, options(), torch.device("cpu"), ranks=1) == ()
+    assert sizes_to_time(config, options("optimizer.micro_batch_sequences=2"), cuda, ranks=1) == ()
 
 
 def test_what_the_machine_does_not_have_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,30 @@ def test_a_cpu_computes_in_fp32() -> None:
     assert columns_that_fit(tiny, Device(2**20, 2**20, is_gpu=False)) == 0
 
 
-def test_what_fits_is_left_alone() -> None:
-    assert fitted(SEVEN, gpu(140), wanted=8, chosen_by_hand=()) == (SEVEN, "")
+BY_HAND = ("optimizer.micro_batch_sequences", "model.activation_checkpointing")
+
+
+def test_what_fits_is_left_alone_where_a_person_has_set_it() -> None:
+    assert fitted(SEVEN, gpu(140), wanted=8, chosen_by_hand=BY_HAND) == (SEVEN, "")
+
+
+@pytest.mark.parametrize(("gib", "sequences"), [(80, 4), (140, 16)])
+def test_the_micro_batch_is_the_largest_that_fits(gib: int, sequences: int) -> None:
+    """With full checkpointing configured, too: it is left out where there is room."""
+    slow = SEVEN.model_copy(update={"model": SEVEN.model.model_copy(update={"activation_checkpointing": "full"})})
+    for given in (SEVEN, slow):
+        config, words = fitted(given, gpu(gib), wanted=8, chosen_by_hand=())
+        assert config.optimizer.micro_batch_sequences == sequences
+        assert config.model.activation_checkpointing == "none"
+        assert f"optimizer.micro_batch_sequences={sequences}" in words
+        assert "gradients stay" not in words
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_larger_micro_batch_divides_a_ranks_batch(ranks: int) -> None:
+    small = SEVEN.model_copy(update={"optimizer": SEVEN.optimizer.model_copy(update={"batch_sequences": 24})})
+    config, _ = fitted(small, gpu(140, ranks), wanted=1, chosen_by_hand=())
+    assert config.optimizer.micro_batch_sequences == {1: 12, 4: 6}[ranks]
 
 
 def test_local_options_make_it_fit_and_are_named() -> None:

@@ -109,8 +109,8 @@ def test_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
     gradients = []
     for overrides in ((), (BF16,)):
         rank = wide_trainer("optimizer.micro_batch_sequences=2", *overrides)._rank
-        assert rank._forward is not None
-        accumulate_gradient(rank._forward, batch_of(0, masked=(4, 5)), rank.ranks, 2, 1.0)
+        assert rank.forward is not None
+        accumulate_gradient(rank.forward, batch_of(0, masked=(4, 5)), rank.ranks, 2, 1.0)
         gradients.append({name: parameter.grad for name, parameter in rank.model.named_parameters()})
     for name, exact in gradients[0].items():
         rounded = gradients[1][name]
