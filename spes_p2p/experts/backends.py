@@ -9,6 +9,7 @@ the last end belong to no group.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -45,9 +46,19 @@ class Backend(Protocol):
         """w_GMK with w[g] = sum over the rows n of group g of outer(x[n], y[n]); zeros for a group without rows."""
         ...
 
+    def add_outer(self, w_GMK: Tensor, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> None:
+        """Adds `outer` to `w_GMK`, fp32."""
+        ...
 
-class TorchDispatch:
+
+class TorchDispatch(ABC):
     """Sorting, gathering and summing by torch's own operations."""
+
+    @abstractmethod
+    def outer(self, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> Tensor: ...
+
+    def add_outer(self, w_GMK: Tensor, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> None:
+        w_GMK.add_(self.outer(x_NM, y_NK, ends_G))  # without a copy in fp32
 
     def sort(self, slot_TK: Tensor, num_experts: int) -> Order:
         return sort_by_slot(slot_TK, num_experts)

@@ -5,8 +5,9 @@ make again: rows are gathered a second time, hidden values fall out of the pass 
 outputs of experts are needed by nobody, since the router's weight is applied before the last product (swiglu.py).
 
 The masters take no part in the forward pass: they are inputs so that autograd asks for their gradient, which is one
-product over the rows of the first `n_owned` slots. They always get one, of zeros where an expert saw no token, so that
-DDP never waits for it. The same holds for the coordinates of guests (guests.py), which change foreign experts.
+product over the rows of the first `n_owned` slots, added in place where that is allowed (gradients.py). They always get
+one, of zeros where an expert saw no token, so that DDP never waits for it. The same holds for the coordinates of guests
+(guests.py), which change foreign experts.
 
 Legend: T tokens, K experts a token, N = T * K rows sorted by slot, D d_model, F expert ffn, E experts, O owned experts.
 """
@@ -21,6 +22,7 @@ from torch.autograd.function import Function, once_differentiable
 from spes_p2p.experts import swiglu
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.dispatch import Order
+from spes_p2p.experts.gradients import sink
 from spes_p2p.experts.guests import MATRICES, Guests
 from spes_p2p.experts.stores import Store
 
@@ -79,7 +81,7 @@ class _Experts(Function):
         hidden_NF = swiglu.forward(gate_up_N2F, weight_N)
         ctx.save_for_backward(x_TD, weight_N, gate_up_N2F, *order)
         ctx.store, ctx.backend = store, backend
-        ctx.num_owned, ctx.guests = 0 if master_down is None else master_down.shape[0], guests
+        ctx.masters, ctx.guests = (master_gate_up, master_down), guests
         y_ND = backend.rows(hidden_NF, store.matrices("down").mT, ends_E)
         if thin is not None:
             y_ND += thin[-1].product(hidden_NF, ends_E, backend)
@@ -90,7 +92,7 @@ class _Experts(Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_N, gate_up_N2F, *order_parts = ctx.saved_tensors
         order, backend = Order(*order_parts), cast(Backend, ctx.backend)
-        store, owned_ends = cast(Store, ctx.store), order.ends_E[: ctx.num_owned]
+        store, (gate_up, down) = cast(Store, ctx.store), ctx.masters
         thin = None if ctx.guests is None else cast(Guests, ctx.guests).thin(x_TD.dtype)
         dy_ND = backend.gather(dy_TD.to(x_TD.dtype), order)
         d_hidden_NF = backend.rows(dy_ND, store.matrices("down"), order.ends_E)
@@ -100,7 +102,7 @@ class _Experts(Function):
         d_guests: list[Tensor | None] = [None] * 3
         if thin is not None:
             d_guests[2] = thin[-1].gradient(dy_ND, hidden_NF, order.ends_E, backend)
-        d_down = backend.outer(dy_ND, hidden_NF, owned_ends) if ctx.num_owned else None
+        d_down = _weight_gradient(down, dy_ND, hidden_NF, order, backend)
         del dy_ND, d_hidden_NF, hidden_NF
         dx_TD = None
         halves = d_gate_up_N2F.chunk(2, dim=1)
@@ -111,10 +113,25 @@ class _Experts(Function):
                     dx_ND += change.input_gradient(dy_NF, order.ends_E, backend)
             dx_TD = backend.combine(dx_ND, order)
             del dx_ND
-        x_ND = backend.gather(x_TD, order) if ctx.num_owned or thin is not None else None
-        d_gate_up = backend.outer(d_gate_up_N2F, x_ND, owned_ends) if ctx.num_owned and x_ND is not None else None
+        d_gate_up = None
+        x_ND = None if gate_up is None and thin is None else backend.gather(x_TD, order)
+        if x_ND is not None:
+            d_gate_up = _weight_gradient(gate_up, d_gate_up_N2F, x_ND, order, backend)
         if thin is not None and x_ND is not None:
             for at, (change, dy_NF) in enumerate(zip(thin, halves)):
                 d_guests[at] = change.gradient(dy_NF, x_ND, order.ends_E, backend)
         d_weight_TK = d_weight_N[order.inverse_TK]
         return dx_TD, d_weight_TK, *(None,) * len(order), None, d_gate_up, d_down, *d_guests, None, None
+
+
+def _weight_gradient(
+    master: Tensor | None, dy_NM: Tensor, x_NK: Tensor, order: Order, backend: Backend
+) -> Tensor | None:
+    """Of a master [O, M, K], from the rows of its experts; None where there is none, or it has been added already."""
+    if master is None:
+        return None
+    ends_O, gradient = order.ends_E[: master.shape[0]], sink(master)
+    if gradient is None:
+        return backend.outer(dy_NM, x_NK, ends_O)
+    backend.add_outer(gradient, dy_NM, x_NK, ends_O)
+    return None

@@ -66,6 +66,7 @@ def _rows(
 @triton.jit
 def _outer(
     x, y, w, ends, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
     end = tl.load(ends + group)
@@ -82,6 +83,8 @@ def _outer(
         total = tl.dot(x_tile, y_tile, total, input_precision="ieee")
     w_at = w + (group.to(tl.int64) * height + row[:, None]) * width + column[None, :]
     inside = (row[:, None] < height) & (column[None, :] < width)
+    if ADDS:
+        total += tl.load(w_at, mask=inside, other=0.0)
     tl.store(w_at, total.to(w.dtype.element_ty), mask=inside)
 
 
@@ -104,16 +107,23 @@ class TritonGrouped(TorchDispatch):
         return y_NM
 
     def outer(self, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> Tensor:
-        height, width, groups = x_NM.shape[1], y_NK.shape[1], len(ends_G)
-        w_GMK = x_NM.new_empty(groups, height, width)
+        w_GMK = x_NM.new_empty(len(ends_G), x_NM.shape[1], y_NK.shape[1])
+        self._write_outer(w_GMK, x_NM, y_NK, ends_G, adds=False)
+        return w_GMK
+
+    def add_outer(self, w_GMK: Tensor, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> None:
+        """In the product itself, so that nothing is rounded and no value is written twice."""
+        self._write_outer(w_GMK, x_NM, y_NK, ends_G, adds=True)
+
+    def _write_outer(self, w_GMK: Tensor, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor, adds: bool) -> None:
+        groups, height, width = w_GMK.shape
         tiles = triton.cdiv(height, _ROWS) * triton.cdiv(width, _COLUMNS)
         if groups:
             with on_device_of(x_NM):
                 _outer[(tiles, groups)](
                     x_NM.contiguous(), y_NK.contiguous(), w_GMK, ends_G, height, width,
-                    ROWS=_ROWS, COLUMNS=_COLUMNS, INNER=_INNER, num_warps=_WARPS, num_stages=_STAGES,
+                    ROWS=_ROWS, COLUMNS=_COLUMNS, INNER=_INNER, ADDS=adds, num_warps=_WARPS, num_stages=_STAGES,
                 )  # fmt: skip
-        return w_GMK
 
 
 def try_kernels(device: torch.device) -> None:
@@ -122,4 +132,5 @@ def try_kernels(device: torch.device) -> None:
     x_NK = torch.ones(2, 16, device=device, dtype=torch.bfloat16)
     ends_E = torch.tensor([1, 2], device=device, dtype=torch.int32)
     w_EMK = backend.outer(x_NK, x_NK, ends_E)
+    backend.add_outer(w_EMK.float(), x_NK, x_NK, ends_E)
     backend.rows(x_NK, w_EMK.mT, ends_E)

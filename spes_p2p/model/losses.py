@@ -32,7 +32,7 @@ class LossWeights:
 
 
 class LossParts(NamedTuple):
-    """Scalars in fp32. `total` is what to differentiate; the parts are without their weights."""
+    """Scalars in fp32. `total` is what to differentiate, with a gradient of 1; the parts are without their weights."""
 
     total: Tensor
     cross_entropy: Tensor
@@ -47,7 +47,7 @@ class LossParts(NamedTuple):
 
 
 class HeadSums(NamedTuple):
-    """Sums over the counted targets."""
+    """Weighted sums over the targets."""
 
     total: Tensor
     """cross_entropy + the weight given * output_z: the one to differentiate."""
@@ -70,15 +70,21 @@ def combine(
     factor_E: Tensor,
     weights: LossWeights,
     head_factor: float = 1.0,
+    weight: float = 1.0,
 ) -> LossParts:
     """All parts and their weighted sum. Router terms count every token, masked or not: experts saw them all.
 
-    `sums` must have been taken with `weights.output_z`. `head_factor` scales cross entropy and output z-loss in the
-    total alone (see `Transformer.forward`).
+    `sums` must have been taken with `weights.output_z`, and each counted target with `target_weight`.
     """
-    head, cross_entropy, output_z = (total / targets.clamp(min=1) for total in sums)
+    factor = head_factor * weight or 1.0  # without targets the sums are 0
     load_balancing = load_balancing_loss(routings, factor_E)
     router_z = torch.stack([routing.z_loss for routing in routings]).sum()
-    total = head_factor * head + weights.load_balancing * load_balancing + weights.router_z * router_z
+    total = sums.total + weight * (weights.load_balancing * load_balancing + weights.router_z * router_z)
     count_LE = torch.stack([routing.count_E for routing in routings])
-    return LossParts(total, cross_entropy, load_balancing.detach(), router_z.detach(), output_z, targets, count_LE)
+    parts = sums.cross_entropy / factor, load_balancing.detach(), router_z.detach(), sums.output_z / factor
+    return LossParts(total, *parts, targets, count_LE)
+
+
+def target_weight(targets: Tensor, head_factor: float, weight: float) -> Tensor:
+    """Of each counted target: `head_factor` scales its terms in the total, `weight` everything."""
+    return head_factor * weight / targets.clamp(min=1)

@@ -2,9 +2,10 @@
 
 The rows go through the head a chunk at a time. Where gradients are wanted, each chunk adds its part of them at once,
 while its logits are there, so that nothing is computed again in the backward pass: that only multiplies by the
-gradient of the one sum that has one. This is the one way for every device and checkpointing mode, so that no fused
-kernel of another library has to agree with it. Softmax in fp32 (softmax_loss.py), matrix products in the compute dtype,
-the gradient of the head in fp32.
+gradient of the one sum that has one. Where the head's gradient is added in place (experts/gradients.py) it is there
+before that, so the sum must be differentiated as it is, with a gradient of 1. This is the one way for every device and
+checkpointing mode, so that no fused kernel of another library has to agree with it. Softmax in fp32 (softmax_loss.py),
+matrix products in the compute dtype, the gradient of the head in fp32.
 
 Legend: N rows, n rows of a chunk, D d_model, V embedding rows.
 """
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spes_p2p.experts.gradients import sink
 from spes_p2p.model.layers import compute_dtype
 from spes_p2p.model.losses import HeadSums
 from spes_p2p.model.softmax_loss import row_losses
@@ -46,22 +48,23 @@ def chunk_rows(num_logits: int, dtype: torch.dtype) -> int:
 
 
 def head_sums(x_ND: Tensor, head_VD: Tensor, target_N: Tensor, counted_N: Tensor, output_z_weight: float) -> HeadSums:
-    """Cross entropy and squared logsumexp of the logits x @ head.T, summed over the rows that count (1, not 0).
+    """Cross entropy and squared logsumexp of the logits x @ head.T, summed over rows as `counted_N` weighs them.
 
     Differentiable in `x_ND` and `head_VD`, once, through `HeadSums.total`.
     """
     dtype = compute_dtype(x_ND)
     if not torch.is_grad_enabled():
-        sums, _ = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, (False, False))
+        sums, _ = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, (False, False), None)
         return sums
-    return HeadSums(*cast(Any, _HeadSums.apply(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype)))
+    into_VD = sink(head_VD)
+    return HeadSums(*cast(Any, _HeadSums.apply(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, into_VD)))
 
 
 class _HeadSums(torch.autograd.Function):
     """Keeps the gradients from the forward pass: x_ND in its dtype and head_VD in fp32."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 (autograd sees tensors that are arguments alone)
         ctx: Any,
         x_ND: Tensor,
         head_VD: Tensor,
@@ -69,9 +72,10 @@ class _HeadSums(torch.autograd.Function):
         counted_N: Tensor,
         output_z_weight: float,
         dtype: torch.dtype,
+        into_VD: Tensor | None,
     ) -> HeadSums:
         wanted = ctx.needs_input_grad[:2]
-        sums, gradients = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, wanted)
+        sums, gradients = _sums(x_ND, head_VD, target_N, counted_N, output_z_weight, dtype, wanted, into_VD)
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(sums.cross_entropy, sums.output_z)
         return sums
@@ -81,10 +85,10 @@ class _HeadSums(torch.autograd.Function):
     def backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # in place: a second backward pass through the same graph is refused by torch, as the tensors have changed
         scaled = [None if gradient is None else gradient.mul_(d_total) for gradient in ctx.saved_tensors]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
-def _sums(
+def _sums(  # noqa: PLR0913 (as `head_sums`, and what is wanted of it)
     x_ND: Tensor,
     head_VD: Tensor,
     target_N: Tensor,
@@ -92,14 +96,16 @@ def _sums(
     output_z_weight: float,
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
+    into_VD: Tensor | None,
 ) -> tuple[HeadSums, _Gradients]:
-    """The sums, and the gradients of x_ND and head_VD where `wanted`."""
+    """The sums, and the gradients of x_ND and head_VD where `wanted`; the head's is added to `into_VD` if given."""
     num_logits, parts = len(head_VD), []
     matrix_VD = _aligned(head_VD, dtype)
     gradients = _Gradients(
         torch.empty_like(x_ND, dtype=dtype) if wanted[0] else None,
-        torch.zeros_like(matrix_VD, dtype=torch.float32) if wanted[1] else None,
+        torch.zeros_like(matrix_VD, dtype=torch.float32) if wanted[1] and into_VD is None else None,
     )
+    d_head_VD = gradients.head_VD if into_VD is None else into_VD
     rows = chunk_rows(len(matrix_VD), dtype)
     with torch.autocast(x_ND.device.type, enabled=False):
         for start in range(0, max(1, len(x_ND)), rows):
@@ -110,13 +116,12 @@ def _sums(
             parts.append(row_losses(logits_nV, num_logits, *targets, output_z_weight, any(wanted)))
             if gradients.x_ND is not None:
                 torch.mm(logits_nV, matrix_VD, out=gradients.x_ND[chunk])
-            if gradients.head_VD is not None:
-                _add_product(gradients.head_VD, logits_nV.T, x_nD)
+            if d_head_VD is not None:
+                _add_product(d_head_VD, logits_nV[:, : len(d_head_VD)].T, x_nD)
             del logits_nV  # before the next ones are made
     cross_entropy, output_z = torch.stack(parts).sum(0).unbind()
     sums = HeadSums(cross_entropy + output_z_weight * output_z, cross_entropy.clone(), output_z.clone())
-    d_head_VD = None if gradients.head_VD is None else gradients.head_VD[:num_logits]
-    return sums, gradients._replace(head_VD=d_head_VD)
+    return sums, _Gradients(gradients.x_ND, None if gradients.head_VD is None else gradients.head_VD[:num_logits])
 
 
 def _aligned(head_VD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,8 +129,9 @@ def _aligned(head_VD: Tensor, dtype: torch.dtype) -> Tensor:
     missing = -len(head_VD) % _ALIGNED_LOGITS
     if not missing:
         return head_VD.to(dtype)
-    matrix_VD = head_VD.new_zeros(len(head_VD) + missing, head_VD.shape[1], dtype=dtype)
+    matrix_VD = head_VD.new_empty(len(head_VD) + missing, head_VD.shape[1], dtype=dtype)
     matrix_VD[: len(head_VD)].copy_(head_VD)
+    matrix_VD[len(head_VD) :] = 0
     return matrix_VD
 
 

@@ -78,6 +78,7 @@ class OwnModel(nn.Module):
         counted_B: Tensor | None = None,
         owned_balance_factor: float = 1.0,
         head_factor: float = 1.0,
+        weight: float = 1.0,
     ) -> LossParts:
         """As `Transformer.forward`: all of the loss is what that calls cross entropy; there are no other parts.
 
@@ -93,7 +94,7 @@ class OwnModel(nn.Module):
             total = torch.stack([p.sum() for p in self.module.parameters() if p.requires_grad]).sum() * 0.0
             return LossParts(total, zero, zero, zero, zero, targets, nothing)
         loss = self._checked(self._loss(self.module, token_BS))
-        return LossParts(loss * head_factor, loss.detach(), zero, zero, zero, targets, nothing)
+        return LossParts(loss * head_factor * weight, loss.detach(), zero, zero, zero, targets, nothing)
 
     def _checked(self, loss: object) -> Tensor:
         what = f"a {type(loss).__name__}"

@@ -13,19 +13,19 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.experts.choice import LayerShape, resolve_backend
+from spes_p2p.experts.gradients import add_in_place
 from spes_p2p.experts.offload import HostPrefetcher
-from spes_p2p.experts.stores import Foreign
+from spes_p2p.experts.stores import PARTS, Foreign
 from spes_p2p.model.attention import Attention, Rotation, rotation
 from spes_p2p.model.checkpointing import recomputed, recomputed_but_products
 from spes_p2p.model.compiling import Compiled, compiles_on
-from spes_p2p.model.layers import Linear, RMSNorm, unloaded
-from spes_p2p.model.losses import LossParts, LossWeights, combine
+from spes_p2p.model.layers import Linear, RMSNorm, embedded, unloaded
+from spes_p2p.model.losses import LossParts, LossWeights, combine, target_weight
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.output_loss import head_sums
 from spes_p2p.model.router import Routing
@@ -126,6 +126,13 @@ class Transformer(nn.Module):
         for bank in self.banks:
             bank.set_owned(owned)
 
+    def add_gradients_in_place(self) -> None:
+        """Of the experts, the head and the embedding, as long as `set_owned` makes no new ones. Not under DDP."""
+        masters = (bank.master(part) for bank in self.banks for part in PARTS)
+        for parameter in (self.embedding, self.head.weight, *masters):
+            if parameter is not None:
+                add_in_place(parameter)
+
     def take_guests_in(self, active: bool) -> None:
         """Whether what is trained in foreign experts takes part in the forward pass."""
         for bank in self.banks:
@@ -148,31 +155,34 @@ class Transformer(nn.Module):
         counted_B: Tensor | None = None,
         owned_balance_factor: float = 1.0,
         head_factor: float = 1.0,
+        weight: float = 1.0,
     ) -> LossParts:
         """The losses of predicting positions 1..S-1 of each sequence from what stands before them.
 
         `counted_B` (bool) leaves whole sequences out of the cross entropy and the output z-loss. `owned_balance_factor`
         scales the load-balancing term of owned experts (the decayed auxiliary loss of the SPES code). `head_factor`
-        scales cross entropy and output z-loss in the total: what this micro-batch's targets weigh beside its tokens.
+        scales cross entropy and output z-loss in the total: what this micro-batch's targets weigh beside its tokens;
+        `weight` scales all of the total. Where gradients are added in place, scale it so and in no other way.
         """
         x_BSD, routings = self._hidden(token_BS)
         target_BS = token_BS[:, 1:].long()
         counted_BS = torch.ones_like(target_BS, dtype=torch.float32)
         if counted_B is not None:
             counted_BS = counted_BS * counted_B[:, None]
+        targets = counted_BS.sum()
         sums = head_sums(
             x_BSD[:, :-1].flatten(0, 1),
             self.head.weight,
             target_BS.flatten(),
-            counted_BS.flatten(),
+            counted_BS.flatten() * target_weight(targets, head_factor, weight),
             self.loss_weights.output_z,
         )
         factor_E = torch.where(self.banks[0].owned_mask(), owned_balance_factor, 1.0)
-        return combine(sums, counted_BS.sum(), routings, factor_E, self.loss_weights, head_factor)
+        return combine(sums, targets, routings, factor_E, self.loss_weights, head_factor, weight)
 
     def _hidden(self, token_BS: Tensor) -> tuple[Tensor, list[Routing]]:
         """The normalised last hidden states [B, S, D], and the routing of each layer."""
-        x_BSD = F.embedding(token_BS, self.embedding)
+        x_BSD = embedded(token_BS, self.embedding)
         turn = rotation(token_BS.shape[1], self.config.head_dim, self.config.rope_theta, x_BSD.device)
         routings = []
         for layer in self.layers:

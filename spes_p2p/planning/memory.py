@@ -99,6 +99,11 @@ class Workload:
         return -(-max(1, self.batch_sequences // self.ranks) // self.sequences)
 
     @property
+    def adds_in_place(self) -> bool:
+        """Whether gradients of experts, head and embedding are added where they are kept: in fp32, by one rank."""
+        return self.ranks == 1 and self.options.gradient_dtype == "fp32"
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients are there all the time: from micro-batch to micro-batch, or in the buckets of DDP.
 
@@ -219,12 +224,14 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
     all_gradients = gradient * (trained + sizes.num_experts * sizes.coordinates)
     early = all_gradients if work.accumulates else 0
     # autocast keeps copies of the attention's matrices, from forward to backward pass unless checkpointed; the head
-    # makes one for a moment, and its fp32 gradient in the forward pass
+    # makes one for a moment, and its fp32 gradient in the forward pass, which is where it stays if added in place
+    head_gradient = 4 * sizes.embedding
+    at_head = (early or head_gradient) if work.adds_in_place else early + head_gradient
     head_copy, attention = (_copied_bytes(work) * count for count in (sizes.embedding, sizes.attention))
     late_attention = attention // (1 if checkpointing == "none" else model.num_layers)
-    # of a layer's masters: all in the compute dtype, two thirds (gate and up) in fp32 at the same time
+    # of a layer's masters, where autograd adds: all in the compute dtype, two thirds (gate and up) in fp32, too
     as_fp32 = gradient == 4 and work.compute_bytes != 4
-    fresh = (work.compute_bytes * 3 + 8 * as_fp32) * work.owned * sizes.expert // 3
+    fresh = (work.compute_bytes * 3 + 8 * as_fp32) * work.owned * sizes.expert // 3 * (not work.adds_in_place)
     beside = active.backward_of_layer(work.owned, fresh)
 
     def parts(copies: int, gradients: int, activations: int, logits: int = 0) -> dict[str, int]:
@@ -236,7 +243,7 @@ def _moments(work: Workload) -> dict[str, dict[str, int]]:
         }
 
     return {
-        HEAD: parts(head_copy + attention, early + 4 * sizes.embedding, active.kept(), active.logits()),
+        HEAD: parts(head_copy + attention, at_head, active.kept(), active.logits()),
         LAST: parts(
             late_attention,
             early or gradient * sizes.embedding,

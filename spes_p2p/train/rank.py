@@ -135,6 +135,8 @@ class RankTrainer:
             if was_wrapped:
                 gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
             compiled = self.config.model.torch_compile is not False
+            if self.ranks.world_size == 1 and not self._has_bf16_gradients and isinstance(self.model, Transformer):
+                self.model.add_gradients_in_place()
             # DDP wants gradients of the parameters' dtype
             self.forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)
 

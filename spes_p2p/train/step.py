@@ -112,8 +112,9 @@ def accumulate_gradient(
             return None
         with _sync_gradients(forward, exchange and index == len(parts) - 1):
             with autocast(ranks.device):
-                losses: LossParts = forward(micro.token_BS, micro.counted_B, owned_balance_factor, micro.head_factor)
-            (losses.total * micro.weight).backward()
+                factors = owned_balance_factor, micro.head_factor, micro.weight
+                losses: LossParts = forward(micro.token_BS, micro.counted_B, *factors)
+            losses.total.backward()
         sums[:2] += torch.stack((losses.cross_entropy, losses.output_z)) * micro.counted
         sums[2:] += torch.stack((losses.load_balancing, losses.router_z)) * len(micro.token_BS)
         count_LE = count_LE + losses.count_LE

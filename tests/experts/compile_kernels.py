@@ -69,7 +69,7 @@ def launch_all() -> None:
     ends_E, backend = torch.tensor([0, 1, 1, 2], dtype=torch.int32), TritonGrouped()
     y_NF = backend.rows(x_ND, w_EFD.mT, ends_E)
     backend.rows(y_NF, w_EFD, ends_E)
-    backend.outer(y_NF, x_ND, ends_E)
+    backend.add_outer(backend.outer(y_NF, x_ND, ends_E).float(), y_NF, x_ND, ends_E)
 
 
 def spilled_bytes(ptx: str, capability: int) -> int:

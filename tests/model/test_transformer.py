@@ -150,6 +150,35 @@ def test_checkpointing_changes_no_value(mode: str, autocast: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_added_in_place_are_those_of_autograd(mode: str, autocast: bool) -> None:
+    plain, direct = (tiny_model(activation_checkpointing=mode) for _ in range(2))
+    direct.add_gradients_in_place()
+    for seed, weight in enumerate((0.25, 0.75)):
+        for model in (plain, direct):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                parts = model(tiny_tokens(seed=seed), torch.tensor([True, False, True]), 1.0, 0.5, weight)
+            parts.total.backward()
+    for left, right in zip(plain.parameters(), direct.parameters()):
+        assert left.grad is not None
+        assert right.grad is not None
+        assert right.grad.dtype == torch.float32
+        torch.testing.assert_close(right.grad, left.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_scales_the_whole_gradient_and_no_reported_part() -> None:
+    one, half = tiny_model(), tiny_model()
+    parts = one(tiny_tokens()), half(tiny_tokens(), None, 1.0, 1.0, 0.5)
+    for part in parts:
+        part.total.backward()
+    torch.testing.assert_close(parts[1].total, 0.5 * parts[0].total)
+    for name in ("cross_entropy", "load_balancing", "router_z", "output_z"):
+        torch.testing.assert_close(getattr(parts[1], name), getattr(parts[0], name))
+    for left, right in zip(one.parameters(), half.parameters()):
+        torch.testing.assert_close(right.grad, 0.5 * left.grad if left.grad is not None else None)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
 def test_compiled_parts_have_the_same_values(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a second micro-batch and without gradients; captured and differentiated, but not made into kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -75,6 +75,8 @@ def peak_bytes(work: Workload) -> int:
     """Of two micro-batches under bf16 autocast, of all that lives at once: weights, gradients, activations."""
     model = Transformer(work.model, tuple(range(work.owned)), device="cpu", expert_dtype=torch.bfloat16)
     init_normal_(model, seed=0)
+    if work.adds_in_place:
+        model.add_gradients_in_place()
     tokens = torch.randint(0, work.model.vocab_size, (work.sequences, work.sequence_length))
     tracker = MemTracker()
     tracker.track_external(model)

@@ -1,0 +1,167 @@
+"""What one micro-batch of the 7B run moves through memory, counted on tensors without values: a budget.
+
+Each operation that torch would launch counts what it reads and writes once; kernels of our own count what they are
+made to. No cache is thought of, so these are upper bounds, good for comparing one version with another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spes_p2p.experts import swiglu
+from spes_p2p.experts.choice import resolve_backend
+from spes_p2p.model import output_loss
+from spes_p2p.model.layers import RMSNorm, compute_dtype
+from spes_p2p.model.transformer import Transformer
+from tests.planning.runs import run_named
+
+SEQUENCES, OWNED = 2, 8
+FREE = ("device", "empty", "detach", "alias", "new_empty", "empty_like")
+MAKES = ("zero_", "fill_", "new_zeros", "zeros_like", "ones_like", "full_like")
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes and launches, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+
+    def add(self, name: str, *tensors: Tensor) -> None:
+        self.bytes[name] += sum(map(_moved, tensors))
+        self.launches[name] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in FREE or name.startswith("_unsafe_view"):
+            return result
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if name in MAKES:
+            read = []
+        elif name == "copy_":
+            read = read[1:]
+        elif name == "index_put_":  # touches the rows given alone
+            read, written = [read[-1], read[-1]], [read[-1]]
+        elif name in ("index_select", "embedding"):
+            read = [*written, read[-1]]
+        self.add(name, *read, *written)
+        return result
+
+
+def _moved(x: Tensor) -> int:
+    return min(x.numel(), math.prod(size for size, step in zip(x.shape, x.stride()) if step)) * x.itemsize
+
+
+@contextmanager
+def own_kernels(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on CUDA: each is one launch that reads its inputs and writes its results."""
+
+    def made(name: str, read: tuple[Tensor, ...], *results: Tensor) -> None:
+        traffic.add(name, *read, *results)
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            y = torch.empty_like(x)
+            made("rms_norm", (x,), y)
+            return y
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            dx = torch.empty_like(x)
+            made("rms_norm backward", (x, dy), dx)
+            return dx, torch.empty_like(weight)
+
+    def norm(self: RMSNorm, x: Tensor) -> Tensor:
+        normed: Tensor = Norm.apply(x.float(), self.weight)
+        return normed.to(compute_dtype(x))
+
+    def forward(gate_up: Tensor, weight: Tensor) -> Tensor:
+        hidden = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        made("swiglu", (gate_up, weight), hidden)
+        return hidden
+
+    def backward(d_hidden: Tensor, gate_up: Tensor, weight: Tensor) -> swiglu.Gradients:
+        found = swiglu.Gradients(torch.empty_like(d_hidden), torch.empty_like(gate_up), torch.empty_like(weight))
+        made("swiglu backward", (d_hidden, gate_up, weight), *found)
+        return found
+
+    def losses(logits: Tensor, *rest: Any) -> Tensor:
+        made("softmax loss", (logits, logits), logits)
+        return torch.empty(2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RMSNorm, "forward", norm)
+        patch.setattr(output_loss, "row_losses", losses)
+        patch.setattr(output_loss, "_adds_into_fp32", lambda device, dtype: True)
+        patch.setattr(torch, "addmm", lambda into, left, right, **named: made("addmm", (left, right, into), into))
+        patch.setattr(swiglu, "forward", forward)
+        patch.setattr(swiglu, "backward", backward)
+        yield
+
+
+def of_micro_batch(layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """The second one of a step: gradients are there already."""
+    config = run_named("spes-7b", f"model.num_layers={layers}", "model.expert_backend=grouped_mm")
+    resolve_backend("grouped_mm", torch.device("cpu"), torch.bfloat16)  # tried with values, once
+    traffic = Traffic()
+    with FakeTensorMode(allow_non_fake_inputs=True), own_kernels(traffic, monkeypatch):
+        model = Transformer(config.model, tuple(range(OWNED)), device="cpu", expert_dtype=torch.bfloat16)
+        if in_place:
+            model.add_gradients_in_place()
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        tokens = torch.empty(SEQUENCES, config.data.sequence_length, dtype=torch.int64)
+        with traffic:
+            with torch.autocast("cpu", torch.bfloat16):
+                total = model(tokens).total
+            total.backward()
+    return traffic
+
+
+def of_a_layer(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, Traffic]:
+    """A layer's, and that of what is there once."""
+    one, two = (of_micro_batch(layers, in_place, monkeypatch) for layers in (1, 2))
+    layer, rest = Traffic(), Traffic()
+    for kind in ("bytes", "launches"):
+        getattr(layer, kind).update(getattr(two, kind))
+        getattr(layer, kind).subtract(getattr(one, kind))
+        getattr(rest, kind).update(getattr(one, kind))
+        getattr(rest, kind).subtract(getattr(layer, kind))
+    return layer, rest
+
+
+def test_bytes_and_launches_of_a_micro_batch_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 tokens, 8 of 32 columns. Lower the budget where a change saves; docs/performance.md has these figures."""
+    layer, rest = of_a_layer(True, monkeypatch)
+    assert sum(layer.launches.values()) <= 147, layer.launches
+    assert sum(layer.bytes.values()) <= 9.61e9, layer.bytes
+    assert sum(rest.launches.values()) <= 71, rest.launches
+    assert sum(rest.bytes.values()) <= 21.11e9, rest.bytes
+
+
+def test_what_is_added_in_place_saves_what_autograd_would_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    (layer, rest), (plain_layer, plain_rest) = (of_a_layer(in_place, monkeypatch) for in_place in (True, False))
+    experts = OWNED * 3 * 2048 * 2048
+    assert (
+        sum(plain_layer.bytes.values()) - sum(layer.bytes.values()) == 8 * experts
+    )  # a cast to fp32, and 2 bytes read
+    assert sum(plain_rest.bytes.values()) - sum(rest.bytes.values()) > 12e9
