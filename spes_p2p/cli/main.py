@@ -43,6 +43,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "inspect": "spes_p2p.cli.run:inspect",
             "choose": "spes_p2p.cli.run:choose",
             "decay": "spes_p2p.cli.run:decay",
+            "vouch": "spes_p2p.cli.run:vouch",
+            "ban": "spes_p2p.cli.run:ban",
             "stop": "spes_p2p.cli.run:stop",
         },
     ),

@@ -174,6 +174,8 @@ def _changes(line: HistoryLine) -> list[str]:
         found.append(f"columns without owner: {span_text(line.without_owner)}")
     if line.merge_alpha:
         found.append(f"merged with alpha {line.merge_alpha:.3g}")
+    if line.banned:
+        found.append(f"banned: {', '.join(map(short, line.banned))}")
     if line.decay_steps:
         found.append(f"the learning rate falls over {line.decay_steps:,} steps from here on")
     return [f"{'':>7}{'; '.join(found)}"] if found else []
@@ -225,6 +227,45 @@ def decay(
     given = invitation if invitation or initial_peers else kept_invite(output)
     counts = decay_run(output / "identity.key", met(given, initial_peers, run_id, fingerprint), steps)
     typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then `spes-p2p run stop`")
+
+
+Peers = Annotated[list[str], typer.Argument(metavar="PEER...", help="Ids of peers, as status --json prints them.")]
+Undo = Annotated[bool, typer.Option("--undo", help="Takes back what was said of these peers.")]
+
+
+def vouch(
+    peers: Peers,
+    undo: Undo = False,
+    output: NodeFolder = Path("bootstrap-node"),
+) -> None:
+    """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
+
+    Example: spes-p2p run vouch 12D3KooWAbc... --output bootstrap-node
+    """
+    _change_roll(peers, output, "forgotten" if undo else "vouched")
+
+
+def ban(
+    peers: Peers,
+    undo: Undo = False,
+    output: NodeFolder = Path("bootstrap-node"),
+) -> None:
+    """Excludes peers from a run from the next round on, with the organiser's key.
+
+    Example: spes-p2p run ban 12D3KooWAbc... --output bootstrap-node
+    """
+    _change_roll(peers, output, "forgotten" if undo else "banned")
+
+
+def _change_roll(peers: list[str], output: Path, kind: str) -> None:
+    from spes_p2p.peer.kept_invite import kept_invite
+    from spes_p2p.peer.organising import change_roll, checked_peers
+
+    meeting = met(kept_invite(output), None, None, None)
+    roll = change_roll(output / "identity.key", meeting, **{kind: checked_peers(peers)})
+    for words, named in (("vouched for", roll.vouched), ("banned", roll.banned)):
+        typer.echo(f"{words}: {', '.join(named) or 'nobody'}")
+    typer.echo("the next round takes it up")
 
 
 def choose(

@@ -407,6 +407,11 @@ class SwarmConfig(Section):
         "than a third may lie; more than two thirds decide).",
         "crash",
     )
+    electors: Literal["all", "vouched"] = agreed(
+        "Which members vote: all, or those for whom the organiser vouches (spes-p2p run vouch). With vouched, "
+        "strangers train and count like others, but no number of them decides anything.",
+        "all",
+    )
     final_rounds: Positive = agreed(
         "If the run splits in two histories, peers that made more rounds than this on theirs do not switch to one with "
         "less work, unless the organiser says so (spes-p2p run choose).",

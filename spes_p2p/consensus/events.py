@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.consensus.actions import Build
 from spes_p2p.consensus.manifest import Merge
+from spes_p2p.consensus.membership import Roll
 from spes_p2p.consensus.messages import (
     Commit,
     DecayOrder,
@@ -200,6 +201,13 @@ class DecayOrdered:
 
 
 @dataclass(frozen=True)
+class RollSigned:
+    """The organiser has signed whom it vouches for and whom it bans; the signature was checked."""
+
+    roll: Signed[Roll]
+
+
+@dataclass(frozen=True)
 class PeersFound:
     """Peers of the run that were found somewhere: those who are no members hear our next statuses."""
 
@@ -246,6 +254,7 @@ Event = (
     | DiskHasRoom
     | HistoryChosen
     | DecayOrdered
+    | RollSigned
     | PeersFound
     | UplinkMeasured
     | IntentChanged

@@ -209,7 +209,7 @@ class Inbound:
             return False
         try:
             check_child(self._rules, current.tip, content.manifest)
-            check_newcomers(current.tip, content.manifest)
+            check_newcomers(self._rules, current.tip, content.manifest)
         except RemoteProtocolError as error:
             current.refused.add(name)
             self._state.notify("refused", str(error), sender)

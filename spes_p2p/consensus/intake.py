@@ -83,6 +83,8 @@ def _take_change(event: on.Event, parts: Parts, now: float) -> None:
             parts.lifecycle.choose(children)
         case on.DecayOrdered(order):
             parts.lifecycle.order_decay(order)
+        case on.RollSigned(roll):
+            parts.lifecycle.take_roll(roll)
         case on.IntentChanged(intent):
             parts.lifecycle.change_intent(intent)
         case _:

@@ -8,17 +8,8 @@ from dataclasses import replace
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
-from spes_p2p.consensus.membership import (
-    electors,
-    leader_order,
-)
-from spes_p2p.consensus.messages import (
-    DEGRADED,
-    DecayOrder,
-    Intent,
-    Signed,
-    Work,
-)
+from spes_p2p.consensus.membership import Roll, electors, leader_order
+from spes_p2p.consensus.messages import DEGRADED, DecayOrder, Intent, Signed, Work
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import (
@@ -27,7 +18,7 @@ from spes_p2p.consensus.state import (
     RoundState,
     State,
 )
-from spes_p2p.consensus.statements import ready_of
+from spes_p2p.consensus.statements import is_newer_roll, ready_of
 from spes_p2p.consensus.tendermint import Tendermint
 from spes_p2p.consensus.timing import NEVER
 from spes_p2p.consensus.vote import Vote
@@ -140,6 +131,12 @@ class Lifecycle:
     def order_decay(self, order: Signed[DecayOrder]) -> None:
         """The organiser has signed that the learning rate falls; what we propose from now on says so."""
         self._others.decay = order
+
+    def take_roll(self, signed: Signed[Roll]) -> None:
+        """Keeps the organiser's newest roll, for the next manifest of which this peer is the leader."""
+        known = self._others.roll
+        if is_newer_roll(self._state.rules, known.value if known is not None else None, signed):
+            self._others.roll = signed
 
     def peers_found(self, known: Iterable[PeerId]) -> None:
         """Peers of the run that were found somewhere: those who are no members hear our next statuses."""

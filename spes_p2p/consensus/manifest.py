@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.membership import Member, Roll
 from spes_p2p.data.leases import Leases
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 4
-MAX_MEMBERS = 1024
+WIRE_VERSION = 5
 
 
 @dataclass(frozen=True, order=True)
@@ -72,7 +71,8 @@ class Manifest:
     """What a round decided, content only; nothing about the attempt. Its hash names the committed state.
 
     `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
-    `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays.
+    `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays. `roll` is
+    the organiser's newest that a round has taken up, None where there is none yet.
     """
 
     wire_version: int
@@ -92,6 +92,7 @@ class Manifest:
     leases: Leases
     steps_per_round: int
     decay: Decay | None
+    roll: Roll | None
 
 
 def manifest_hash(manifest: Manifest) -> Hash:

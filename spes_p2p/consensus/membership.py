@@ -1,8 +1,9 @@
 """Who takes part in a run and who leads: pure functions over the members that a manifest names.
 
 A member is a peer in one incarnation: a peer that lost its voting record comes back as a new incarnation, which the
-chain knows nothing of, and so as a newcomer. Electors are the members that were members of the parent already. Nothing
-here measures time; who was heard is told from outside.
+chain knows nothing of, and so as a newcomer. Electors are the members that were members of the parent already and, in a
+run whose electors are vouched for, are named by the organiser's roll. Nothing here measures time; who was heard is told
+from outside.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ LINK_PRIVATE = 1
 """Behind NAT: leads only when nobody better is there."""
 LINK_CLASSES = (LINK_PUBLIC, LINK_PRIVATE)
 LEAST_NEW = 4
+MAX_MEMBERS = 1024
+MAX_VOUCHED = 64
+"""Places of members that strangers cannot take, too."""
+MAX_BANNED = 128
+NOBODY = PeerId("")
 
 
 @dataclass(frozen=True, order=True)
@@ -30,6 +36,41 @@ class Member:
     link_class: int
     trains: bool = True
     """False: it reduces, holds and votes, and has neither data nor columns (`bootstrap --serve`)."""
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What the organiser signs: whom it vouches for and whom it has banned, sorted. The highest `number` counts."""
+
+    fingerprint: Hash
+    number: int
+    vouched: tuple[PeerId, ...] = ()
+    banned: tuple[PeerId, ...] = ()
+
+    def is_sane(self) -> bool:
+        """Whether both lists are sorted, not too long, and name nobody twice."""
+        both = sorted({*self.vouched, *self.banned})
+        short_enough = len(self.vouched) <= MAX_VOUCHED and len(self.banned) <= MAX_BANNED
+        in_order = [*self.vouched] == sorted(self.vouched) and [*self.banned] == sorted(self.banned)
+        return self.number > 0 and short_enough and in_order and len(both) == len(self.vouched) + len(self.banned)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote."""
+
+    roll: Roll | None = None
+    by_vouch: bool = False
+    organiser: PeerId = NOBODY
+
+    def may_vote(self, peer: PeerId) -> bool:
+        return not self.by_vouch or peer == self.organiser or (self.roll is not None and peer in self.roll.vouched)
+
+    def is_banned(self, peer: PeerId) -> bool:
+        return self.roll is not None and peer in self.roll.banned
+
+
+EVERYBODY = Admission()
 
 
 def electors(members: Iterable[Member]) -> tuple[Member, ...]:
@@ -58,23 +99,28 @@ def next_members(
     heard: Iterable[Member],
     newcomers: Iterable[Member],
     leavers: Collection[PeerId],
-    most: int | None = None,
+    admission: Admission = EVERYBODY,
+    most: int = MAX_MEMBERS,
 ) -> tuple[Member, ...]:
-    """Members of the child manifest: everyone heard, with newcomers, without leavers, sorted by peer id.
+    """Members of the child manifest: everyone heard, with newcomers, without leavers and who is banned, by peer id.
 
     Of newcomers the first in the order given are named, as many as `most_new` and `most` leave room for; the others
-    wait for another round. `heard` and `newcomers` carry what the peers announced of themselves; `with_votes` gives the
-    votes.
+    wait for another round. Who is vouched for comes before strangers, and finds room that they cannot take. `heard` and
+    `newcomers` carry what the peers announced of themselves; `with_votes` gives the votes.
     """
-    staying = {member.peer: member for member in heard if member.peer not in leavers}
+    gone = {member.peer for member in (*heard, *newcomers) if admission.is_banned(member.peer)} | set(leavers)
+    staying = {member.peer: member for member in heard if member.peer not in gone}
     known = {member.peer for member in current}
-    new = [member for member in newcomers if member.peer not in leavers and member.peer not in staying]
+    new = [member for member in newcomers if member.peer not in gone and member.peer not in staying]
     back = [member for member in new if member.peer in known]  # in another incarnation
-    new = [*back, *[member for member in new if member.peer not in known][: most_new(len(known))]]
-    if most is not None:
-        new = new[: max(0, most - len(staying))]
-    taking_part = staying | {member.peer: member for member in new}
-    return with_votes(current, tuple(member for _, member in sorted(taking_part.items())))
+    others = [member for member in new if member.peer not in known]
+    vouched = [member for member in others if admission.by_vouch and admission.may_vote(member.peer)]
+    strangers = [member for member in others if member not in vouched][: most_new(len(known))]
+    kept_free = MAX_VOUCHED if admission.by_vouch else 0
+    named = [*back, *vouched][: max(0, most - len(staying))]
+    named += strangers[: max(0, most - kept_free - len(staying) - len(named))]
+    taking_part = staying | {member.peer: member for member in named}
+    return with_votes(current, tuple(member for _, member in sorted(taking_part.items())), admission)
 
 
 def most_new(members: int) -> int:
@@ -85,17 +131,25 @@ def most_new(members: int) -> int:
     return max(LEAST_NEW, members)
 
 
-def with_votes(current: Iterable[Member], chosen: Iterable[Member]) -> tuple[Member, ...]:
+def with_votes(
+    current: Iterable[Member], chosen: Iterable[Member], admission: Admission = EVERYBODY
+) -> tuple[Member, ...]:
     """`chosen` with the flags that follow from `current`, the members that the parent names.
 
-    A peer votes next time if it is a member already, in the same incarnation. Where none would be left to vote (the
-    last elector leaves and only newcomers stay), all do: the electors that go have signed it. Whether it trains stays
-    the same for an incarnation.
+    A peer that may vote does so next time if it is a member already, in the same incarnation. Where none would be left
+    to vote (the last elector leaves and only newcomers stay), all who may do: the electors that go have signed it.
+    Whether it trains stays the same for an incarnation.
     """
     known = {(member.peer, member.incarnation): member.trains for member in current}
-    pairs = [(member, known.get((member.peer, member.incarnation))) for member in chosen]
-    none_left = all(trains is None for _, trains in pairs)
+    rows = [
+        (member, known.get((member.peer, member.incarnation)), admission.may_vote(member.peer)) for member in chosen
+    ]
+    none_left = all(trains is None for _, trains, votes in rows if votes)
     return tuple(
-        replace(member, elector=none_left or trains is not None, trains=member.trains if trains is None else trains)
-        for member, trains in pairs
+        replace(
+            member,
+            elector=votes and (none_left or trains is not None),
+            trains=member.trains if trains is None else trains,
+        )
+        for member, trains, votes in rows
     )

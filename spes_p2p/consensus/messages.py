@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice, content_hash
+from spes_p2p.consensus.membership import Roll
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.wire import pack
 
@@ -267,13 +268,14 @@ def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:
 class Statements:
     """What a manifest follows from beside its parent: slices from `reports` in their order, the next members and what
     they own from `statuses`, one each, the roster from what these say and, where somebody says something else by now,
-    `ready`. `decay` is beside the manifest that takes it up, and later ones do without.
+    `ready`. `decay` is beside the manifest that takes it up, and later ones do without; so is `roll`.
     """
 
     ready: tuple[Signed[Ready], ...]
     reports: tuple[Signed[Report], ...]
     statuses: tuple[Signed[Status], ...]
     decay: Signed[DecayOrder] | None = None
+    roll: Signed[Roll] | None = None
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class RoundPlan:
             return due
         due |= {column for column, last in enumerate(self._state.tip.column_rounds) if round - last >= every}
         statuses = (signed.value for signed in self._members.statuses(now))
-        _, wishes = members_after(self._state.tip, statuses)
+        _, wishes = members_after(self._state.tip, statuses, (), self._state.admission())
         then = assign(ownership, wishes, self._rules.target_replicas)
         return due | {column for column, owners in enumerate(ownership) if not set(owners) <= set(then[column])}
 

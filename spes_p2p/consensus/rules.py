@@ -14,7 +14,6 @@ from typing import Literal
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.fragments import due_tiles
 from spes_p2p.consensus.manifest import (
-    MAX_MEMBERS,
     WIRE_VERSION,
     Contribution,
     Decay,
@@ -23,7 +22,17 @@ from spes_p2p.consensus.manifest import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import LINK_CLASSES, Member, most_new, trainers, with_votes
+from spes_p2p.consensus.membership import (
+    LINK_CLASSES,
+    MAX_MEMBERS,
+    NOBODY,
+    Admission,
+    Member,
+    Roll,
+    most_new,
+    trainers,
+    with_votes,
+)
 from spes_p2p.consensus.messages import (
     Plan,
     Work,
@@ -35,7 +44,6 @@ from spes_p2p.ownership.assign import OwnershipRequest, assign
 from spes_p2p.ownership.expert_map import Ownership, columns_of, nobody
 
 MergeKind = Literal["paper", "released", "shrink"]
-NOBODY = PeerId("")
 IDLE_TURNS = 3
 """How many turns a column may go without a new version before owners that train nothing lose it."""
 MOST_ROUNDS = 8
@@ -78,6 +86,8 @@ class RunRules:
     """What electors may do wrong, and so what is a quorum of them."""
     organiser: PeerId = NOBODY
     """Who may name new members alone (see `renewed_manifest`); nobody in a run without an organiser."""
+    by_vouch: bool = False
+    """Only members whom the organiser vouches for, and itself, vote."""
     final_rounds: int = 20
     """A history that has gone on for more rounds than this is not left for one with less work (see `forks`)."""
 
@@ -85,6 +95,10 @@ class RunRules:
     def seals(self) -> SealRule:
         """Whose seals commit a manifest."""
         return SealRule(self.organiser, self.faults)
+
+    def admission(self, roll: Roll | None) -> Admission:
+        """Who may take part and vote by this roll."""
+        return Admission(roll, self.by_vouch, self.organiser)
 
     @property
     def num_columns(self) -> int:
@@ -152,7 +166,8 @@ def counts(rules: RunRules, parent: Manifest, entry: Contribution, work: Work) -
 class Outcome:
     """What the leader found in a round: the part of a manifest that is not derived.
 
-    `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so.
+    `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so. `roll`: whom the
+    organiser vouches for and bans from now on.
     """
 
     roster: tuple[Contribution, ...]
@@ -161,6 +176,7 @@ class Outcome:
     state_root: Hash
     merge: Merge | None
     decay_steps: int = 0
+    roll: Roll | None = None
 
 
 def child_manifest(
@@ -232,14 +248,19 @@ def _derived(
         leases=leases_after(rules, parent.leases, step, members, outcome.roster),
         steps_per_round=rules.steps_per_round(step),
         decay=parent.decay or (Decay(step, outcome.decay_steps) if outcome.decay_steps else None),
+        roll=outcome.roll,
     )
 
 
 def genesis_manifest(
-    rules: RunRules, state_root: Hash, members: Sequence[Member], wishes: Mapping[PeerId, OwnershipRequest]
+    rules: RunRules,
+    state_root: Hash,
+    members: Sequence[Member],
+    wishes: Mapping[PeerId, OwnershipRequest],
+    roll: Roll | None = None,
 ) -> Manifest:
-    """Manifest 0: the initial state, the first members (all of them electors), ownership and leases."""
-    first = tuple(sorted(replace(member, elector=True) for member in members))
+    """Manifest 0: the initial state, the first members (electors, all that may vote), ownership and leases."""
+    first = with_votes((), sorted(members), rules.admission(roll))
     return Manifest(
         wire_version=WIRE_VERSION,
         fingerprint=rules.fingerprint,
@@ -258,6 +279,7 @@ def genesis_manifest(
         leases=leases_after(rules, Leases(0, (), ()), 0, first, ()),
         steps_per_round=rules.steps_per_round(0),
         decay=None,
+        roll=roll,
     )
 
 
@@ -267,22 +289,33 @@ def renewed_manifest(
     state_root: Hash,
     members: Sequence[Member],
     wishes: Mapping[PeerId, OwnershipRequest],
+    roll: Roll | None = None,
 ) -> Manifest:
     """The child with which a run goes on where no elector is left: new members, no work, a state that somebody has.
 
     `state_root` is that of the parent, or of one before it where nobody has the parent's state any more.
     """
-    named = with_votes(parent.members, sorted(members)[:MAX_MEMBERS])
+    roll = newest_roll(parent.roll, roll)
+    admission = rules.admission(roll)
+    allowed = [member for member in sorted(members) if not admission.is_banned(member.peer)]
+    named = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
     theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
-    return child_manifest(rules, parent, Outcome((), (), sha256(), state_root, None), named, theirs)
+    return child_manifest(rules, parent, Outcome((), (), sha256(), state_root, None, roll=roll), named, theirs)
+
+
+def newest_roll(one: Roll | None, other: Roll | None) -> Roll | None:
+    """Of two rolls the one with the higher number."""
+    return max((roll for roll in (one, other) if roll is not None), key=lambda roll: roll.number, default=None)
 
 
 def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
     _check_roster(rules, parent, child.roster)  # first: the rest is derived from them
-    _check_members(parent, child)
+    _check_members(rules, parent, child)
     decay_steps = 0 if child.decay is None else child.decay.steps
-    outcome = Outcome(child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps)
+    outcome = Outcome(
+        child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps, child.roll
+    )
     expected = _derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(expected, name):
@@ -293,11 +326,13 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     _check_merge(rules, parent, child)
 
 
-def check_newcomers(parent: Manifest, child: Manifest) -> None:
+def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
-    majority has committed, or the organiser renewed, is followed as it is.
+    majority has committed, or the organiser renewed, is followed as it is. Who is vouched for does not count.
     """
-    new = {member.peer for member in child.members} - {member.peer for member in parent.members}
+    admission = rules.admission(child.roll)
+    strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}
+    new = strangers - {member.peer for member in parent.members}
     most = most_new(len(parent.members))
     if len(new) > most:
         raise RemoteProtocolError(
@@ -311,8 +346,13 @@ def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
     _check_slices(rules, parent, plan.roster, plan.slices)
 
 
-def _check_members(parent: Manifest, child: Manifest) -> None:
+def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
+    admission = rules.admission(child.roll)
+    if newest_roll(parent.roll, child.roll) != child.roll or (child.roll is not None and not child.roll.is_sane()):
+        raise RemoteProtocolError(f"manifest of round {child.round}: its roll is older than its parent's, or malformed")
     names = [member.peer for member in child.members]
+    if any(map(admission.is_banned, names)):
+        raise RemoteProtocolError(f"manifest of round {child.round}: a member is banned by its roll")
     if len(names) > MAX_MEMBERS:
         raise RemoteProtocolError(
             f"manifest of round {child.round}: {len(names)} members, but at most {MAX_MEMBERS} are allowed"
@@ -323,7 +363,7 @@ def _check_members(parent: Manifest, child: Manifest) -> None:
         )
     if any(member.link_class not in LINK_CLASSES for member in child.members):  # leaders are chosen by it
         raise RemoteProtocolError(f"manifest of round {child.round}: a member has an unknown link class")
-    if with_votes(parent.members, child.members) != child.members:
+    if with_votes(parent.members, child.members, admission) != child.members:
         raise RemoteProtocolError(f"manifest of round {child.round}: votes do not follow from the parent's members")
     owners = {owner for column in child.ownership for owner in column}
     if len(child.ownership) != len(parent.ownership) or not owners <= {m.peer for m in trainers(child.members)}:

@@ -15,6 +15,7 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
+from spes_p2p.consensus.membership import Admission, Roll
 from spes_p2p.consensus.messages import (
     Commit,
     Content,
@@ -30,7 +31,7 @@ from spes_p2p.consensus.messages import (
     Status,
     Work,
 )
-from spes_p2p.consensus.rules import Outcome, RunRules
+from spes_p2p.consensus.rules import Outcome, RunRules, newest_roll
 from spes_p2p.consensus.timing import Moment, Pace, Seconds
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_events import Step
@@ -115,14 +116,14 @@ class Others:
     """What is known of other peers, over all rounds.
 
     `told_round` is the newest round by the word of the bootstrap node, which need not have its state. `chosen` are
-    children of which the organiser signed that the run goes on with them, `decay` is its word on the learning rate.
-    `reply_due`: who hears from us at once.
-    `refused_dial`: whose host said that the process is gone. `kept_waiting`: whose running step a round waited for in
-    vain, until they are READY; `moving_in_vain`: whose moving bytes it waited for, until a slice of theirs comes.
-    `withholding_peers`: whose tiles were asked for in vain; of them one try is enough, until one of theirs comes.
-    `asked`, `asked_last`, `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing.
-    `ahead_since` is when somebody was first seen on a later manifest. `placed`: whether a tip of others is on another
-    history than ours; `looked_at`: until when such histories, by their tips, are not looked at again.
+    children of which the organiser signed that the run goes on with them, `decay` is its word on the learning rate,
+    `roll` its newest on who may vote and who is banned. `reply_due`: who hears from us at once. `refused_dial`: whose
+    host said that the process is gone. `kept_waiting`: whose running step a round waited for in vain, until they are
+    READY; `moving_in_vain`: whose moving bytes it waited for, until a slice of theirs comes. `withholding_peers`:
+    whose tiles were asked for in vain; of them one try is enough, until one of theirs comes. `asked`, `asked_last`,
+    `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing. `ahead_since` is when somebody
+    was first seen on a later manifest. `placed`: whether a tip of others is on another history than ours; `looked_at`:
+    until when such histories, by their tips, are not looked at again.
     """
 
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
@@ -130,6 +131,7 @@ class Others:
     told_round: int = 0
     chosen: frozenset[Hash] = frozenset()
     decay: Signed[DecayOrder] | None = None
+    roll: Signed[Roll] | None = None
     reply_due: set[PeerId] = field(default_factory=set)
     refused_dial: set[PeerId] = field(default_factory=set)
     kept_waiting: set[PeerId] = field(default_factory=set)
@@ -278,6 +280,11 @@ class State:
     def electorate(self) -> Electorate:
         """Who votes on the child of the tip."""
         return self.round.vote.heard.electorate
+
+    def admission(self) -> Admission:
+        """Who may take part in the child of our tip and vote on what follows it, by the newest roll that we know."""
+        known = self.others.roll
+        return self.rules.admission(newest_roll(self.tip.roll, known.value if known is not None else None))
 
     def is_member(self) -> bool:
         """Whether the tip names this incarnation."""

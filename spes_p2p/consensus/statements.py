@@ -12,14 +12,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
 from spes_p2p.consensus.manifest import (
-    MAX_MEMBERS,
     Contribution,
     Manifest,
     Merge,
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import Member, next_members, rank, trainers
+from spes_p2p.consensus.membership import EVERYBODY, Admission, Member, Roll, next_members, rank, trainers
 from spes_p2p.consensus.messages import (
     Content,
     DecayOrder,
@@ -65,7 +64,7 @@ def owners_ahead(
 
 
 def members_after(
-    parent: Manifest, statuses: Iterable[Status], needed: Collection[PeerId] = ()
+    parent: Manifest, statuses: Iterable[Status], needed: Collection[PeerId] = (), admission: Admission = EVERYBODY
 ) -> tuple[tuple[Member, ...], dict[PeerId, OwnershipRequest]]:
     """Who is a member after this round, and what they want: everyone of `statuses` and newcomers, but no leavers.
 
@@ -90,11 +89,12 @@ def members_after(
             newcomers.append(member)
         wish = OwnershipRequest(intent.max_columns, intent.claims, intent.releases)
         wishes[status.peer] = wish if does_train else OwnershipRequest(0)
-    if not heard and not newcomers:  # the last to leave stays named, so that it can come back and go on
-        heard = [member for member in parent.members if member.peer in leavers]
-        leavers = set()
+    if not any(admission.may_vote(member.peer) for member in (*heard, *newcomers)):
+        staying = [m for m in parent.members if m.peer in leavers and admission.may_vote(m.peer)]
+        heard += staying  # the last to leave stay named, so that they can come back and go on
+        leavers -= {member.peer for member in staying}
     newcomers.sort(key=lambda member: rank(head, member.peer))  # a low peer id is no privilege
-    members = next_members(parent.members, heard, newcomers, leavers, MAX_MEMBERS)
+    members = next_members(parent.members, heard, newcomers, leavers, admission)
     named = {member.peer for member in members}
     return members, {peer: wish for peer, wish in wishes.items() if peer in named}
 
@@ -109,11 +109,14 @@ def content_of(
     entries = (contribution(rules, parent, work) for work in works.values())
     roster = counted(rules, sorted(entry for entry in entries if entry is not None), slices)
     needed = owners_ahead(rules, parent, roster, slices)
-    members, wishes = members_after(parent, (signed.value for signed in statements.statuses), needed)
+    newer = statements.roll if is_newer_roll(rules, parent.roll, statements.roll) else None
+    roll = parent.roll if newer is None else newer.value
+    said = (signed.value for signed in statements.statuses)
+    members, wishes = members_after(parent, said, needed, rules.admission(roll))
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
     decay_steps = 0 if decay is None else decay.value.steps
-    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps)
+    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll)
     manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
     trained = {entry.peer for entry in roster}
@@ -124,6 +127,7 @@ def content_of(
             statements.reports,
             tuple(signed for signed in statements.statuses if signed.author in named),
             decay,
+            newer,
         ),
     )
 
@@ -155,13 +159,20 @@ def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
     _check_reports(manifest_hash(parent), statements, where)
     again = content_of(rules, parent, statements, child.state_root, child.merge)
     kept = again.statements
-    if (len(kept.ready), len(kept.statuses), kept.decay) != (
-        len(statements.ready), len(statements.statuses), statements.decay,
+    if (len(kept.ready), len(kept.statuses), kept.decay, kept.roll) != (
+        len(statements.ready), len(statements.statuses), statements.decay, statements.roll,
     ):  # fmt: skip
         raise RemoteProtocolError(f"{where}: it comes with statements that nothing in it follows from")
     for name in Manifest.__dataclass_fields__:
         if getattr(child, name) != getattr(again.manifest, name):
             raise RemoteProtocolError(f"{where}: {name} does not follow from the statements beside it")
+
+
+def is_newer_roll(rules: RunRules, known: Roll | None, signed: Signed[Roll] | None) -> bool:
+    """Whether a roll replaces the `known` one: by the organiser, as far as it shows without its signature."""
+    if signed is None or (signed.author, signed.value.fingerprint) != (rules.organiser, rules.fingerprint):
+        return False
+    return signed.value.is_sane() and (known is None or known.number < signed.value.number)
 
 
 def _check_reports(parent: Hash, statements: Statements, where: str) -> None:

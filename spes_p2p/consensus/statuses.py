@@ -5,7 +5,7 @@ from __future__ import annotations
 from spes_p2p.consensus.bounds import is_sane_intent, is_sane_work
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
-from spes_p2p.consensus.manifest import MAX_MEMBERS
+from spes_p2p.consensus.membership import MAX_MEMBERS
 from spes_p2p.consensus.messages import (
     Signed,
     Status,
@@ -66,7 +66,10 @@ class Statuses:
         mark, newest = (status.incarnation, status.sequence), (last.incarnation, last.sequence)
         if mark <= newest:
             known.is_old = sender == peer and mark < newest
-            return False
+            is_fresh_now = mark == newest and known.at == NEVER and heard_at > NEVER
+            if is_fresh_now:
+                known.at = heard_at
+            return is_fresh_now
         known.is_old = False
         before = (known.furthest or known.signed).value
         is_further = status.incarnation != before.incarnation or _binding(status) >= _binding(before)

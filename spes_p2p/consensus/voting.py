@@ -219,7 +219,7 @@ class Voting:
         build, outcome = self._state.round.outcome
         ready = tuple(self._state.round.ready[entry] for entry in build.roster)
         said = tuple(self._members.statuses(now))
-        statements = Statements(ready, build.reports, said, self._state.others.decay)
+        statements = Statements(ready, build.reports, said, self._state.others.decay, self._state.others.roll)
         return content_of(self._rules, self._state.tip, statements, outcome.state_root, outcome.merge)
 
     def certify(self, now: float) -> bool:

@@ -280,7 +280,7 @@ def _measuring(
 
 
 def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
-    """A callback that reports the orders signed with `spes-p2p run stop`, `run decay` and `run choose`."""
+    """A callback that reports the orders signed with `spes-p2p run stop`, `run decay`, `run choose`, `run vouch`..."""
     before = Words()
 
     def told(words: Words) -> None:
@@ -289,6 +289,9 @@ def _hearing(organiser: Organiser, say: Say) -> Callable[[Words], None]:
             say(f"the organiser ends the run with round {words.last_round}: nobody can join it after that")
         if words.decay is not None and words.decay != before.decay:
             say(f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps")
+        if words.roll is not None and words.roll != before.roll:
+            roll = words.roll.value
+            say(f"the organiser vouches for {len(roll.vouched)} peers and has banned {len(roll.banned)}")
         for parent, child in words.children.items():
             if before.children.get(parent) != child:
                 say(f"the organiser has chosen: after {short(parent)} the run continues with {short(child)}")

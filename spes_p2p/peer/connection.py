@@ -22,7 +22,7 @@ from spes_p2p.exchange.transfers import Transfers, WrongSize
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.peer.data_supply import DataSupply
-from spes_p2p.peer.entrance import FoundRun, Say, find, open_peer_network
+from spes_p2p.peer.entrance import FoundRun, Say, banned, find, open_peer_network
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
@@ -86,8 +86,8 @@ class Connection:
         self._driver: Driver | None = None
         self._disk: Disk | None = None
         self.last_round: int | None = None
-        self._heard_decay = False
         """The run's last round, if the organiser has ended the run."""
+        self._words = Words()
 
     @classmethod
     def open(
@@ -246,9 +246,14 @@ class Connection:
         )
 
     def _hear_organiser(self, words: Words) -> None:
+        before, self._words = self._words, words
         self.driver.obey(words)
-        if words.decay is not None and not self._heard_decay:
-            self._heard_decay = True
+        if words.is_banned(self.peer_id):
+            self.gate.failed(banned(self.info, self.peer_id))
+        had_vote, has_vote = (said.admission(self._run.rules).may_vote(self.peer_id) for said in (before, words))
+        if has_vote and not had_vote:
+            self.gate.notice(Notice("vouched", "the organiser vouches for this peer: it votes"))
+        if words.decay is not None and before.decay is None:
             text = f"the organiser lets the learning rate fall over {words.decay.value.steps:,} steps"
             self.gate.notice(Notice("decay", text))
         if words.last_round != self.last_round:

@@ -22,7 +22,7 @@ from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.node import Run
-from spes_p2p.sync.organiser_words import read_words, together
+from spes_p2p.sync.organiser_words import Words, read_words, together
 from spes_p2p.sync.sealing import EnvelopeChecker
 
 ANSWER_SECONDS = 15.0
@@ -95,7 +95,8 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
     check_organiser(options.organiser, info)
     contacts = Contacts(options.output, info, network.signer.peer_id, addresses)
-    await _check_not_over(network, info, group.round)
+    words = await _organiser_words(network, info)
+    _check_open(words, info, group.round, network.signer.peer_id)
     if options.rounds is not None and group.round > options.rounds:
         raise PermanentError(
             f"the run is already at round {group.round}, but --rounds says to stop at round {options.rounds}",
@@ -110,22 +111,41 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
         check_columns(options.owned_experts, layout.num_columns)
     column_budget(options, config.swarm.experts_per_peer, 0, layout.num_columns)
     claim_folder(options.output / RUN, info, layout)  # before anything of this run is written there
+    run = Run(info, config, layout)
     say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()[:16]}")
-    return FoundRun(Run(info, config, layout), tuple(group.addresses()), group.round, contacts)
+    if not words.admission(run.rules).may_vote(network.signer.peer_id):
+        say(f"this peer trains, but has no vote; the organiser gives it one with: "
+            f"spes-p2p run vouch {network.signer.peer_id}")  # fmt: skip
+    return FoundRun(run, tuple(group.addresses()), group.round, contacts)
 
 
-async def _check_not_over(network: HivemindNetwork, info: RunInfo, round: int) -> None:
+async def _organiser_words(network: HivemindNetwork, info: RunInfo) -> Words:
+    """What the organiser has said so far; nothing where nobody knows, and it is looked for again when we are in."""
     check = EnvelopeChecker(network.verifier).check
     try:
-        words = await read_words(network.directory, info, check, ANSWER_SECONDS)
-    except NetworkError:  # it is looked for again when we are in
-        return
-    last_round = together(words.values()).last_round
+        return together((await read_words(network.directory, info, check, ANSWER_SECONDS)).values())
+    except NetworkError:
+        return Words()
+
+
+def _check_open(words: Words, info: RunInfo, round: int, me: PeerId) -> None:
+    """Raises PermanentError where the organiser has banned this peer, or ended the run."""
+    if words.is_banned(me):
+        raise banned(info, me)
+    last_round = words.last_round
     if last_round is not None and round >= last_round:
         raise PermanentError(
             f"run {info.run_id} is over: its organiser ended it with round {last_round}",
             fix="get its model with spes-p2p export, or ask for an invitation to another run",
         )
+
+
+def banned(info: RunInfo, peer: PeerId) -> PermanentError:
+    """What a peer ends with that the organiser has banned."""
+    return PermanentError(
+        f"the organiser of run {info.run_id} has banned this peer",
+        fix=f"ask the organiser, who can lift it with: spes-p2p run ban --undo {peer}",
+    )
 
 
 def check_organiser(expected: PeerId | None, info: RunInfo) -> None:

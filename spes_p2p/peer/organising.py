@@ -1,14 +1,17 @@
-"""What an organiser does beside the bootstrap node: end a run well, look at its history, choose where it has two."""
+"""What an organiser does beside the bootstrap node: end a run well, look at its history, choose where it has two, say
+who may vote and who is banned."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED, Roll, electors
 from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId
@@ -25,12 +28,23 @@ from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.histories import Fork, Side
 from spes_p2p.sync.joining import find_and_load
-from spes_p2p.sync.organiser_words import LOOK_SECONDS, TTL_SECONDS, Words, choice, decay, ending, read_words, together
+from spes_p2p.sync.organiser_words import (
+    LOOK_SECONDS,
+    TTL_SECONDS,
+    Words,
+    choice,
+    decay,
+    ending,
+    read_words,
+    roll,
+    together,
+)
 from spes_p2p.sync.report import read_report
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
 from spes_p2p.wire import pack
 
 ANSWER_SECONDS = 10.0
+PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")
 HEARD_SECONDS = 3 * LOOK_SECONDS
 """How long to wait for a node of the run to repeat, and so confirm, what the organiser announced."""
 
@@ -65,6 +79,47 @@ def decay_run(identity: Path, meeting: JoinTarget, steps: int) -> int:
         info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
         known = await tell(network, info, decay(info, steps, _sealer_of(identity, info)))
         return steps if known.decay is None else known.decay.value.steps
+
+    return visit(meeting, announce)
+
+
+def checked_peers(texts: Collection[str]) -> tuple[PeerId, ...]:
+    """Raises ConfigError where one is no peer id."""
+    for text in texts:
+        if not PEER_ID.fullmatch(text):
+            raise ConfigError(
+                f"{text[:80]!r} is not the id of a peer",
+                fix="give whole ids (Qm... or 12D3...), as `spes-p2p status --json` prints them",
+            )
+    return tuple(PeerId(text) for text in texts)
+
+
+def change_roll(
+    identity: Path,
+    meeting: JoinTarget,
+    vouched: Collection[PeerId] = (),
+    banned: Collection[PeerId] = (),
+    forgotten: Collection[PeerId] = (),
+) -> Roll:
+    """Signs with the organiser's key whom it vouches for and whom it bans; all of both. Raises as `stop_run` does."""
+
+    async def announce(network: HivemindNetwork) -> Roll:
+        info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
+        if vouched and config.swarm.electors == "all":
+            raise ConfigError(
+                f"everybody may vote in run {info.run_id}", fix="vouching needs a run with swarm.electors=vouched"
+            )
+        check = EnvelopeChecker(network.verifier).check
+        known = together((await read_words(network.directory, info, check)).values())
+        word = roll(info, known, _sealer_of(identity, info), vouched, banned, forgotten)
+        assert word.roll is not None
+        if not word.roll.value.is_sane():
+            raise ConfigError(
+                f"{len(word.roll.value.vouched)} peers to vouch for and {len(word.roll.value.banned)} banned ones",
+                fix=f"at most {MAX_VOUCHED} and {MAX_BANNED} fit: forget some with --undo",
+            )
+        await tell(network, info, word)
+        return word.roll.value
 
     return visit(meeting, announce)
 
@@ -161,6 +216,9 @@ class HistoryLine:
     merge_alpha: float
     decay_steps: int
     """Over which the learning rate falls from this round on; 0 in all rounds but the one that says so."""
+    electors: int
+    banned: tuple[PeerId, ...]
+    """Whom the organiser's roll excludes that this round is the first to have."""
     state_root: str
     seals: int
     received_at: float
@@ -194,9 +252,11 @@ def live_history(meeting: JoinTarget) -> list[HistoryLine]:
 def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Iterator[HistoryLine]:
     """One line a commit, from genesis on."""
     before: frozenset[PeerId] = frozenset()
+    barred: frozenset[PeerId] = frozenset()
     for at, commit in enumerate(commits):
         manifest, certificate = commit.manifest, commit.certificate
         members = frozenset(member.peer for member in manifest.members)
+        excluded = frozenset(manifest.roll.banned if manifest.roll is not None else ())
         yield HistoryLine(
             round=manifest.round,
             kind=certificate.kind,
@@ -210,8 +270,10 @@ def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Ite
             without_owner=tuple(orphans(manifest.ownership)),
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,
             decay_steps=manifest.decay.steps if manifest.decay and manifest.decay.begin_step == manifest.step else 0,
+            electors=len(electors(manifest.members)),
+            banned=tuple(sorted(excluded - barred)),
             state_root=manifest.state_root.hex(),
             seals=len(certificate.seals),
             received_at=received_at[at] if received_at else 0.0,
         )
-        before = members
+        before, barred = members, excluded

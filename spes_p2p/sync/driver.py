@@ -158,11 +158,13 @@ class Driver:
         self._outbox.hides_status = hidden
 
     def obey(self, words: Words) -> None:
-        """All that the organiser has signed until now of histories and of the learning rate."""
+        """All that the organiser has signed until now of histories, of the learning rate and of peers."""
         self._choices.told(words.children)
         self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
         if words.decay is not None:
             self._tell(on.DecayOrdered(words.decay))
+        if words.roll is not None:
+            self._tell(on.RollSigned(words.roll))
 
     async def renewed(self, commit: Commit) -> None:
         """Goes on to a commit of our chain whose values are those of our tip: the organiser's renewal."""

@@ -150,6 +150,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
         has_guests=config.model.guest_rank > 0,
         faults=Faults(config.swarm.faults),
+        by_vouch=config.swarm.electors == "vouched",
         organiser=info.organiser,
         final_rounds=config.swarm.final_rounds,
     )

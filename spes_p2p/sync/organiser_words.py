@@ -1,23 +1,26 @@
-"""Orders that the organiser signs during a run: after which round it ends, which of two histories continues, and that
-the learning rate falls.
+"""Orders that the organiser signs during a run: after which round it ends, which of two histories continues, that the
+learning rate falls, and who may vote or is banned.
 
 Everybody who knows it keeps it on disk and repeats it in the DHT, so it outlives who said it first. An end cannot be
 taken back: of several the earliest round counts. Of several choices after one manifest the one that was signed last
 counts, so that all come to the same, in whatever order they hear of them. Rounds themselves know nothing of an end: a
 peer whose newest round is the last one stops to train, saves and goes, as with `--rounds`. Of several orders to let
-the learning rate fall the shortest is kept; what counts is what a manifest has taken up (`consensus/statements.py`).
+the learning rate fall the shortest is kept, of several rolls the one with the highest number; what counts of both is
+what a manifest has taken up (`consensus/statements.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.membership import Admission, Roll
 from spes_p2p.consensus.messages import Choice, DecayOrder, Sealer, Signed, signing_bytes
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import NetworkError, RemoteProtocolError, StorageFull
 from spes_p2p.files import write_whole
 from spes_p2p.ids import Hash, PeerId
@@ -30,7 +33,7 @@ WORDS_FILE = "words"
 """In `run/` of every node's folder."""
 LOOK_SECONDS = 10.0
 TTL_SECONDS = 90.0
-MAX_BYTES = 8192
+MAX_BYTES = 32768
 MOST_CHOICES = 8
 """Those that were signed last are kept: who stands on a history that was left long ago has no company there."""
 
@@ -50,6 +53,7 @@ class Words:
     ending: Signed[Ending] | None = None
     choices: tuple[Signed[Choice], ...] = ()
     decay: Signed[DecayOrder] | None = None
+    roll: Signed[Roll] | None = None
 
     @property
     def last_round(self) -> int | None:
@@ -61,10 +65,18 @@ class Words:
         """By parent: the child that the organiser has chosen."""
         return {signed.value.parent: signed.value.child for signed in self.choices}
 
+    def admission(self, rules: RunRules) -> Admission:
+        """Who may take part and who may vote by the newest roll."""
+        return rules.admission(None if self.roll is None else self.roll.value)
+
+    def is_banned(self, peer: PeerId) -> bool:
+        return self.roll is not None and peer in self.roll.value.banned
+
     def merged(self, other: Words) -> Words:
         """Both, reduced to the orders that are still in force."""
         endings = [ending for ending in (self.ending, other.ending) if ending is not None]
         decays = [decay for decay in (self.decay, other.decay) if decay is not None]
+        rolls = [roll for roll in (self.roll, other.roll) if roll is not None]
         newest: dict[Hash, Signed[Choice]] = {}
         for signed in sorted((*self.choices, *other.choices), key=_when):
             newest[signed.value.parent] = signed
@@ -73,6 +85,7 @@ class Words:
             min(endings, key=lambda signed: signed.value.last_round, default=None),
             tuple(kept),
             min(decays, key=lambda signed: signed.value.steps, default=None),
+            max(rolls, key=lambda signed: (signed.value.number, signed.signature), default=None),
         )
 
     def has(self, other: Words) -> bool:
@@ -94,6 +107,31 @@ def decay(info: RunInfo, steps: int, sealer: Sealer) -> Words:
     return Words(decay=sealer.seal(DecayOrder(info.fingerprint, steps)))
 
 
+def roll(
+    info: RunInfo,
+    known: Words,
+    sealer: Sealer,
+    vouched: Collection[PeerId] = (),
+    banned: Collection[PeerId] = (),
+    forgotten: Collection[PeerId] = (),
+) -> Words:
+    """For the organiser's key alone: the next roll after the one in `known`, with more who are `vouched` for or
+    `banned`; a peer is one of both at most. Who is `forgotten` is neither.
+    """  # fmt: skip
+    last = Roll(info.fingerprint, 0) if known.roll is None else known.roll.value
+    more = {*vouched, *banned, *forgotten}
+    return Words(
+        roll=sealer.seal(
+            Roll(
+                info.fingerprint,
+                last.number + 1,
+                tuple(sorted({*last.vouched} - more | {*vouched})),
+                tuple(sorted({*last.banned} - more | {*banned})),
+            )
+        )
+    )
+
+
 def choice(info: RunInfo, parent: Hash, child: Hash, at_seconds: int, sealer: Sealer) -> Words:
     """For the organiser's key alone; `at_seconds`: Unix seconds, later than of all that it said before."""
     return Words(choices=(sealer.seal(Choice(info.fingerprint, parent, child, at_seconds)),))
@@ -104,7 +142,7 @@ def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:
     words = unpack(Words, data, MAX_BYTES)
     if len(words.choices) > MOST_CHOICES:
         raise RemoteProtocolError(f"{len(words.choices)} choices of the organiser at once")
-    parts = (*words.choices, words.ending, words.decay)
+    parts = (*words.choices, words.ending, words.decay, words.roll)
     for signed in (part for part in parts if part is not None):
         if signed.value.fingerprint != info.fingerprint or signed.author != info.organiser:
             raise RemoteProtocolError(
@@ -112,6 +150,8 @@ def checked(data: bytes, info: RunInfo, check: CheckSignature) -> Words:
             )
         if not check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
             raise RemoteProtocolError("an order without a valid signature of the organiser")
+    if words.roll is not None and not words.roll.value.is_sane():
+        raise RemoteProtocolError("a roll of the organiser that is not in order")
     return Words().merged(words)
 
 

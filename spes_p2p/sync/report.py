@@ -14,12 +14,11 @@ from typing import Any
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.membership import electors
+from spes_p2p.consensus.membership import NOBODY, electors
 from spes_p2p.consensus.messages import (
     DEGRADED,
     Commit,
 )
-from spes_p2p.consensus.rules import NOBODY
 from spes_p2p.data.held import Coverage, coverage
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId

@@ -102,6 +102,8 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
         yield from content.statements.reports
         if content.statements.decay is not None:
             yield content.statements.decay
+        if content.statements.roll is not None:
+            yield content.statements.roll
     yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
     for votes in envelope.votes:

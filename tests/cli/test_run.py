@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import refused
 from tests.cli.test_join import Serve, rounds, serving
@@ -49,6 +50,29 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
     with serving() as again:
         assert any("the organiser ends the run with round 3" in line for line in again.said)
+
+
+def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
+    tmp_path: Path, serving: Serve, tokens: Path
+) -> None:
+    with serving("swarm.electors=vouched") as organiser:
+        stranger = tmp_path / "stranger"
+        node = ("-o", str(organiser.folder))
+        refused(spes_p2p("run", "vouch", "somebody", *node), "'somebody' is not the id of a peer", "status --json")
+        stranger.mkdir()
+        identity = IdentityFile(stranger / "identity.key")
+        peer = identity.signer.peer_id
+        identity.release()
+        refused(spes_p2p("run", "ban", peer, "-o", str(stranger)), "holds no invitation")
+        answer = spes_p2p("run", "ban", peer, *node)
+        assert answer.output == f"vouched for: nobody\nbanned: {peer}\nthe next round takes it up\n"
+        refused(organiser.join(stranger, "--data", str(tokens)), "has banned this peer", f"ban --undo {peer}", code=3)
+        assert "banned: nobody" in spes_p2p("run", "ban", "--undo", peer, *node).output
+        assert f"vouched for: {peer}" in spes_p2p("run", "vouch", peer, *node).output
+        joined = organiser.join(stranger, "--data", str(tokens), "--rounds", "2")
+        assert joined.exit_code == 0, joined
+        assert "the organiser vouches for this peer: it votes" in joined.output
+        assert [event.round for event in rounds(stranger)] == [1, 2]
 
 
 def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: Path) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from spes_p2p.consensus.membership import (
     LINK_PRIVATE,
     LINK_PUBLIC,
+    MAX_BANNED,
+    MAX_MEMBERS,
+    MAX_VOUCHED,
+    Admission,
     Member,
+    Roll,
     electors,
     leader_order,
     next_members,
@@ -87,3 +95,61 @@ def test_where_there_is_no_room_for_all_the_newcomers_wait() -> None:
     assert names == ["anna", "carl", "dora"]
     assert [m.peer for m in next_members(here, here, new, (), most=1)] == ["carl", "dora"]
     assert [m.peer for m in next_members(here, here, new, (PeerId("carl"),), most=3)] == ["anna", "bea", "dora"]
+
+
+ROLL = Roll(sha256(b"run"), 1, (PeerId("anna"), PeerId("bea")), (PeerId("mallory"),))
+VOUCHED = Admission(ROLL, True, PeerId("organiser"))
+
+
+def test_only_who_is_vouched_for_votes_and_the_organiser() -> None:
+    names = ("anna", "organiser", "stranger")
+    here = tuple(member(name) for name in names)
+    assert [m.peer for m in electors(with_votes(here, here, VOUCHED))] == ["anna", "organiser"]
+    newcomers = with_votes((), [member("stranger"), member("bea")], VOUCHED)
+    assert [m.peer for m in electors(newcomers)] == ["bea"]
+    assert not electors(with_votes(here, [member("stranger")], VOUCHED))
+    assert not electors(with_votes(here, here, Admission(None, True))), "nobody, before a word of the organiser"
+
+
+def test_a_stranger_that_is_vouched_for_later_votes_from_then_on() -> None:
+    here = (member("anna"), member("carl", elector=False))
+    later = Admission(replace(ROLL, number=2, vouched=(PeerId("anna"), PeerId("carl"))), True)
+    assert [m.peer for m in electors(next_members(here, here, [], [], later))] == ["anna", "carl"]
+    assert [m.peer for m in electors(next_members(here, here, [], [], VOUCHED))] == ["anna"]
+
+
+def test_no_number_of_strangers_takes_the_places_of_those_who_are_vouched_for() -> None:
+    here: tuple[Member, ...] = (member("anna"),)
+    crowd = [member(f"key {number:04}") for number in range(4 * MAX_MEMBERS)]
+    for _ in range(20):
+        named = {m.peer for m in here}
+        here = next_members(here, here, [one for one in crowd if one.peer not in named], [], VOUCHED)
+    assert len(here) == MAX_MEMBERS - MAX_VOUCHED
+    assert [m.peer for m in electors(here)] == ["anna"]
+    here = next_members(here, here, [*crowd, member("bea")], [], VOUCHED)
+    assert "bea" in {m.peer for m in here}
+    assert len(here) == MAX_MEMBERS - MAX_VOUCHED + 1
+
+
+@pytest.mark.parametrize("admission", [VOUCHED, Admission(ROLL)])
+def test_who_is_banned_is_no_member_whatever_it_says(admission: Admission) -> None:
+    here = (member("anna"), member("mallory"))
+    assert [m.peer for m in next_members(here, here, [member("mallory", 2)], [], admission)] == ["anna"]
+    assert [m.peer for m in next_members(here[:1], here[:1], [member("mallory")], [], admission)] == ["anna"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vouched": (PeerId("b"), PeerId("a"))},
+        {"vouched": (PeerId("a"), PeerId("a"))},
+        {"vouched": (PeerId("mallory"),)},
+        {"vouched": tuple(PeerId(f"{at:03}") for at in range(MAX_VOUCHED + 1))},
+        {"banned": tuple(PeerId(f"{at:03}") for at in range(MAX_BANNED + 1))},
+        {"number": 0},
+    ],
+    ids=str,
+)
+def test_a_roll_that_is_not_in_order_is_none(changes: dict[str, Any]) -> None:
+    assert ROLL.is_sane()
+    assert not replace(ROLL, **changes).is_sane()

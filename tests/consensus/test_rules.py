@@ -14,13 +14,12 @@ from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.electorate import SealRule
 from spes_p2p.consensus.fragments import due_columns, due_tiles
 from spes_p2p.consensus.manifest import (
-    MAX_MEMBERS,
     Contribution,
     Manifest,
     Merge,
     Slice,
 )
-from spes_p2p.consensus.membership import LEAST_NEW, Member, with_votes
+from spes_p2p.consensus.membership import LEAST_NEW, MAX_MEMBERS, NOBODY, Member, with_votes
 from spes_p2p.consensus.messages import (
     DEGRADED,
     QUORUM,
@@ -29,7 +28,6 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.consensus.rules import (
     IDLE_TURNS,
     MOST_ROUNDS,
-    NOBODY,
     Outcome,
     RunRules,
     capped_tokens,
@@ -283,10 +281,10 @@ def test_electors_vote_for_so_many_new_peers_in_a_round() -> None:
         members = with_votes(MEMBERS, sorted((*MEMBERS, *(Member(PeerId(f"x{at}"), 1, True, 0) for at in range(new)))))
         return replace(CHILD, members=members)
 
-    check_newcomers(PARENT, named(LEAST_NEW))
+    check_newcomers(RUN.rules, PARENT, named(LEAST_NEW))
     with pytest.raises(RemoteProtocolError, match="5 new members, but at most 4"):
-        check_newcomers(PARENT, named(LEAST_NEW + 1))
-    check_newcomers(PARENT, replace(CHILD, members=tuple(replace(one, incarnation=9) for one in MEMBERS)))
+        check_newcomers(RUN.rules, PARENT, named(LEAST_NEW + 1))
+    check_newcomers(RUN.rules, PARENT, replace(CHILD, members=tuple(replace(one, incarnation=9) for one in MEMBERS)))
 
 
 def test_only_the_organiser_renews() -> None:

@@ -12,8 +12,8 @@ import pytest
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Notice, Send
 from spes_p2p.consensus.machine import Consensus
-from spes_p2p.consensus.manifest import Contribution, Decay, manifest_hash
-from spes_p2p.consensus.membership import LINK_PRIVATE, Member
+from spes_p2p.consensus.manifest import Contribution, Decay, Manifest, manifest_hash
+from spes_p2p.consensus.membership import LINK_PRIVATE, Member, Roll, electors
 from spes_p2p.consensus.messages import (
     Ballots,
     Content,
@@ -255,6 +255,89 @@ def test_no_other_word_lets_the_learning_rate_fall(voter: Consensus, forged: dic
     assert (content.manifest.decay, content.statements.decay) == (None, None)
     with pytest.raises(RemoteProtocolError, match="nothing in it follows from"):
         check_content(rules, tip, with_statements(content, decay=word))
+
+
+MALLORY = PeerId("mallory")
+
+
+def signed_roll(rules: RunRules, author: PeerId | None = None, **changes: Any) -> Signed[Roll]:
+    """The organiser's roll, which bans the liar, or a forged one."""
+    said = replace(Roll(rules.fingerprint, 3, (PeerId("p0"),), (LIAR,)), **changes)
+    return FakeSealer(rules.organiser if author is None else author).seal(said)
+
+
+def test_the_next_manifest_takes_up_the_organisers_roll_and_later_ones_keep_it(
+    voter: Consensus, honest: Content
+) -> None:
+    core, rules = copy.deepcopy(voter), replace(voter.state.rules, by_vouch=True)
+    word = signed_roll(rules)
+    for other in (word, signed_roll(rules, number=2), signed_roll(rules, author=LIAR, number=9)):
+        core.handle(on.RollSigned(other), 0.0)
+    assert core.state.others.roll == word
+    state_root = core.tip.state_root
+    taken = content_of(rules, core.tip, replace(honest.statements, roll=word), state_root, None)
+    check_content(rules, core.tip, taken)
+    check_child(rules, core.tip, taken.manifest)
+    assert taken.manifest.roll == word.value
+    assert LIAR not in {member.peer for member in taken.manifest.members}
+    assert [member.peer for member in electors(taken.manifest.members)] == ["p0"]
+    with pytest.raises(RemoteProtocolError, match="does not follow"):
+        check_content(rules, core.tip, with_statements(taken, roll=None))
+    older = Statements((), (), honest.statements.statuses, roll=signed_roll(rules, number=2))
+    later = content_of(rules, taken.manifest, older, state_root, None)
+    check_child(rules, taken.manifest, later.manifest)
+    assert (later.manifest.roll, later.statements.roll) == (word.value, None)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda rules, child: replace(child, roll=None),
+        lambda rules, child: replace(child, roll=replace(child.roll, number=2)),
+        lambda rules, child: replace(child, roll=replace(child.roll, vouched=(PeerId("p0"), PeerId("p1")))),
+        lambda rules, child: replace(child, roll=replace(child.roll, number=4, vouched=(LIAR,))),
+        lambda rules, child: replace(
+            child, members=tuple(replace(one, elector=not one.elector) for one in child.members)
+        ),
+        lambda rules, child: replace(child, members=(Member(MALLORY, 1, False, 0), *child.members)),
+    ],
+)
+def test_whoever_leads_neither_forgets_a_roll_nor_gives_votes(
+    voter: Consensus, honest: Content, lie: Callable[[RunRules, Manifest], Manifest]
+) -> None:
+    rules, state_root = replace(voter.state.rules, by_vouch=True), voter.tip.state_root
+    said = replace(honest.statements, roll=signed_roll(rules, banned=(MALLORY,)))
+    parent = content_of(rules, voter.tip, said, state_root, None).manifest
+    child = content_of(rules, parent, Statements((), (), honest.statements.statuses), state_root, None)
+    check_content(rules, parent, child)
+    with pytest.raises(RemoteProtocolError):
+        check_content(rules, parent, replace(child, manifest=lie(rules, child.manifest)))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"author": LIAR}, {"fingerprint": sha256(b"another run")}, {"number": 0}, {"vouched": (LIAR,)}],
+    ids=str,
+)
+def test_no_other_word_gives_a_vote_or_bans(voter: Consensus, forged: dict[str, Any]) -> None:
+    rules, tip = voter.state.rules, voter.tip
+    word = signed_roll(rules, **forged)
+    content = content_of(rules, tip, Statements((), (), (), roll=word), tip.state_root, None)
+    assert (content.manifest.roll, content.statements.roll) == (None, None)
+    with pytest.raises(RemoteProtocolError, match="nothing in it follows from"):
+        check_content(rules, tip, with_statements(content, roll=word))
+
+
+def test_the_last_who_may_vote_stays_named_when_it_leaves(voter: Consensus, honest: Content) -> None:
+    """Else strangers would be among themselves, or nobody could go on."""
+    rules = replace(voter.state.rules, by_vouch=True)
+    leaving = tuple(
+        said_by(signed, intent=replace(signed.value.intent, leaving=True)) if signed.author == "p0" else signed
+        for signed in honest.statements.statuses
+    )
+    word = signed_roll(rules, banned=())
+    made = content_of(rules, voter.tip, replace(honest.statements, statuses=leaving, roll=word), NO_HASH, None)
+    assert [member.peer for member in electors(made.manifest.members)] == ["p0"]
 
 
 def test_another_leader_makes_the_same_of_the_same_words(voter: Consensus, honest: Content) -> None:

@@ -10,7 +10,9 @@ import pytest
 from spes_p2p.cli.run import history_text
 from spes_p2p.config.load import load_config
 from spes_p2p.consensus.manifest import Decay
+from spes_p2p.consensus.membership import Roll
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.ids import PeerId
 from spes_p2p.peer.organising import history, kept_history
 from spes_p2p.peer.run_file import NewRun, start_run
 from spes_p2p.planning.units import GIB
@@ -50,6 +52,15 @@ def test_the_round_that_lets_the_learning_rate_fall_says_so() -> None:
     lines = list(history([commits[0], *fell]))
     assert [line.decay_steps for line in lines] == [0, 500, 0]
     assert history_text(lines).count("the learning rate falls over 500 steps from here on") == 1
+
+
+def test_who_is_banned_is_named_in_the_round_that_takes_it_up() -> None:
+    commits = MadeRun().chain(3)
+    roll = Roll(commits[0].manifest.fingerprint, 1, (A,), (PeerId("mallory"),))
+    later = [replace(commit, manifest=replace(commit.manifest, roll=roll)) for commit in commits[1:]]
+    lines = list(history([commits[0], *later]))
+    assert [(line.banned, line.electors) for line in lines] == [((), 1), (("mallory",), 1), ((), 1)]
+    assert history_text(lines).count("banned: allory") == 1
 
 
 def test_a_folder_without_history_is_told(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class _Node:
 def _record(swarm: MemorySwarm, name: str, chain: Chain) -> PeerRecord:
     return PeerRecord(
         run_id=swarm.info.run_id, peer=PeerId(name), addresses=swarm.network.peer(name).transport.addresses,
-        version="0", round=chain.length - 1, step=0, tokens=0, tokens_per_second=0.0, owned=(),
+        version="0", round=max(0, chain.length - 1), step=0, tokens=0, tokens_per_second=0.0, owned=(),
         role="bootstrap" if name == ORGANISER else "peer", client_mode=False, joined_at_seconds=0,
     )  # fmt: skip
 

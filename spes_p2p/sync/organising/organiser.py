@@ -25,7 +25,7 @@ from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
-from spes_p2p.sync.organising.seat import Duty, Seat
+from spes_p2p.sync.organising.seat import VOUCH_FIX, Duty, Seat
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
 
@@ -49,6 +49,7 @@ class Organiser:
         self._store = files.store
         self._has_key = node.me == run.info.organiser
         self._waiting: dict[PeerId, _Waiting] = {}
+        self._has_asked = False
         self._seat = seat
         self._tasks = Tasks(seat.fatal)
         self._renewer = Renewer(run, node, files, seat)
@@ -103,17 +104,30 @@ class Organiser:
         limit = WAITING_BEATS * self._run.heartbeat_seconds
         for peer in [peer for peer, waiting in self._waiting.items() if now - waiting.at > limit]:
             self._gone(peer)
-        if status.intent.leaving or status.intent.serving or not status.intent.joining:
+        is_banned = self._seat.admission().is_banned(status.peer)
+        if status.intent.leaving or status.intent.serving or not status.intent.joining or is_banned:
             self._gone(status.peer)
             return
         if status.peer not in self._waiting:
             self._node.say(f"peer {short(status.peer)} has joined, {len(self._waiting) + 1} of {self._run.min_peers}")
         self._waiting[status.peer] = _Waiting(status, now)
         if len(self._waiting) >= self._run.min_peers:
+            if not self._has_voter():
+                self._ask_to_vouch()
+                return
             try:
                 self._begin()
             except StorageFull as error:
                 self._node.say(f"the run cannot start: {error}")
+
+    def _ask_to_vouch(self) -> None:
+        if not self._has_asked:
+            self._has_asked = True
+            self._node.say(f"the run can begin when somebody is here who may vote: {VOUCH_FIX}")
+
+    def _has_voter(self) -> bool:
+        served = [self._node.me] if self._seat.duty is Duty.SERVER else []
+        return any(map(self._seat.admission().may_vote, [*self._waiting, *served]))
 
     def _gone(self, peer: PeerId) -> None:
         if self._waiting.pop(peer, None) is not None:
@@ -127,7 +141,7 @@ class Organiser:
         if self._seat.duty is Duty.SERVER:
             members.append(self._seat.member)
             wishes[self._node.me] = OwnershipRequest(0)
-        manifest = genesis_manifest(self._run.rules, root, members, wishes)
+        manifest = genesis_manifest(self._run.rules, root, members, wishes, self._seat.admission().roll)
         self.begun(sign_genesis(manifest, self._node.me, self._node.sealer))
 
     def begun(self, genesis: Commit) -> None:

@@ -15,7 +15,7 @@ from spes_p2p.consensus.membership import electors
 from spes_p2p.consensus.messages import (
     Status,
 )
-from spes_p2p.consensus.timing import Pace
+from spes_p2p.consensus.timing import NEVER, Pace
 from spes_p2p.ids import NO_HASH, PeerId
 
 MOST_HEARD = 256
@@ -94,7 +94,7 @@ class LivenessMonitor:
 
     def silent_seconds(self, now: float) -> float:
         """How long no elector was heard that can vote."""
-        return now - max(self._voting_at.values())
+        return now - max(self._voting_at.values(), default=NEVER)
 
     def waiting(self, now: float) -> list[Status]:
         """Who would take part, by peer."""
@@ -104,14 +104,17 @@ class LivenessMonitor:
             if self._is_fresh(heard, now) and _waits(heard.status)
         ]
 
-    def new_members(self, min_peers: int, is_state_lost: bool, now: float) -> list[Status]:
+    def new_members(
+        self, min_peers: int, is_state_lost: bool, now: float, is_banned: Callable[[PeerId], bool] = lambda peer: False
+    ) -> list[Status]:
         """Peers that should become the members, since nobody who could name them was heard; none before that is due.
 
         They must have the newest state, unless it is lost; otherwise the first rounds would wait for the slowest
         download. Fewer than `min_peers` of them must have waited for as long as the electors were silent.
         """
         head = manifest_hash(self.tip)
-        chosen = [status for status in self.waiting(now) if is_state_lost or status.head == head]
+        waiting = [status for status in self.waiting(now) if not is_banned(status.peer)]
+        chosen = [status for status in waiting if is_state_lost or status.head == head]
         wait = self.wait_seconds(is_state_lost)
         if not chosen or any(now - at < wait for at in self._voting_at.values()):
             return []

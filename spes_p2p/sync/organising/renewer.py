@@ -25,7 +25,7 @@ from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.genesis import sign_renewal
 from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organising.renewal import LivenessMonitor
-from spes_p2p.sync.organising.seat import Duty, Seat
+from spes_p2p.sync.organising.seat import VOUCH_FIX, Duty, Seat
 from spes_p2p.wire import pack, unpack
 
 MOST_ROUNDS_LOST = 10
@@ -116,7 +116,12 @@ class Renewer:
         root, is_lost = self._state_to_go_on_from(monitor, waiting)
         if monitor.silent_seconds(now) > monitor.wait_seconds(is_lost) / 2:  # at first they may be fetching the state
             self._say_what_comes(monitor, is_lost, root is not None)
-        chosen = monitor.new_members(self._run.min_peers, is_lost, now)
+        admission = self._seat.admission()
+        chosen = monitor.new_members(self._run.min_peers, is_lost, now, admission.is_banned)
+        is_served = self._seat.duty is Duty.SERVER
+        if chosen and not is_served and not any(admission.may_vote(status.peer) for status in chosen):
+            self._say_once(f"the run can continue when somebody is here who may vote: {VOUCH_FIX}")
+            return
         if root is not None and chosen:
             try:
                 self._renew(driver, monitor.tip, root, chosen)
@@ -164,7 +169,9 @@ class Renewer:
         else:
             if self._seat.duty is Duty.SERVER:
                 chosen = [*chosen, driver.core.status()]
-            manifest = renewed_manifest(self._run.rules, tip, root, members_of(chosen), wishes_of(chosen))
+            manifest = renewed_manifest(
+                self._run.rules, tip, root, members_of(chosen), wishes_of(chosen), self._seat.admission().roll
+            )
             commit = sign_renewal(manifest, self._node.me, self._node.sealer)
             with storing(path.parent, 0):
                 path.parent.mkdir(exist_ok=True)

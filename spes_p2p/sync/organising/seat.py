@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.membership import Member
+from spes_p2p.consensus.membership import Admission, Member
 from spes_p2p.consensus.messages import (
     Intent,
 )
@@ -36,6 +36,7 @@ HELD_BYTES = 2**28
 """What contributions may take of memory here; a trainer allows itself more."""
 INITIAL = frozenset({0})
 RETRY_BEATS = 10
+VOUCH_FIX = "vouch for one with `spes-p2p run vouch PEER`, or start this node with --serve"
 
 
 class Duty(Enum):
@@ -81,7 +82,8 @@ class Seat:
             self._intent = replace(self._intent, joining=True, serving=True)
         self._gone = asyncio.Event()
         self._said: set[str] = set()
-        self._words = Words()
+        self.words = Words()
+        """The organiser's, as far as this node has heard of them."""
         self._tasks = Tasks(self.fatal)
         self._is_checked = False
         self.driver: Driver | None = None
@@ -107,7 +109,7 @@ class Seat:
         while self.driver is None:
             try:
                 self.driver = await self._begin()
-                self.driver.obey(self._words)
+                self.driver.obey(self.words)
             except (NetworkError, StateError, StorageFull) as error:
                 self._say_once(f"this node cannot {'serve' if self._is_member else 'follow the run'} yet: {error}")
                 await asyncio.sleep(RETRY_BEATS * self._run.heartbeat_seconds)
@@ -139,9 +141,13 @@ class Seat:
 
     def obey(self, words: Words) -> None:
         """See `Driver.obey`."""
-        self._words = words
+        self.words = words
         if self.driver is not None:
             self.driver.obey(words)
+
+    def admission(self) -> Admission:
+        """Who may take part and who may vote, by the organiser's newest word."""
+        return self.words.admission(self._run.rules)
 
     def greet(self, known: Iterable[PeerId]) -> None:
         """Sends our status also to nodes in the DHT that are not members."""

@@ -1,0 +1,136 @@
+"""Who votes is the organiser's to say: strangers train and count, and no number of them decides (real drivers)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.membership import electors
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.records import words_key
+from spes_p2p.sync.organiser_words import TTL_SECONDS, Words, roll
+from spes_p2p.sync.sealing import KeySealer
+from spes_p2p.testing.memory_swarm import ORGANISER, MemorySwarm
+from spes_p2p.testing.pretend_peer import PretendWork
+from spes_p2p.wire import pack
+from tests.sync.swarm_cases import in_swarm, small_config
+from tests.sync.test_choosing_history import Surroundings
+
+VOUCHED = small_config("swarm.electors=vouched", "swarm.min_peers=3")
+FAST = PretendWork(step_seconds=0.1)
+
+
+class Organising:
+    """The organiser at its desk: what it says reaches everybody by the DHT."""
+
+    def __init__(self, swarm: MemorySwarm) -> None:
+        self._swarm, self._known = swarm, Words()
+        self._sealer = KeySealer(swarm.network.keys.signer(PeerId(ORGANISER)))
+
+    async def says(self, vouched: str = "", banned: str = "", forgotten: str = "") -> None:
+        names = [[PeerId(name) for name in some] for some in (vouched, banned, forgotten)]
+        self._known = roll(self._swarm.info, self._known, self._sealer, *names)
+        directory = self._swarm.network.peer("the organiser's desk").directory
+        await directory.publish(words_key(self._swarm.info.run_id), pack(self._known), TTL_SECONDS)
+
+
+def newest(swarm: MemorySwarm, name: str) -> Manifest:
+    commit = swarm.peers[PeerId(name)].chain.newest
+    assert commit is not None
+    return commit.manifest
+
+
+def voters(manifest: Manifest) -> str:
+    return "".join(sorted(member.peer for member in electors(manifest.members)))
+
+
+def names_of(manifest: Manifest) -> str:
+    return "".join(sorted(member.peer for member in manifest.members))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(300.0):
+        while not holds():
+            await asyncio.sleep(0.1)
+
+
+async def begun(swarm: MemorySwarm, around: Surroundings, desk: Organising, vouched: str) -> None:
+    """A run of `a`, `b` and `c`, of whom some are vouched for before it begins."""
+    await swarm.start_organiser()
+    await around.add(ORGANISER)
+    starts = [asyncio.create_task(swarm.add(name, FAST)) for name in "abc"]
+    await until(lambda: any("somebody is here who may vote" in said for said in swarm.organiser_said))
+    assert swarm.organiser.chain.length == 0
+    await desk.says(vouched=vouched)
+    await asyncio.gather(*starts)
+    for name in "abc":
+        await around.add(name)
+
+
+def test_strangers_train_and_count_but_vote_only_once_they_are_vouched_for(tmp_path: Path) -> None:
+    async def main(swarm: MemorySwarm) -> None:
+        around, desk = Surroundings(swarm), Organising(swarm)
+        await begun(swarm, around, desk, "ab")
+        await swarm.until_round(3)
+        chain = swarm.peers[PeerId("a")].chain
+        manifests = [chain.commit(round).manifest for round in range(4)]
+        assert [voters(manifest) for manifest in manifests] == ["ab"] * 4
+        assert "c" in {entry.peer for manifest in manifests for entry in manifest.roster}
+        await desk.says(vouched="c")
+        await until(lambda: voters(newest(swarm, "a")) == "abc")
+        await desk.says(banned="b")
+        await until(lambda: names_of(newest(swarm, "a")) == names_of(newest(swarm, "c")) == "ac")
+        stood = newest(swarm, "a").round
+        await swarm.until_round(stood + 3, "ac")
+        assert "b" not in names_of(newest(swarm, "a"))
+        await desk.says(forgotten="b")
+        await until(lambda: "b" in names_of(newest(swarm, "a")))
+        assert "b" not in voters(newest(swarm, "a")), "a ban that is lifted gives no vote"
+        await around.stop()
+
+    in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_strangers_without_anybody_who_may_vote_commit_nothing(tmp_path: Path) -> None:
+    """They outnumber those who vote, hear nobody else for long, and have no history of their own in the end."""
+
+    async def main(swarm: MemorySwarm) -> None:
+        around, desk = Surroundings(swarm), Organising(swarm)
+        await begun(swarm, around, desk, "ab")
+        strangers = ["c", "d", "e", "f"]
+        for name in strangers[1:]:
+            await swarm.add(name, FAST)
+        await until(lambda: set(strangers) <= {member.peer for member in newest(swarm, "a").members})
+        swarm.network.partition(strangers)
+        stood = {name: newest(swarm, name).round for name in strangers}
+        with_votes = newest(swarm, "a").round
+        driver = swarm.peers[PeerId("c")].driver
+        await asyncio.sleep(3 * driver.core.state.pace.degraded_wait_seconds())
+        assert newest(swarm, "a").round > with_votes + 3
+        assert all(newest(swarm, name).round <= stood[name] + 1 for name in strangers)
+        swarm.network.heal()
+        await swarm.until_round(newest(swarm, "a").round + 3)
+        await around.stop()
+
+    in_swarm(tmp_path, main, VOUCHED)
+
+
+def test_when_all_who_vote_are_gone_the_organiser_waits_for_one_that_it_vouches_for(tmp_path: Path) -> None:
+    async def main(swarm: MemorySwarm) -> None:
+        around, desk = Surroundings(swarm), Organising(swarm)
+        await begun(swarm, around, desk, "a")
+        await swarm.until_round(2)
+        await around.remove("a")
+        await swarm.peers[PeerId("a")].kill()
+        stood = newest(swarm, "b").round
+        await until(lambda: any("the run can continue when" in said for said in swarm.organiser_said))
+        assert newest(swarm, "b").round <= stood + 1
+        await desk.says(vouched="b")
+        await until(lambda: newest(swarm, "b").round > stood + 3)
+        assert voters(newest(swarm, "b")) == "b"
+        assert "c" in names_of(newest(swarm, "b"))
+        await around.stop()
+
+    in_swarm(tmp_path, main, VOUCHED)
