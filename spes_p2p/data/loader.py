@@ -2,12 +2,15 @@
 
 `LeasedLoader` reads the positions that the run leased to this peer, `LocalLoader` an endless order of the peer's own;
 `train/step.py` gives each rank of the peer its share. Sequences are `sequence_length` tokens, the shift to targets
-happens in the model. It leaves out who leases what (`leases.py`) and moving tokens to a device.
+happens in the model. The next batch is read on a thread while one is trained on. It leaves out who leases what
+(`leases.py`) and moving tokens to a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +118,22 @@ class _Loader:
                 fix="use more data, a smaller optimizer.batch_sequences or a smaller data.sequence_length",
             )
         self._order = _order(training, config, stream)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: tuple[NDArray[np.int64], Future[Batch]] | None = None
+        """Positions of the batch that is being read ahead."""
 
     def _batch(self, positions: NDArray[np.int64]) -> Batch:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and np.array_equal(ahead[0], positions):
+            with suppress(DataNotReady):  # it may have come since
+                return ahead[1].result()
+        return self._read(positions)
+
+    def _read_ahead(self, positions: NDArray[np.int64]) -> None:
+        """On a thread, while the batch before is trained on; of no use where another one is asked for next."""
+        self._ahead = positions, self._thread.submit(self._read, positions)
+
+    def _read(self, positions: NDArray[np.int64]) -> Batch:
         return self._reader.batch(self._order.sequences_at(positions), positions)
 
 
@@ -160,6 +177,8 @@ class LeasedLoader(_Loader):
         self._offset += sequences
         if self._reader.sequences.is_tight:
             self._need_rest()
+        if sequences <= self.remaining():
+            self._read_ahead(self._next_positions(sequences))
         return batch
 
     def wait_for_data(self, sequences: int, should_stop: Callable[[], bool]) -> bool:
@@ -205,8 +224,9 @@ class LocalLoader(_Loader):
 
     def next_batch(self, sequences: int) -> Batch:
         """The next `sequences` sequences."""
-        batch = self._batch(np.arange(self._position, self._position + sequences))
-        self._position += sequences
+        start, self._position = self._position, self._position + sequences
+        batch = self._batch(np.arange(start, self._position))
+        self._read_ahead(np.arange(self._position, self._position + sequences))
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class RoundWork:
     """Sequences taken from the loader, those of skipped steps too."""
     seconds: float = 0.0
     skipped: int = 0
+    waited_seconds: float = 0.0
+    """Of `seconds`: for the tokens of a batch, instead of training."""
 
 
 def run_inner_steps(
@@ -53,9 +55,14 @@ def run_inner_steps(
     should_drop = should_drop or (lambda share: should_stop())
     size = trainer.config.optimizer.batch_sequences
     done = tokens = sequences = skipped = 0
-    while done < steps and not should_stop() and _has(loader, size, should_stop):
-        place = loader.state_dict()
-        result = trainer.train_step_unless(loader.next_batch(size), should_drop)
+    waited = 0.0
+    while done < steps and not should_stop():
+        asked, place = time.perf_counter(), loader.state_dict()
+        batch = loader.next_batch(size) if _has(loader, size, should_stop) else None
+        waited += time.perf_counter() - asked
+        if batch is None:
+            break
+        result = trainer.train_step_unless(batch, should_drop)
         if result is None:
             loader.load_state_dict(place)
             break
@@ -69,7 +76,7 @@ def run_inner_steps(
             done += 1
             tokens += result.tokens
         on_step(result, trainer.round_steps)
-    return RoundWork(done, tokens, sequences, time.perf_counter() - started, skipped)
+    return RoundWork(done, tokens, sequences, time.perf_counter() - started, skipped, waited)
 
 
 def _has(loader: LeasedLoader | LocalLoader, sequences: int, should_stop: Callable[[], bool]) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, check_enough, held_out_batches, open_dataset
 from spes_p2p.data.manifest import Dataset
+from spes_p2p.data.memmap import TokenSequences
 from spes_p2p.errors import CheckpointError, ConfigError, DataError, LocalProtocolError
 from spes_p2p.ids import PeerId
 from tests.data.conftest import tiny_config
@@ -139,3 +142,42 @@ def test_a_dataset_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
         open_dataset(small)
     with pytest.raises(ConfigError, match=r"data.path is empty"):
         open_dataset(tiny_config())
+
+
+def test_the_next_batch_is_read_on_a_thread_while_one_is_trained_on(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by: list[str] = []
+    real = TokenSequences.read
+
+    def noted(self: TokenSequences, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        by.append(threading.current_thread().name.partition("_")[0])
+        return real(self, sequences)
+
+    monkeypatch.setattr(TokenSequences, "read", noted)
+    for loader in (
+        LeasedLoader(counting(40), tiny_config(), ((0, 12),)),
+        LocalLoader(counting(40), tiny_config(), PeerId("a")),
+    ):
+        by.clear()
+        place = loader.state_dict()
+        batches = [loader.next_batch(4) for _ in range(3)]
+        assert by[:3] == ["MainThread", "batches", "batches"]
+        loader.load_state_dict(place)  # a step was given up: what was read ahead is of no use
+        again = [loader.next_batch(4) for _ in range(3)]
+        for left, right in zip(batches, again, strict=True):
+            assert np.array_equal(left.tokens, right.tokens)
+            assert np.array_equal(left.positions, right.positions)
+
+
+def test_an_error_of_reading_ahead_comes_with_the_batch_that_has_it(counting: Counting) -> None:
+    loader = LeasedLoader(counting(40), tiny_config("model.vocab_size=36"), ((0, 40),))
+    read: list[int] = []
+
+    def read_all() -> None:
+        while True:
+            read.extend(loader.next_batch(4).positions)
+
+    with pytest.raises(DataError, match="holds token"):
+        read_all()
+    assert loader.consumed == len(read)
