@@ -6,7 +6,7 @@
     sudo python scripts/bench_wan.py --sync sync.overlap=true sync.fragments=2 --step-seconds 0.5
 
 Real peers in network namespaces of this machine, links of token buckets (tc tbf), homes behind routers of their own
-(`spes_p2p/testing/nat_box.py`), which also delay what they carry, each way; peers outside a home have no delay. The
+(`tests/swarm/nat_box.py`), which also delay what they carry, each way; peers outside a home have no delay. The
 limit of a sync is the most that any peer must move over the slower direction of its link, by what it really moved.
 Time spent training is that of the steps made between the first and the last commit that are looked at, of all time.
 With `--step-seconds` each step sleeps so long on top of its computing: the cores of one machine are not the limit then.
@@ -23,6 +23,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from spes_p2p.codecs.sizes import CODECS, Codec
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.failpoints import INNER_STEP
@@ -30,9 +32,9 @@ from spes_p2p.observe.events import Round, Step
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.planning.traffic import Spread, Traffic, round_traffic
 from spes_p2p.testing.faults import SLOW, Fault
-from spes_p2p.testing.namespaces import Lab, may_limit_links
 from spes_p2p.testing.processes import LocalSwarm, Process
 from spes_p2p.testing.quickstart import CONFIG, QuickstartOptions, prepare
+from tests.swarm.namespaces import Lab, may_limit_links
 
 PORT = 4001
 MODEL = (

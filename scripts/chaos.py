@@ -15,8 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from spes_p2p.testing.chaos import Chaos
-from spes_p2p.testing.chaos_report import ChaosOptions, report
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.swarm.chaos import Chaos
+from tests.swarm.chaos_report import ChaosOptions, report
 
 
 def main() -> int:

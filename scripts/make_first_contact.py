@@ -18,6 +18,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spes_p2p.testing.namespaces import Lab, may_make_namespaces
-from spes_p2p.testing.processes import Host
-
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from spes_p2p.testing.processes import Host  # noqa: E402
+from tests.swarm.namespaces import Lab, may_make_namespaces  # noqa: E402
+
 PROGRAM = "spes-p2p/scripts/spes-p2p.sh"
 LATE_SECONDS = 900.0
 LEAVE_SECONDS = 30.0

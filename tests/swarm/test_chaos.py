@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.testing.chaos import Chaos
-from spes_p2p.testing.chaos_report import ChaosOptions
+from tests.swarm.chaos import Chaos
+from tests.swarm.chaos_report import ChaosOptions
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 ROUNDS = 6

@@ -1,6 +1,6 @@
 """Two peers behind routers of their own, that nobody can dial, train with one that can be: no port is forwarded.
 
-The routers are real processes between network namespaces (`spes_p2p/testing/nat_box.py`); needs the right to make
+The routers are real processes between network namespaces (`tests/swarm/nat_box.py`); needs the right to make
 those. The same story is told on the in-memory network by tests/sync/test_nat.py.
 """
 
@@ -14,8 +14,8 @@ import pytest
 
 from spes_p2p.consensus.messages import QUORUM
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.namespaces import Lab, may_make_namespaces
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
+from tests.swarm.namespaces import Lab, may_make_namespaces
 
 pytestmark = [
     pytest.mark.swarm,

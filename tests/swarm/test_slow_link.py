@@ -17,8 +17,8 @@ from spes_p2p.consensus.messages import QUORUM, Commit
 from spes_p2p.observe.events import Peer
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import SLOW, Fault
-from spes_p2p.testing.namespaces import TwoHalves, may_limit_links
 from tests.swarm.micro import LOCAL, MICRO, config_of, local_swarm, peer_id_of, recomputed_state
+from tests.swarm.namespaces import TwoHalves, may_limit_links
 
 pytestmark = [
     pytest.mark.swarm,

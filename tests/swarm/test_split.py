@@ -17,9 +17,9 @@ from spes_p2p import failpoints
 from spes_p2p.observe.events import Round
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import SLOW, Fault
-from spes_p2p.testing.namespaces import TwoHalves, may_make_namespaces
 from spes_p2p.testing.processes import LocalSwarm
 from tests.swarm.micro import LOCAL, MICRO, local_swarm
+from tests.swarm.namespaces import TwoHalves, may_make_namespaces
 
 NAMES = ("p0", "p1", "p2", "p3")
 STAY, CUT_OFF = NAMES[:3], NAMES[3]

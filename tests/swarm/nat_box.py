@@ -1,6 +1,6 @@
 """A router of a home, in user space: those behind it reach the listed hosts outside, and nobody outside reaches them.
 
-    ip netns exec INSIDE python -m spes_p2p.testing.nat_box --outside SPACE --host 11.0.0.10:4001 --host 11.0.0.20:4001
+    ip netns exec INSIDE python tests/swarm/nat_box.py --outside SPACE --host 11.0.0.10:4001 --host 11.0.0.20:4001
 
 It listens inside on the very addresses of those hosts, and passes each connection on from its own address outside, as a
 NAT with its table of connections does. `--delay` adds that many seconds to the way of each piece. Needs root.

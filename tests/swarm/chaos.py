@@ -28,10 +28,10 @@ from spes_p2p.observe.events import Round, Step
 from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.chaos_report import ChaosOptions, Findings, Sample, judge
 from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault
 from spes_p2p.testing.nursery import children
 from spes_p2p.testing.processes import BOOTSTRAP, LocalSwarm, Process
+from tests.swarm.chaos_report import ChaosOptions, Findings, Sample, judge
 
 MODEL = (
     "model.d_model=32", "model.num_layers=2", "model.num_heads=2", "model.expert_ffn=32", "data.sequence_length=32",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.consensus.messages import DEGRADED, QUORUM
-from spes_p2p.testing.chaos_report import ChaosOptions, Findings, Sample, judge, report
+from tests.swarm.chaos_report import ChaosOptions, Findings, Sample, judge, report
 
 
 def good() -> Findings:

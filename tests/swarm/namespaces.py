@@ -11,8 +11,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from spes_p2p.testing.processes import Host
+
+_NAT_BOX = Path(__file__).with_name("nat_box.py")
 
 
 def may_make_namespaces() -> bool:
@@ -73,7 +76,7 @@ class Lab:
         _ip("-n", space, "route", "add", "default", "via", "192.168.1.1")
         for at in sorted({host.rsplit(":", 1)[0] for host in hosts}):
             _ip("-n", inside, "addr", "add", f"{at}/32", "dev", "lo")
-        command = ["ip", "netns", "exec", inside, sys.executable, "-m", "spes_p2p.testing.nat_box"]
+        command = ["ip", "netns", "exec", inside, sys.executable, str(_NAT_BOX)]
         command += ["--outside", outside, "--delay", str(delay_seconds)]
         router = subprocess.Popen(
             [*command, *(word for host in hosts for word in ("--host", host))], stdout=subprocess.PIPE
