@@ -1,0 +1,109 @@
+"""Attacks on what goes into a round: values that were not trained, and work that was not done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from spes_p2p.consensus.messages import Work
+from spes_p2p.state.layout import Values
+from spes_p2p.testing.attackers.attack import Attack, Scene
+
+UNNOTICED = 10.0
+"""How many times an honest change the large ones are: half of what reducers refuse (`NORM_LIMIT`)."""
+ALIE_DEVIATIONS = 1.5
+"""Standard deviations from the honest mean, as in the experiments of arXiv 1902.06156."""
+
+
+class NotFinite(Attack):
+    """Hands in NaN."""
+
+    name = "nan"
+
+    def values(self, scene: Scene) -> Values:
+        return np.full_like(scene.base, np.nan)
+
+
+class Thousandfold(Attack):
+    """Hands in its change times 1,000."""
+
+    name = "times-1000"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.base + np.float32(1000) * scene.change
+
+
+class SignFlip(Attack):
+    """Hands in the opposite of what it trained."""
+
+    name = "sign-flip"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.base - scene.change
+
+
+class Noise(Attack):
+    """Hands in Gaussian noise, as large as can go unnoticed."""
+
+    name = "noise"
+
+    def values(self, scene: Scene) -> Values:
+        noise = scene.rng.standard_normal(len(scene.base), np.float32)
+        size = UNNOTICED * float(np.linalg.norm(scene.change)) / float(np.linalg.norm(noise))
+        return scene.base + np.float32(size) * noise
+
+
+class ALittleIsEnough(Attack):
+    """ALIE (arXiv 1902.06156): the honest mean, moved by as little as the honest differ from each other anyway."""
+
+    name = "alie"
+
+    def values(self, scene: Scene) -> Values:
+        changes = scene.honest_changes
+        return scene.base + changes.mean(0) - np.float32(ALIE_DEVIATIONS) * changes.std(0)
+
+
+class InnerProduct(Attack):
+    """Inner-product manipulation (arXiv 1903.03936): the honest mean, turned around and made large."""
+
+    name = "inner-product"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.base - np.float32(UNNOTICED) * scene.honest_changes.mean(0)
+
+
+class Idle(Attack):
+    """Trains nothing, and claims as many tokens and steps as the rules let anybody."""
+
+    name = "claimed-work"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.base
+
+    def work(self, work: Work, most_steps: int) -> Work:
+        each = max(1, work.steps)
+        return replace(
+            work,
+            steps=most_steps,
+            tokens=work.tokens * most_steps // each,
+            sequences=work.sequences * most_steps // each,
+        )
+
+
+class ClaimedFlip(Idle):
+    """Claims as much as it may, and hands in the opposite of what it trained."""
+
+    name = "claimed-flip"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.base - scene.change
+
+
+class Copy(Attack):
+    """Hands in what another peer trained."""
+
+    name = "copy"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.honest[0].copy() if scene.honest else scene.base

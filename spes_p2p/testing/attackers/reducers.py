@@ -1,0 +1,28 @@
+"""Attacks on what comes out of a round: a reducer that hands out something else than the mean."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spes_p2p.state.layout import Values
+from spes_p2p.testing.attackers.attack import Attack
+
+ALTERED_SHARE = 0.01
+
+
+class AlteredTile(Attack):
+    """Turns around the sign of all values in one of a hundred tiles that it reduces."""
+
+    name = "altered-tile"
+
+    def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
+        return -values if rng.random() < ALTERED_SHARE else values
+
+
+class NotFiniteTiles(Attack):
+    """Hands out NaN for all that it reduces."""
+
+    name = "nan-tiles"
+
+    def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
+        return np.full_like(values, np.nan)

@@ -1,0 +1,177 @@
+"""A run with liars in it: real trainers and the real sync in memory, on the virtual clock.
+
+A liar is an honest peer but for what its attack says. The same seed gives honest peers the same data with and without
+liars, so that losses can be compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.messages import Work
+from spes_p2p.consensus.rules import MOST_ROUNDS
+from spes_p2p.data.manifest import Dataset
+from spes_p2p.ids import Hash, PeerId
+from spes_p2p.state.layout import Values
+from spes_p2p.state.staging import TileData
+from spes_p2p.testing.attackers.attack import Attack, Scene
+from spes_p2p.testing.attackers.contributions import (
+    ALittleIsEnough,
+    ClaimedFlip,
+    Copy,
+    Idle,
+    InnerProduct,
+    Noise,
+    NotFinite,
+    SignFlip,
+    Thousandfold,
+)
+from spes_p2p.testing.attackers.reducers import AlteredTile, NotFiniteTiles
+from spes_p2p.testing.pretend_peer import PretendPeer
+from spes_p2p.testing.training_swarm import LOOK_SECONDS, Measure, TrainingPeer, TrainingSwarm
+from spes_p2p.testing.virtual_time import run_virtual
+
+ATTACKS: Mapping[str, type[Attack]] = {
+    kind.name: kind
+    for kind in (
+        NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Idle, ClaimedFlip, Copy,
+        AlteredTile, NotFiniteTiles,
+    )
+}  # fmt: skip
+PATIENCE_DEADLINES = 30.0
+"""A run that commits nothing for so long is over: nobody expects more of it."""
+NEVER = 2**62
+"""A step that is not reached: the loss is measured in the end alone."""
+
+
+@dataclass
+class TrialPeer(TrainingPeer):
+    """A peer that lies where its swarm says so."""
+
+    async def start(self) -> None:
+        await super().start()
+        attack = self._attack
+        if attack is None:
+            return
+        candidate, ready = self.driver._candidate, self.driver.ready
+        write = candidate.write
+
+        def written(first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
+            rng = self._rng(first_tile)
+            altered = (
+                attack.reduced(first_tile + at, tile, rng) if isinstance(tile, np.ndarray) else tile
+                for at, tile in enumerate(tiles)
+            )
+            return write(first_tile, altered)
+
+        def claimed(work: Work) -> None:
+            ready(attack.work(work, MOST_ROUNDS * self._present.turn.manifest.steps_per_round))
+
+        vars(candidate)["write"] = written
+        vars(self.driver)["ready"] = claimed
+
+    @property
+    def _attack(self) -> Attack | None:
+        return cast(TrialSwarm, self.swarm).liars.get(self.name)
+
+    def _rng(self, what: int) -> np.random.Generator:
+        text = f"{self.swarm.config.run.seed}/{self.name}/{self.round}/{what}"
+        return np.random.default_rng(zlib.crc32(text.encode()))
+
+    def _now(self, block: int) -> Values:
+        trained, attack = super()._now(block), self._attack
+        if attack is None:
+            return trained
+        honest = cast(TrialSwarm, self.swarm).honest_values(self._present.turn.manifest, block)
+        return attack.values(Scene(self._present.started[block], trained, honest, self._rng(block)))
+
+    def values_on(self, manifest: Manifest, block: int) -> Values | None:
+        """What it has trained of a block by now, if that is on top of `manifest`."""
+        now = self._pretended
+        return (
+            now.trained(block) if now is not None and now.turn.manifest == manifest and block in now.started else None
+        )
+
+
+class TrialSwarm(TrainingSwarm):
+    """`liars`: which peers attack, and how."""
+
+    peer_class = TrialPeer
+    liars: Mapping[PeerId, Attack] = {}
+
+    def honest_values(self, manifest: Manifest, block: int) -> tuple[Values, ...]:
+        """What those that do not lie have trained of a block by now, in the order of their names."""
+        peers = [cast(TrialPeer, self.peers[name]) for name in sorted(self.peers) if name not in self.liars]
+        found = (peer.values_on(manifest, block) for peer in peers)
+        return tuple(values for values in found if values is not None)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a run with liars went, as its first peer saw it, who does not lie."""
+
+    loss: float
+    """Held-out, of the last committed model: nats a token. NaN where that is not finite any more."""
+    rounds: int
+    longest_stall_deadlines: float
+    """The longest time between two commits, in deadlines of a leader."""
+    banned: int
+    """Liars that are no members in the end."""
+    banned_honest: int
+    """Others that are no members in the end."""
+
+
+def run_trial(
+    config: Config, folder: Path, dataset: Dataset, rounds: int, attack: Attack | None, peers: int, liars: int
+) -> Trial:
+    """Trains for so many rounds, or until the run stands still. Without `attack` the liars are absent.
+
+    `peers` counts the liars. Not for so many global steps: claimed ones make those grow.
+    """
+    names = [PeerId(f"peer-{number:03d}") for number in range(peers)]
+    honest, lying = names[: peers - liars], names[peers - liars :]
+    present = names if attack is not None else honest
+    settled = config.model_copy(update={"swarm": config.swarm.model_copy(update={"min_peers": len(present)})})
+
+    async def play() -> Trial:
+        swarm = TrialSwarm(settled, folder, dataset, torch.device("cpu"), Measure(NEVER, NEVER))
+        swarm.liars = {} if attack is None else dict.fromkeys(lying, attack)
+        await swarm.start(present)
+        first = cast(TrainingPeer, swarm.peers[names[0]])
+        trial = await _watched(swarm, first, rounds)
+        await swarm.stop()
+        for peer in cast("list[TrainingPeer]", list(swarm.peers.values())):
+            peer.learner.close()
+        swarm.evaluator.close()
+        return trial
+
+    return run_virtual(play(), 1e9)
+
+
+async def _watched(swarm: TrialSwarm, first: TrainingPeer, rounds: int) -> Trial:
+    deadline = first.driver.core.state.pace.deadline_seconds(0)
+    moments = [swarm.clock.now()]
+
+    def watch(peer: PretendPeer, manifest: Manifest) -> None:
+        if peer is first:
+            moments.append(swarm.clock.now())
+
+    swarm.watch = watch
+    while first.round < rounds and swarm.clock.now() - moments[-1] < PATIENCE_DEADLINES * deadline:
+        await asyncio.sleep(LOOK_SECONDS)
+    ends = [*moments[1:], swarm.clock.now()]
+    longest = max(end - begin for begin, end in zip(moments, ends, strict=True))
+    tip = first.driver.core.tip
+    loss = swarm.evaluator.held_out_loss(first.store.version(tip.round), swarm.config.eval.sequences)
+    gone = set(swarm.peers) - {member.peer for member in tip.members}
+    return Trial(loss, tip.round, longest / deadline, len(gone & set(swarm.liars)), len(gone - set(swarm.liars)))

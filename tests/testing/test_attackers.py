@@ -1,0 +1,79 @@
+"""Attackers do what their names say, and a run with liars is measured against one without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.consensus.messages import Work
+from spes_p2p.data.loader import open_dataset
+from spes_p2p.state.layout import Values
+from spes_p2p.sync.reduce import NORM_LIMIT
+from spes_p2p.testing.attackers.attack import Scene
+from spes_p2p.testing.attackers.trial import ATTACKS, run_trial
+from tests.peer.real import SMALL, make_tokens
+
+
+def scene(seed: int = 0) -> Scene:
+    rng = np.random.default_rng(seed)
+    base, *changes = rng.standard_normal((9, 4096), np.float32)
+    common = changes[0]
+    trained = [base + np.float32(0.01) * (common + change) for change in changes]
+    return Scene(base, trained[0], tuple(trained[1:]), rng)
+
+
+def cosine(one: Values, other: Values) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+@pytest.mark.parametrize("name", ["sign-flip", "inner-product", "claimed-flip"])
+def test_what_turns_the_run_around_points_away_from_honest_training(name: str) -> None:
+    seen = scene()
+    assert cosine(ATTACKS[name]().values(seen) - seen.base, seen.honest_changes.mean(0)) < -0.5
+
+
+@pytest.mark.parametrize("name", ["sign-flip", "noise", "alie", "inner-product", "claimed-flip", "copy"])
+def test_what_is_to_go_unnoticed_is_small_enough_for_the_reducers_gate(name: str) -> None:
+    seen = scene()
+    size = float(np.linalg.norm(ATTACKS[name]().values(seen) - seen.base))
+    assert 0 < size < NORM_LIMIT * float(np.median(np.linalg.norm(seen.honest_changes, axis=1)))
+
+
+def test_a_little_is_enough_stays_among_the_honest() -> None:
+    seen = scene()
+    away = np.abs(ATTACKS["alie"]().values(seen) - seen.base - seen.honest_changes.mean(0))
+    assert np.all(away <= 1.51 * seen.honest_changes.std(0) + 1e-6)
+
+
+def test_claims_go_as_far_as_the_rules_let_them() -> None:
+    claimed = ATTACKS["claimed-work"]().work(Work(ready=True, tokens=800, steps=10, sequences=20), most_steps=80)
+    assert (claimed.steps, claimed.tokens, claimed.sequences) == (80, 6400, 160)
+
+
+def test_one_of_a_hundred_tiles_is_altered() -> None:
+    rng, tile = np.random.default_rng(0), np.ones(4, np.float32)
+    altered = sum(bool(np.any(ATTACKS["altered-tile"]().reduced(at, tile, rng) != tile)) for at in range(10_000))
+    assert 70 <= altered <= 130
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_a_liar_is_measured_against_one_without(tmp_path: Path) -> None:
+    """NaN does nothing to the loss; a turned sign with more claimed than trained does."""
+    data = make_tokens(tmp_path / "corpus", 4_000)
+    overrides = ("swarm.experts_per_peer=8", "swarm.target_replicas=4", "sync.steps_per_round=4", "sync.merge_alpha=0")
+    config = load_config(bundled_config("tiny"), (*SMALL, *overrides, f"data.path={data}", "optimizer.lr=0.01"))
+
+    def loss(name: str) -> float:
+        attack = ATTACKS[name]() if name else None
+        trial = run_trial(config, tmp_path / (name or "clean"), open_dataset(config), 3, attack, 4, 1)
+        assert trial.rounds >= 3
+        assert (trial.banned, trial.banned_honest) == (0, 0)
+        assert trial.longest_stall_deadlines < 10
+        return trial.loss
+
+    clean = loss("")
+    assert loss("nan") == clean
+    assert loss("claimed-flip") > 1.01 * clean
