@@ -18,6 +18,17 @@ from spes_p2p.errors import first_line
 logger = logging.getLogger(__name__)
 
 
+BF16_CAPABILITY = (8, 0)
+"""From here on (RTX 30xx, A100) GPUs compute in bf16; older ones in fp16."""
+
+
+def half_dtype(device: torch.device) -> torch.dtype:
+    """What matrix products run in on a GPU; bf16 for a device that only stands for one."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < BF16_CAPABILITY:
+        return torch.float16
+    return torch.bfloat16
+
+
 Trial = Callable[[torch.device], None]
 """Launches all of a module's kernels on a device, in the dtypes of training; raises anything where one fails."""
 

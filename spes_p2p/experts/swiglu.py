@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spes_p2p.experts.kernels import has_kernels
+from spes_p2p.experts.kernels import half_dtype, has_kernels
 
 
 class Gradients(NamedTuple):
@@ -57,9 +57,9 @@ def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> Grad
 
 
 def try_kernels(device: torch.device) -> None:
-    """Both kernels on one row in bf16, as training launches them."""
+    """Both kernels on one row in the dtype of training, as training launches them."""
     from spes_p2p.experts import swiglu_kernels
 
-    row = torch.zeros(1, 2, device=device, dtype=torch.bfloat16)
+    row = torch.zeros(1, 2, device=device, dtype=half_dtype(device))
     weight_N = torch.zeros(1, device=device)
     swiglu_kernels.backward(swiglu_kernels.forward(row, weight_N), row, weight_N)

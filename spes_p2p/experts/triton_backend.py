@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spes_p2p.experts.backends import TorchDispatch
-from spes_p2p.experts.kernels import on_device_of
+from spes_p2p.experts.kernels import half_dtype, on_device_of
 
 _ROWS, _COLUMNS, _INNER = 128, 128, 64
 _BAND = 8
@@ -127,9 +127,9 @@ class TritonGrouped(TorchDispatch):
 
 
 def try_kernels(device: torch.device) -> None:
-    """Both kernels on two rows in bf16, as training launches them. Raises whatever a compiler or driver raises."""
+    """All kernels on two rows, as training launches them. Raises whatever a compiler or driver raises."""
     backend = TritonGrouped()
-    x_NK = torch.ones(2, 16, device=device, dtype=torch.bfloat16)
+    x_NK = torch.ones(2, 16, device=device, dtype=half_dtype(device))
     ends_E = torch.tensor([1, 2], device=device, dtype=torch.int32)
     w_EMK = backend.outer(x_NK, x_NK, ends_E)
     backend.add_outer(w_EMK.float(), x_NK, x_NK, ends_E)

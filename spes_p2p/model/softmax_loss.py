@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spes_p2p.experts.kernels import has_kernels
+from spes_p2p.experts.kernels import half_dtype, has_kernels
 
 FP32_BYTES = 2**28
 """Most bytes that are made fp32 at once where there is no kernel."""
@@ -60,10 +60,10 @@ def _losses_of_part(
 
 
 def try_kernels(device: torch.device) -> None:
-    """The kernel on one row in bf16, with and without a gradient, as training launches it."""
+    """The kernel on one row in the dtype of training, with and without a gradient, as training launches it."""
     from spes_p2p.model import softmax_loss_kernels
 
     for with_gradient in (False, True):
-        logits_nV = torch.zeros(1, 8, device=device, dtype=torch.bfloat16)
+        logits_nV = torch.zeros(1, 8, device=device, dtype=half_dtype(device))
         target_n, counted_n = torch.zeros(1, device=device, dtype=torch.int64), torch.ones(1, device=device)
         softmax_loss_kernels.row_losses(logits_nV, 8, target_n, counted_n, 0.0, with_gradient)

@@ -19,6 +19,7 @@ from spes_p2p.experts.backends import Backend
 from spes_p2p.experts.bank import ExpertBank
 from spes_p2p.experts.choice import LayerShape, resolve_backend
 from spes_p2p.experts.gradients import add_in_place
+from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.stores import PARTS, Foreign
 from spes_p2p.model.attention import Attention, Rotation, rotation
@@ -87,11 +88,12 @@ class Transformer(nn.Module):
         """Allocates the model; `device` may be "meta".
 
         `owned` are the expert columns trained here. `expert_dtype`, the dtype of the banks, is by default bf16 on CUDA
-        and fp32 elsewhere. Raises ConfigError for owned experts out of range or a backend that does not run here.
+        (fp16 on older cards) and fp32 elsewhere. Raises ConfigError for owned experts out of range or a backend that
+        does not run here.
         """
         super().__init__()
         device = torch.get_default_device() if device is None else torch.device(device)
-        dtype = expert_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        dtype = expert_dtype or (half_dtype(device) if device.type == "cuda" else torch.float32)
         self.config = config
         self.loss_weights = loss_weights or LossWeights()
         self.backend, self.backend_reason = resolve_backend(

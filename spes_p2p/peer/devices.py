@@ -1,6 +1,7 @@
 """Chooses the device that a peer computes on, and which of several GPUs its ranks use.
 
-Training computes in bf16, which GPUs below compute capability 8.0 (RTX 20xx, T4, V100 and older) do not have.
+Training computes in bf16, and in fp16 with a loss scale on GPUs below compute capability 8.0 (RTX 20xx, T4, V100),
+which do not have it. Still older ones have no tensor cores, and are refused.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from spes_p2p.errors import ConfigError, first_line
+from spes_p2p.experts.kernels import BF16_CAPABILITY, half_dtype
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import PeerOptions
 
-LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (7, 0)
 MEMORY_SHARE = 0.5
 """A GPU with less than this share of the best one's memory would hold the others back: all ranks hold the same."""
-_ON_CPU = "use --device cpu, or a GPU of compute capability 8.0 or newer (RTX 30xx, A100) with a torch made for it"
+_ON_CPU = "use --device cpu, or a GPU of compute capability 7.0 or newer (V100, T4, RTX 20xx) with a torch made for it"
 _TRIAL_WIDTH = 16
 _ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 """The older name, which every version reads, and the newer one."""
@@ -65,6 +67,10 @@ def choose_cards(
     numbers = range(torch.cuda.device_count()) if device.index is None or not one else (device.index,)
     trouble = _troubles(numbers)
     able = [number for number in numbers if not trouble[number]]
+    newer = [number for number in able if torch.cuda.get_device_capability(number) >= BF16_CAPABILITY]
+    if newer and len(newer) < len(able):  # all ranks compute in one dtype
+        trouble |= {number: f"GPU {number} computes in fp16, the others in bf16" for number in set(able) - set(newer)}
+        able = newer
     reasons = list(filter(None, dict.fromkeys(trouble.values())))
     if not able:
         raise ConfigError("; ".join(reasons), fix=_ON_CPU)
@@ -99,12 +105,12 @@ def _kind_of(number: int) -> str:
 
 
 def why_it_cannot_train(number: int) -> str:
-    """Why GPU `number` cannot compute in bf16, or nothing. Makes a CUDA context on it."""
+    """Why GPU `number` cannot compute in bf16 or fp16, or nothing. Makes a CUDA context on it."""
     try:
         name, capability = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
         what = f"this GPU ({number}: {name}, compute capability {'.'.join(map(str, capability))})"
         if capability < LEAST_CAPABILITY:
-            return f"{what} does not compute in bf16, which training needs"
+            return f"{what} has no tensor cores for fp16 or bf16, which training needs"
         failure = _trial(torch.device("cuda", number))
     except RuntimeError as error:  # a driver's, or no kernel image for it
         return f"GPU {number} cannot be used by torch {torch.__version__}: {first_line(error)}"
@@ -112,13 +118,14 @@ def why_it_cannot_train(number: int) -> str:
 
 
 def _trial(device: torch.device) -> str:
-    """What is wrong with a small bf16 product, or nothing."""
+    """What is wrong with a small product in the dtype of training, or nothing."""
+    dtype = half_dtype(device)
     try:
-        ones = torch.ones(_TRIAL_WIDTH, _TRIAL_WIDTH, device=device, dtype=torch.bfloat16)
+        ones = torch.ones(_TRIAL_WIDTH, _TRIAL_WIDTH, device=device, dtype=dtype)
         total = float((ones @ ones).float().sum())
     except RuntimeError as error:
         return first_line(error)
-    return "" if total == _TRIAL_WIDTH**3 else f"a bf16 product gave {total:g}, not {_TRIAL_WIDTH**3}"
+    return "" if total == _TRIAL_WIDTH**3 else f"a product in {dtype} gave {total:g}, not {_TRIAL_WIDTH**3}"
 
 
 def _with_room(numbers: Sequence[int]) -> list[int]:

@@ -117,17 +117,16 @@ def _run_connected(
     vitals = connection.presence.vitals
     vitals.set_device(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     bus.add(vitals)
-    dataset = _open_data(connection, options, bus, say)
-    loader = _make_loader(config, info, dataset, connection.peer_id)
-    with (
-        _metrics(options, info, connection.peer_id, bus, say),
-        _ranks(options, device, outer, config.optimizer.batch_sequences, connection.gate.failed, say) as ranks,
-    ):
-        config, columns = _fit(options, config, ranks.device if ranks.cards else device, ranks, say)
-        # memory runs out here, before others count on us
-        trainer = _make_trainer(options, config, connection.layout, ranks.device if ranks.cards else device, ranks)
-        with closing(trainer):
-            _train(connection, options, TrainingSetup(config, trainer, loader, dataset), columns, around)
+    # what the machine cannot do is said before any data is fetched
+    with _ranks(options, device, outer, config.optimizer.batch_sequences, connection.gate.failed, say) as ranks:
+        dataset = _open_data(connection, options, bus, say)
+        loader = _make_loader(config, info, dataset, connection.peer_id)
+        with _metrics(options, info, connection.peer_id, bus, say):
+            device = ranks.device if ranks.cards else device
+            config, columns = _fit(options, config, device, ranks, say)
+            # memory runs out here, before others count on us
+            with closing(_make_trainer(options, config, connection.layout, device, ranks)) as trainer:
+                _train(connection, options, TrainingSetup(config, trainer, loader, dataset), columns, around)
 
 
 def _fit(options: PeerOptions, agreed: Config, device: torch.device, ranks: Ranks, say: Say) -> tuple[Config, int]:

@@ -202,8 +202,10 @@ def gradient_norm(model: nn.Module) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
-    """Scales all gradients down so that their norm, now `norm`, is at most `largest`."""
+def clip_gradients(model: nn.Module, norm: float, largest: float, loss_scale: float = 1.0) -> None:
+    """Takes the loss scale out of all gradients, whose norm is `norm` then, and scales it to at most `largest`."""
+    if loss_scale != 1.0:
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 1 / loss_scale)
     if norm > largest:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, torch.tensor(norm))
 

@@ -20,6 +20,7 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError, SpesError
+from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.interop.hf import place_table
 from spes_p2p.model.losses import LossWeights
 from spes_p2p.model.own import OwnModel
@@ -30,6 +31,7 @@ from spes_p2p.planning.search import one_step_down
 from spes_p2p.state.layout import BlockSource, Layout, Values
 from spes_p2p.train.ddp import Ranks, average_gradients, broadcast_array, gather_texts, sum_over_ranks, wrap
 from spes_p2p.train.guests import GuestWork
+from spes_p2p.train.loss_scale import LossScale
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
 from spes_p2p.train.randomness import random_state, restore_random_state
@@ -56,6 +58,7 @@ class RankTrainer:
         """Messages about steps for the user; whoever shows them empties the list."""
         self.model: Transformer | OwnModel = self._make_model()
         self.optimizer = Optimizer(config.optimizer)
+        self.loss_scale = LossScale(half_dtype(ranks.device))
         self.guests: GuestWork | None = None
         """What is trained in columns of others, in a run that has guests."""
         if config.model.guest_rank:
@@ -135,10 +138,11 @@ class RankTrainer:
             if was_wrapped:
                 gc.collect()  # an old DDP takes its hooks off the shared parameters when it ends
             compiled = self.config.model.torch_compile is not False
-            if self.ranks.world_size == 1 and not self._has_bf16_gradients and isinstance(self.model, Transformer):
+            in_fp32_here = self.ranks.world_size == 1 and not _has_bf16_gradients(self.config)
+            if in_fp32_here and isinstance(self.model, Transformer):
                 self.model.add_gradients_in_place()
             # DDP wants gradients of the parameters' dtype
-            self.forward = self.model if self._has_bf16_gradients else wrap(self.model, self.ranks, compiled)
+            self.forward = self.model if _has_bf16_gradients(self.config) else wrap(self.model, self.ranks, compiled)
 
     def train_step(self, batch: Batch, should_drop: ShouldDrop = never) -> StepResult | None:
         """One inner step on the whole peer's `batch`, of which this rank computes its share.
@@ -153,24 +157,40 @@ class RankTrainer:
         own_steps = min(self.round_steps + 1, steps_per_round_at(self.config, self.step))
         lr = learning_rate(self.config, self.step + own_steps, self.decay)
         factor = owned_balance_factor(self.config, self.step + own_steps)
-        micro = self.config.optimizer.micro_batch_sequences
-        summed = accumulate_gradient(self.forward, batch, self.ranks, micro, factor, should_drop=should_drop)
-        if summed is None:
+        while True:
+            found = self._totals_of_step(self.forward, batch, factor, should_drop)
+            if found is None:
+                self._clear_gradients(self.forward)
+                restore_random_state(self.ranks.device, random)
+                return None
+            losses, norm_value, counts = found
+            finite = all(map(math.isfinite, (*losses, norm_value)))
+            if finite or not all(map(math.isfinite, losses)) or not self.loss_scale.shrink():
+                break
             self._clear_gradients(self.forward)
             restore_random_state(self.ranks.device, random)
-            return None
-        sums, count_LE = summed
-        if self._has_bf16_gradients and self.ranks.world_size > 1:
-            average_gradients(self.model, self.ranks)
-        norm = gradient_norm(self.model).double() * (self.ranks.rank == 0)
-        losses, norm_value, counts = totals_of(self.ranks, sums, norm, count_LE, batch)
-        finite = all(map(math.isfinite, (*losses, norm_value)))
         if finite:
             self._update(norm_value, lr)
         self.gradient_bytes = gradient_bytes(self.model)
         self._clear_gradients(self.forward)
         step, seconds = self.step + self.round_steps, time.perf_counter() - started
         return StepResult(step, *losses, batch.tokens.size, norm_value, lr, seconds, not finite, counts)
+
+    def _totals_of_step(
+        self, forward: nn.Module, batch: Batch, factor: float, should_drop: ShouldDrop
+    ) -> tuple[tuple[float, float, float, float], float, tuple[tuple[int, ...], ...]] | None:
+        """Makes the gradient of a step, times the loss scale; what `totals_of` gives, the norm without the scale."""
+        micro, scale = self.config.optimizer.micro_batch_sequences, self.loss_scale.value
+        summed = accumulate_gradient(
+            forward, batch, self.ranks, micro, factor, should_drop=should_drop, loss_scale=scale
+        )
+        if summed is None:
+            return None
+        sums, count_LE = summed
+        if _has_bf16_gradients(self.config) and self.ranks.world_size > 1:
+            average_gradients(self.model, self.ranks)
+        norm = gradient_norm(self.model).double() / scale * (self.ranks.rank == 0)
+        return totals_of(self.ranks, sums, norm, count_LE, batch)
 
     def _clear_gradients(self, forward: nn.Module) -> None:
         """DDP keeps gradients in its buckets; without it their memory is free for the next forward pass."""
@@ -259,17 +279,18 @@ class RankTrainer:
             for name, parameter in group.tensors.items():
                 yield group, name, parameter.detach()
 
-    @property
-    def _has_bf16_gradients(self) -> bool:
-        return self.config.optimizer.gradient_dtype == "bf16"
-
     def _update(self, norm: float, lr: float) -> None:
         self.is_updating = True
-        clip_gradients(self.model, norm, self.config.optimizer.grad_clip)
+        clip_gradients(self.model, norm, self.config.optimizer.grad_clip, self.loss_scale.value)
+        self.loss_scale.note_good()
         self.optimizer.step(lr)
         self.model.refresh()
         self.round_steps += 1
         self.is_updating = False
+
+
+def _has_bf16_gradients(config: Config) -> bool:
+    return config.optimizer.gradient_dtype == "bf16"
 
 
 def _as_it_is() -> AbstractContextManager[object]:

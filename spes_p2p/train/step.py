@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spes_p2p.data.loader import Batch
+from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.model.losses import LossParts
 from spes_p2p.train.ddp import Ranks, agreed
 
@@ -88,7 +89,7 @@ def micro_batches(batch: Batch, ranks: Ranks, sequences: int) -> Iterator[MicroB
         )
 
 
-def accumulate_gradient(
+def accumulate_gradient(  # noqa: PLR0913 (who, what, how)
     forward: nn.Module,
     batch: Batch,
     ranks: Ranks,
@@ -96,8 +97,9 @@ def accumulate_gradient(
     owned_balance_factor: float,
     exchange: bool = True,
     should_drop: ShouldDrop = never,
+    loss_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor] | None:
-    """Adds up the gradient over all micro-batches; `forward` is the model, or DDP around it.
+    """Adds up the gradient, times `loss_scale`, over all micro-batches; `forward` is the model, or DDP around it.
 
     Without `exchange` each rank keeps its own, whatever happens to the others. None, with a part of the gradient left
     behind, where rank 0's `should_drop` said so; then no rank has begun to exchange.
@@ -112,7 +114,7 @@ def accumulate_gradient(
             return None
         with _sync_gradients(forward, exchange and index == len(parts) - 1):
             with autocast(ranks.device):
-                factors = owned_balance_factor, micro.head_factor, micro.weight
+                factors = owned_balance_factor, micro.head_factor, micro.weight * loss_scale
                 losses: LossParts = forward(micro.token_BS, micro.counted_B, *factors)
             losses.total.backward()
         sums[:2] += torch.stack((losses.cross_entropy, losses.output_z)) * micro.counted
@@ -122,8 +124,8 @@ def accumulate_gradient(
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 on CUDA, fp32 elsewhere."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    """bf16 on CUDA (fp16 on older cards), fp32 elsewhere."""
+    return torch.autocast("cuda", half_dtype(device)) if device.type == "cuda" else nullcontext()
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.peer import devices, machine
 from spes_p2p.peer.checks import machine_checks
 from spes_p2p.peer.devices import choose_cards, choose_device
@@ -22,7 +23,7 @@ from spes_p2p.train.worker import LocalRanks
 
 OPTIONS = PeerOptions(NetworkOptions(), Path("peer"))
 CUDA = torch.device("cuda")
-GOOD, OLD, SMALL = ("RTX 4090", (8, 9), 24), ("RTX 2080", (7, 5), 8), ("RTX 3060", (8, 6), 8)
+GOOD, OLD, SMALL = ("RTX 4090", (8, 9), 24), ("GTX 1080", (6, 1), 8), ("RTX 3060", (8, 6), 8)
 Card = tuple[str, tuple[int, int], int]
 
 
@@ -85,23 +86,36 @@ def test_old_and_small_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert box.cards(batch=8) == (1, 3)
     (said,) = box.said
     assert "2 of 4 GPUs are used" in said
-    assert "RTX 2080, compute capability 7.5" in said
+    assert "GTX 1080, compute capability 6.1" in said
     assert "GPU 2 has far less memory" in said
     assert box.cards(8, options=replace(OPTIONS, local_ranks=3)) == (1, 2, 3)
-    with pytest.raises(ConfigError, match=r"--local-ranks asks for 4 ranks, but 3 GPUs can train; .*RTX 2080"):
+    with pytest.raises(ConfigError, match=r"--local-ranks asks for 4 ranks, but 3 GPUs can train; .*GTX 1080"):
         box.cards(8, options=replace(OPTIONS, local_ranks=4))
     box = Box(monkeypatch, GOOD)
     with pytest.raises(ConfigError, match=r"--local-ranks asks for 2 ranks, but 1 GPUs can train$"):
         box.cards(8, options=replace(OPTIONS, local_ranks=2))
 
 
-def test_a_gpu_without_bf16_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_tensor_cores_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box(monkeypatch, OLD, GOOD)
-    with pytest.raises(ConfigError, match=r"this GPU \(0: RTX 2080, compute capability 7.5\)") as raised:
+    with pytest.raises(ConfigError, match=r"this GPU \(0: GTX 1080, compute capability 6.1\)") as raised:
         box.cards(8, torch.device("cuda:0"))
     assert "--device cpu" in raised.value.fix
     assert box.cards(8, torch.device("cuda:1")) == (1,)
     assert box.cards(8, torch.device("cpu")) == ()
+
+
+def test_a_gpu_without_bf16_computes_in_fp16_but_not_beside_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    turing = ("T4", (7, 5), 24)
+    box = Box(monkeypatch, turing, turing)
+    assert box.cards(batch=8) == (0, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert half_dtype(CUDA) == torch.float16
+    assert half_dtype(torch.device("cpu")) == torch.bfloat16
+    box = Box(monkeypatch, turing, GOOD, GOOD)
+    assert box.cards(batch=8) == (1, 2)
+    assert "GPU 0 computes in fp16, the others in bf16" in box.said[0]
+    assert box.cards(8, torch.device("cuda:0")) == (0,)
 
 
 def test_a_torch_without_kernels_for_the_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +137,7 @@ def test_the_doctor_says_which_gpus_cannot_train(monkeypatch: pytest.MonkeyPatch
     for on_gpu, level in ((True, "failure"), (False, "warning")):
         (check,) = [check for check in machine_checks(found, on_gpu) if check.name == "gpu"]
         assert (check.level, check.fix) == (level, "use --device cpu")
-        assert "compute capability 7.5" in check.text
+        assert "compute capability 6.1" in check.text
     Box(monkeypatch, OLD, GOOD)
     assert [check.level for check in machine_checks(find_machine()) if check.name == "gpu"] == ["warning", "ok"]
 
