@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from spes_p2p.config.load import bundled_config, config_from_text, config_to_yaml, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError, first_line
@@ -36,7 +38,7 @@ from spes_p2p.planning.gpus import GPUS
 from spes_p2p.planning.memory import Workload, predict
 from spes_p2p.planning.sizes import flops_per_token
 from spes_p2p.planning.units import GIB
-from spes_p2p.testing.training_bench import clean_up, measure, profiled, random_batch, random_trainer
+from tests.testing.training_bench import clean_up, measure, profiled, random_batch, random_trainer
 
 CPU_SHAPE = (
     "model.num_layers=2",

@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         dtype = expert_dtype or (half_dtype(device) if device.type == "cuda" else torch.float32)
         self.config = config
         self.loss_weights = loss_weights or LossWeights()
-        self.backend, self.backend_reason = resolve_backend(
+        self.backend, _ = resolve_backend(
             config.expert_backend,
             device,
             dtype,

@@ -25,7 +25,6 @@ class PeerView:
         self.smooth_loss = Ema()
         self.tokens_per_second = Ema(0.3)
         self.round = 0
-        self.rounds_applied = 0
         self.round_step = 0
         """Global step at which the present round began."""
         self.roster_size: int | None = None
@@ -75,7 +74,6 @@ class PeerView:
     def _apply_round(self, event: Round) -> None:
         self.round, self.round_step = event.round, event.step
         self.step = event.step
-        self.rounds_applied += 1
         self.roster_size, self.commit, self.model_hash = event.roster_size, event.commit, event.model_hash
         self.tokens += event.tokens
         self.deadline_seconds = event.deadline_seconds

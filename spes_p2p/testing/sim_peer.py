@@ -42,7 +42,6 @@ class SimPeer:
         self.step_seconds = world.step_seconds * world.random.choice((0.2, 0.3, 0.3, 0.4, 0.8))
         self.work_seconds = world.random.choice((0.02, 0.05, 0.3))
         self.asleep_until = 0.0
-        self.up_since = 0.0
         self.crash_after: dict[type[do.Action], int] = {}
         self.restart_plan: Callable[[], None] | None = None
         self.at_next_vote: Callable[[], None] | None = None
@@ -63,7 +62,6 @@ class SimPeer:
     def start(self) -> None:
         """A process starts on what is on disk."""
         if self.process is None:
-            self.up_since = self.world.now
             self.disk.arrive(self.world.next_incarnation, restarted=True)
             self.disk.full = False
             self.process = SimProcess(self)

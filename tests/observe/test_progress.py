@@ -42,7 +42,7 @@ def test_view_keeps_first_and_last_and_adds_up() -> None:
     view.apply(9.5, Eval(2, 40, 3.0, 10))
     assert (view.first_loss, view.loss) == (4.0, 2.5)
     assert (view.first_eval_loss, view.eval_loss) == (3.5, 3.0)
-    assert (view.rounds_applied, view.bytes_sent, view.bytes_received, view.tokens) == (2, 20, 40, 6144)
+    assert (view.bytes_sent, view.bytes_received, view.tokens) == (20, 40, 6144)
 
 
 def test_display_shows_numbers_and_newest_messages() -> None:

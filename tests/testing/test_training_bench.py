@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.testing.training_bench import measure, random_batch, random_trainer
+from tests.testing.training_bench import measure, random_batch, random_trainer
 from tests.train.small import CPU, small_config
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
