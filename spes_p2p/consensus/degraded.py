@@ -8,7 +8,7 @@ from __future__ import annotations
 from spes_p2p.consensus import vote_record
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.electorate import Faults
-from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, has_quorum
+from spes_p2p.consensus.forks import ForkContext, ForkDecision, Line, best, choose, has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.members import Members
@@ -117,7 +117,7 @@ class Degraded:
             return False
         fitting = [
             (commit,) for name, commit in offered.items()
-            if self._proposals.can_be_had(name, now) and self.way_to((), (commit,), now) is Way.MOVE
+            if self._proposals.can_be_had(name, now) and self.way_to((), (commit,), now) is ForkDecision.MOVE
         ]  # fmt: skip
         if not fitting:
             return False
@@ -161,14 +161,14 @@ class Degraded:
                 "continue without it until a former peer brings it back",
             )
 
-    def way_to(self, ours: Line, theirs: Line, now: float) -> Way:
+    def way_to(self, ours: Line, theirs: Line, now: float) -> ForkDecision:
         """Whether to go from our tip, the last of `ours`, to the tip of `theirs`, which was checked.
 
         Both begin on top of one common manifest.
         """
         ballot, _, kept = self._state.round.vote.best_known
         may_take = self._liveness.may_take(self._pace, now)
-        return choose(ours, theirs, Standing(may_take, self._rules.final_rounds, ballot, kept, self._others.chosen))
+        return choose(ours, theirs, ForkContext(may_take, self._rules.final_rounds, ballot, kept, self._others.chosen))
 
     def still_takes(self, child: Commit) -> bool:
         """Whether a child of our tip that was to be taken may be, now that its state is here."""

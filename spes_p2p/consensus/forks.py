@@ -22,7 +22,7 @@ Line = tuple[Commit, ...]
 """Commits on top of a common manifest, oldest first; an empty one stands for that manifest itself."""
 
 
-class Way(Enum):
+class ForkDecision(Enum):
     """What a peer does about a history that is not its own."""
 
     MOVE = "move"
@@ -36,7 +36,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Standing:
+class ForkContext:
     """What a peer brings to the choice beside the two lines.
 
     `may_take`: no live quorum of our tip's electors was heard for long enough. `kept` is the child of our tip that has
@@ -51,26 +51,26 @@ class Standing:
     chosen: Collection[Hash] = ()
 
 
-def choose(ours: Line, theirs: Line, standing: Standing) -> Way:
+def choose(ours: Line, theirs: Line, context: ForkContext) -> ForkDecision:
     """Whether to leave `ours` for `theirs`, which both begin on top of one common manifest."""
     if not theirs:
-        return Way.STAY
+        return ForkDecision.STAY
     if not ours:
-        return _forward(theirs, standing)
-    if better(theirs, ours, standing):
-        return Way.PARTED if is_final(ours, theirs, standing) else Way.MOVE
-    return Way.PARTED if is_final(theirs, ours, standing) else Way.STAY
+        return _forward(theirs, context)
+    if better(theirs, ours, context):
+        return ForkDecision.PARTED if is_final(ours, theirs, context) else ForkDecision.MOVE
+    return ForkDecision.PARTED if is_final(theirs, ours, context) else ForkDecision.STAY
 
 
-def better(one: Line, other: Line, standing: Standing) -> bool:
+def better(one: Line, other: Line, context: ForkContext) -> bool:
     """Whether `one` goes before `other`: both are not empty, and neither goes on from the other."""
-    return _merit(one, other, standing) > _merit(other, one, standing)
+    return _merit(one, other, context) > _merit(other, one, context)
 
 
-def is_final(ours: Line, theirs: Line, standing: Standing) -> bool:
+def is_final(ours: Line, theirs: Line, context: ForkContext) -> bool:
     """Whether who stands on `ours` stays whatever `theirs` has: it is long, has more work, and nobody chose."""
-    chosen = _is_chosen(ours, standing) or _is_chosen(theirs, standing)
-    return len(ours) > standing.final_rounds and not chosen and _tokens(theirs) < _tokens(ours)
+    chosen = _is_chosen(ours, context) or _is_chosen(theirs, context)
+    return len(ours) > context.final_rounds and not chosen and _tokens(theirs) < _tokens(ours)
 
 
 def best(lines: Sequence[Line], final_rounds: int) -> Line:
@@ -81,7 +81,7 @@ def best(lines: Sequence[Line], final_rounds: int) -> Line:
     for line in lines[1:]:
         shared = _shared(found, line)
         ours, theirs = found[shared:], line[shared:]
-        if theirs and (not ours or better(theirs, ours, Standing(True, final_rounds))):
+        if theirs and (not ours or better(theirs, ours, ForkContext(True, final_rounds))):
             found = line
     return found
 
@@ -107,30 +107,30 @@ def parted_text(common: Manifest, ours: Line, theirs: Line) -> str:
     )
 
 
-def _forward(theirs: Line, standing: Standing) -> Way:
+def _forward(theirs: Line, context: ForkContext) -> ForkDecision:
     """Theirs goes on from our tip."""
     child = theirs[0]
-    if has_quorum(child) or _is_chosen(theirs, standing):
-        return Way.MOVE
-    if not standing.may_take:
-        return Way.WAIT
-    stands_by_another = standing.polka_ballot >= 0 and standing.kept != child.certificate.manifest
-    if stands_by_another and standing.polka_ballot > child.certificate.ballot:
-        return Way.MOVE if len(theirs) > standing.final_rounds else Way.WAIT
-    return Way.MOVE
+    if has_quorum(child) or _is_chosen(theirs, context):
+        return ForkDecision.MOVE
+    if not context.may_take:
+        return ForkDecision.WAIT
+    stands_by_another = context.polka_ballot >= 0 and context.kept != child.certificate.manifest
+    if stands_by_another and context.polka_ballot > child.certificate.ballot:
+        return ForkDecision.MOVE if len(theirs) > context.final_rounds else ForkDecision.WAIT
+    return ForkDecision.MOVE
 
 
-def _merit(line: Line, other: Line, standing: Standing) -> tuple[bool, bool, bool, int, int, bytes]:
+def _merit(line: Line, other: Line, context: ForkContext) -> tuple[bool, bool, bool, int, int, bytes]:
     """What is compared, the first that differs decides."""
     no_quorum = not has_quorum(line[0]) and not has_quorum(other[0])
-    is_long = no_quorum and len(line) > standing.final_rounds and _tokens(line) > _tokens(other)
+    is_long = no_quorum and len(line) > context.final_rounds and _tokens(line) > _tokens(other)
     ballot = -1 if has_quorum(line[0]) else line[0].certificate.ballot
     lowest_first = bytes(255 - byte for byte in manifest_hash(line[-1].manifest))
-    return _is_chosen(line, standing), has_quorum(line[0]), is_long, ballot, _tokens(line), lowest_first
+    return _is_chosen(line, context), has_quorum(line[0]), is_long, ballot, _tokens(line), lowest_first
 
 
-def _is_chosen(line: Line, standing: Standing) -> bool:
-    return line[0].certificate.manifest in standing.chosen
+def _is_chosen(line: Line, context: ForkContext) -> bool:
+    return line[0].certificate.manifest in context.chosen
 
 
 def _tokens(line: Line) -> int:

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Build, Send
-from spes_p2p.consensus.forks import Line, Way
+from spes_p2p.consensus.forks import ForkDecision, Line
 from spes_p2p.consensus.intake import take
 from spes_p2p.consensus.lifecycle import new_vote
 from spes_p2p.consensus.liveness import Liveness
@@ -33,7 +33,7 @@ from spes_p2p.consensus.messages import (
     Intent,
     Status,
 )
-from spes_p2p.consensus.parts import Cast, Parts
+from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State
 from spes_p2p.consensus.table import TICK, Table, situation_of
 from spes_p2p.consensus.timing import Pace
@@ -69,14 +69,14 @@ class Consensus:
     told of every event after it was handled.
     """
 
-    CAST: ClassVar[Cast] = Cast()
+    PART_CLASSES: ClassVar[PartClasses] = PartClasses()
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.me = state.me
         self.fired: Counter[str] = Counter()
         self.observer: Observer | None = None
-        self._parts = Parts(state, self.CAST)
+        self._parts = Parts(state, self.PART_CLASSES)
         self._table = Table(self._parts)
 
     @classmethod
@@ -199,7 +199,7 @@ class Consensus:
         """Slices of a committed child of our tip with the hashes of their tiles, as far as we know: ours at least."""
         return self._parts.reducing.handed_out(child)
 
-    def way_to(self, ours: Line, theirs: Line, now: float) -> Way:
+    def way_to(self, ours: Line, theirs: Line, now: float) -> ForkDecision:
         """Whether to go from our tip, the last of `ours`, to the tip of `theirs`, which was checked.
 
         Both begin on top of one common manifest.

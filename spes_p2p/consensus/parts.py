@@ -25,7 +25,7 @@ from spes_p2p.consensus.voting import Voting
 
 
 @dataclass(frozen=True)
-class Cast:
+class PartClasses:
     """Which class plays which part. A test plants a fault by exchanging one."""
 
     contacts: type[Contacts] = Contacts
@@ -47,18 +47,18 @@ class Cast:
 class Parts:
     """All parts over one state."""
 
-    def __init__(self, state: State, cast: Cast) -> None:
-        self.contacts = contacts = cast.contacts(state)
-        self.leadership = leadership = cast.leadership(state, contacts)
-        self.proposals = proposals = cast.proposals(state, contacts, leadership)
-        self.members = members = cast.members(state, contacts, leadership, proposals)
-        self.staging = staging = cast.staging(state, contacts, proposals)
-        self.round_plan = cast.round_plan(state, contacts, leadership, members)
-        self.reducing = cast.reducing(state, contacts, proposals, staging)
-        self.voting = voting = cast.voting(state, contacts, leadership, members, proposals)
-        self.lifecycle = lifecycle = cast.lifecycle(state, contacts, self.round_plan, staging, voting)
-        self.degraded = cast.degraded(state, contacts, leadership, members, proposals, voting)
-        self.following = cast.following(state, contacts, proposals, lifecycle)
-        self.statuses = statuses = cast.statuses(state, contacts, leadership, self.round_plan, voting)
-        self.gossip = cast.gossip(state, contacts, leadership, members, proposals, staging)
-        self.inbound = cast.inbound(state, leadership, proposals, self.round_plan, voting, statuses)
+    def __init__(self, state: State, classes: PartClasses) -> None:
+        self.contacts = contacts = classes.contacts(state)
+        self.leadership = leadership = classes.leadership(state, contacts)
+        self.proposals = proposals = classes.proposals(state, contacts, leadership)
+        self.members = members = classes.members(state, contacts, leadership, proposals)
+        self.staging = staging = classes.staging(state, contacts, proposals)
+        self.round_plan = classes.round_plan(state, contacts, leadership, members)
+        self.reducing = classes.reducing(state, contacts, proposals, staging)
+        self.voting = voting = classes.voting(state, contacts, leadership, members, proposals)
+        self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, staging, voting)
+        self.degraded = classes.degraded(state, contacts, leadership, members, proposals, voting)
+        self.following = classes.following(state, contacts, proposals, lifecycle)
+        self.statuses = statuses = classes.statuses(state, contacts, leadership, self.round_plan, voting)
+        self.gossip = classes.gossip(state, contacts, leadership, members, proposals, staging)
+        self.inbound = classes.inbound(state, leadership, proposals, self.round_plan, voting, statuses)

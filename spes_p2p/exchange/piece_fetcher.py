@@ -75,7 +75,7 @@ class Web(Protocol):
         ...
 
 
-class Lie(RemoteProtocolError):
+class WrongData(RemoteProtocolError):
     """Somebody sent what does not hash to what it should."""
 
 
@@ -233,7 +233,7 @@ class PieceFetcher:
                 if not found and share * len(numbers) >= EXPECTED_AT_LEAST:
                     raise NetworkError(f"it gave none of {len(numbers)} pieces")
                 self._failures.pop(peer, None)
-        except Lie as error:
+        except WrongData as error:
             if peer not in self._liars:
                 self._liars.add(peer)
                 self._tell(peer, f"{error}; it is not asked for data again")
@@ -263,7 +263,7 @@ class PieceFetcher:
             self._patience.lost(peer)
             raise
         except BlobTooLarge as error:
-            raise Lie(f"sent data that is not what was asked for: {error}") from error
+            raise WrongData(f"sent data that is not what was asked for: {error}") from error
         self._patience.kept(peer)
         self._answer_seconds += 0.2 * (self._now() - began - self._answer_seconds)
         self._traffic.received += len(data)
@@ -274,7 +274,7 @@ class PieceFetcher:
                 head = unpack(PiecesHead, header, HEADER_BYTES)
                 found.extend(given_pieces(self._grid, numbers, head.given, bytes(data)))
             except RemoteProtocolError as error:
-                raise Lie(f"sent data that is not what was asked for: {error}") from error
+                raise WrongData(f"sent data that is not what was asked for: {error}") from error
 
         await self._in_thread(check)
         return found

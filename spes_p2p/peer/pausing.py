@@ -1,7 +1,7 @@
 """When a peer trains: not while its owner pauses it, outside of the hours given, or on battery.
 
 A paused peer gives up its expert columns and goes on as a seed: it votes, and serves what it has. `PauseSwitch`
-collects the reasons, `Watch` looks at clock and battery. What a pause means for training is in `training.py`.
+collects the reasons, `PauseTriggers` looks at clock and battery. What a pause means for training is in `training.py`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def on_battery() -> bool | None:
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
-class Watch:
+class PauseTriggers:
     """Sets the reasons of a switch by clock and battery: once when it is made, then every few seconds until closed."""
 
     def __init__(

@@ -35,7 +35,7 @@ from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_fol
 from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
-from spes_p2p.peer.pausing import PauseSwitch, Watch
+from spes_p2p.peer.pausing import PauseSwitch, PauseTriggers
 from spes_p2p.peer.resume import Resumed, Saver
 from spes_p2p.peer.stopping import leaving_on_signals
 from spes_p2p.peer.training import LoopOptions, TrainingLoop
@@ -97,7 +97,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     traffic = DataTraffic()
     gate = TrainerBridge(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
     around = Surroundings(bus, say, show, pause or PauseSwitch())
-    watch = Watch(around.pause, options.schedule, options.pause_on_battery)
+    watch = PauseTriggers(around.pause, options.schedule, options.pause_on_battery)
     with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
         try:
             with closing(Connection.open(thread, options, gate, say, traffic)) as connection:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.forks import Way, parted_text, tokens_lost
+from spes_p2p.consensus.forks import ForkDecision, parted_text, tokens_lost
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -149,7 +149,7 @@ class Committer(Generic[S]):
             with self._history.being_fetched():
                 newest, fork, way = await self._headers(tip, action)
                 if newest is None:
-                    self._tell(on.ForkRejected(action.head, way is Way.WAIT))
+                    self._tell(on.ForkRejected(action.head, way is ForkDecision.WAIT))
                     return
                 newest, state = await self._history.fetch(newest, tip, action.holder, is_ours=fork is None)
         except LinkTooSlow:
@@ -168,20 +168,20 @@ class Committer(Generic[S]):
             else:
                 self._tell(on.ForkRejected(action.head, look_again=True))
 
-    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, ForkPoint | None, Way]:
+    async def _headers(self, tip: int, action: do.CatchUp) -> tuple[Commit | None, ForkPoint | None, ForkDecision]:
         """(the commit to switch to, None to stay; the fork that leads to it if it is on another history)."""
         history = self._history
         if action.round >= history.length or (action.round > tip and history.has(action.head, action.round)):
             with contextlib.suppress(HistoryDiverged):
-                return await history.headers(tip, action.holder, action.round), None, Way.MOVE
+                return await history.headers(tip, action.holder, action.round), None, ForkDecision.MOVE
         fork = await history.meet(tip, action.holder, action.round)
         if self._choices.meet(fork):
             self._tell(on.HistoryChosen(tuple(sorted(self._choices.children))))
         way = self._core.way_to(fork.ours, fork.theirs, self._now())
-        if way is Way.PARTED and manifest_hash(fork.common) not in self._parted:
+        if way is ForkDecision.PARTED and manifest_hash(fork.common) not in self._parted:
             self._parted.add(manifest_hash(fork.common))
             self._notice(do.Notice("parted", parted_text(fork.common, fork.ours, fork.theirs)))
-        if way is not Way.MOVE:
+        if way is not ForkDecision.MOVE:
             return None, None, way
         if fork.ours:
             return fork.theirs[-1], fork, way

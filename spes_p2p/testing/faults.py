@@ -194,7 +194,7 @@ NAME_VARIABLE = "SPES_P2P_FAULTS_NAME"
 FOLDER_VARIABLE = "SPES_P2P_FAULTS_FOLDER"
 
 
-class Armoury:
+class ArmedFaults:
     """A folder shared by the processes of a swarm that says which faults are armed, and which process each has hit.
 
     A one-time fault must be armed, and hits the first process that reaches its step; a permanent one needs no arming.
@@ -240,13 +240,13 @@ class ProcessFaults:
     `jump(seconds)` moves its wall clock, `mute(seconds)` keeps it from speaking.
     """
 
-    def __init__(self, armoury: Armoury, jump: Callable[[float], None], mute: Callable[[float], None]) -> None:
-        self._armoury = armoury
+    def __init__(self, armed_faults: ArmedFaults, jump: Callable[[float], None], mute: Callable[[float], None]) -> None:
+        self._armed_faults = armed_faults
         self._jump = jump
         self._mute = mute
 
     def claim(self, fault: Fault, peer: str) -> bool:
-        return fault.times != 1 or self._armoury.claim(fault, peer)
+        return fault.times != 1 or self._armed_faults.claim(fault, peer)
 
     def __call__(self, fault: Fault, peer: str, facts: Mapping[str, Any]) -> None:
         match fault.action:
@@ -264,12 +264,12 @@ class ProcessFaults:
                 raise_planted(fault)
 
 
-def in_environment(name: str, armoury: Armoury, planned: Iterable[Fault]) -> dict[str, str]:
+def in_environment(name: str, armed_faults: ArmedFaults, planned: Iterable[Fault]) -> dict[str, str]:
     """Variables with which `testing/faulty_peer.py` is peer `name` with these faults."""
     return {
         PLANNED_VARIABLE: to_text(planned),
         NAME_VARIABLE: name,
-        FOLDER_VARIABLE: str(armoury.folder),
+        FOLDER_VARIABLE: str(armed_faults.folder),
     }
 
 

@@ -65,11 +65,11 @@ def main() -> None:
     time.time = clock
     from spes_p2p.testing import faults
 
-    armoury = faults.Armoury(Path(os.environ[faults.FOLDER_VARIABLE]))
+    armed_faults = faults.ArmedFaults(Path(os.environ[faults.FOLDER_VARIABLE]))
     planned = faults.from_text(os.environ[faults.PLANNED_VARIABLE])
     mute = Mute()
     mute.put_on()
-    acts = faults.ProcessFaults(armoury, clock.jump, mute.last)
+    acts = faults.ProcessFaults(armed_faults, clock.jump, mute.last)
     with faults.Faults(planned, acts, os.environ[faults.NAME_VARIABLE], claim=acts.claim):
         runpy.run_module("spes_p2p.cli.main", run_name="__main__", alter_sys=True)
 

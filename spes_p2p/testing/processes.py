@@ -25,8 +25,8 @@ from typing import Self
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Round
 from spes_p2p.observe.sinks import EventReader
-from spes_p2p.testing.faults import JUMP, Armoury, Fault, in_environment
-from spes_p2p.testing.nursery import Child, Nursery, children
+from spes_p2p.testing.faults import JUMP, ArmedFaults, Fault, in_environment
+from spes_p2p.testing.fork_server import Child, ForkServer, children
 
 PROGRAM = "spes_p2p.cli.main"
 BOOTSTRAP = "bootstrap"
@@ -171,7 +171,7 @@ class LocalSwarm:
     ) -> None:
         """`threads`: CPU threads of each process. `hosts`: where each process runs, by name, if not on loopback.
 
-        `forked`: processes are forked from one that has imported the program (see `nursery`).
+        `forked`: processes are forked from one that has imported the program (see `fork_server`).
         """
         self._hosts = hosts or {}
         self._threads = threads
@@ -179,7 +179,7 @@ class LocalSwarm:
         self.folder = folder
         self.processes: dict[str, Process] = {}
         self.address = ""
-        self.armoury = Armoury(folder / "faults")
+        self.armed_faults = ArmedFaults(folder / "faults")
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
 
     def bootstrap(self, config: str | Path, data: Path | None = None, overrides: Sequence[str] = ()) -> Process:
@@ -216,7 +216,7 @@ class LocalSwarm:
         """Starts one peer, or the same again with `--resume` among `arguments`; on the CPU unless these name a device.
 
         Several peers on one machine would each take all of its GPUs.
-        `faults` that happen once wait until `armoury.arm`.
+        `faults` that happen once wait until `armed_faults.arm`.
         """
         command = ["join", "--initial-peers", initial_peer or self.address, "--output", str(self.folder / name)]
         command += ["--data", str(data)] if data is not None else []
@@ -297,7 +297,7 @@ class LocalSwarm:
                 time.sleep(0.05)
             process.end()
         until = time.monotonic() + leave_seconds
-        while (left := _nursery(self._threads).running() if self._forked else []) and time.monotonic() < until:
+        while (left := _fork_server(self._threads).running() if self._forked else []) and time.monotonic() < until:
             time.sleep(0.05)
         return left
 
@@ -317,7 +317,7 @@ class LocalSwarm:
         again = self.address if name == BOOTSTRAP else ""
         maddr = again.partition("/p2p/")[0] or host.maddr  # where peers know it to be
         arguments = [*arguments, "--host-maddrs", maddr]
-        more = in_environment(name, self.armoury, faults) if faults else {}
+        more = in_environment(name, self.armed_faults, faults) if faults else {}
         fresh = any(fault.action == JUMP for fault in faults)
         popen = self._launch(module, arguments, self._environment | more, log, log, host, fresh)
         before = self.processes.get(name)
@@ -338,7 +338,7 @@ class LocalSwarm:
     ) -> subprocess.Popen[bytes] | Child:
         """`fresh`: never forked."""
         if self._forked and not fresh:
-            return _nursery(self._threads).start(module, arguments, environment, output, errors, host.namespace)
+            return _fork_server(self._threads).start(module, arguments, environment, output, errors, host.namespace)
         with open(output, "ab") as stream, open(errors, "ab") as error_stream:
             return subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", module, *arguments],
@@ -352,11 +352,11 @@ class LocalSwarm:
 
 
 @cache
-def _nursery(threads: int) -> Nursery:
+def _fork_server(threads: int) -> ForkServer:
     """One for all swarms of this process; it ends with it."""
-    nursery = Nursery(os.environ | {"OMP_NUM_THREADS": str(threads)}, _leave_with(os.getpid()))
-    atexit.register(nursery.close)
-    return nursery
+    fork_server = ForkServer(os.environ | {"OMP_NUM_THREADS": str(threads)}, _leave_with(os.getpid()))
+    atexit.register(fork_server.close)
+    return fork_server
 
 
 def _leave_with(parent: int) -> Callable[[], None] | None:

@@ -11,7 +11,7 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
 from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.electorate import NIL
-from spes_p2p.consensus.forks import Line, Way
+from spes_p2p.consensus.forks import ForkDecision, Line
 from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.inbound import Inbound
 from spes_p2p.consensus.leadership import Leadership
@@ -19,7 +19,7 @@ from spes_p2p.consensus.lifecycle import Lifecycle
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import QUORUM, Commit, Content, Precommit, Signed, Status
-from spes_p2p.consensus.parts import Cast
+from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.rules import Outcome, child_manifest
@@ -35,10 +35,10 @@ def machine_with(fault: type) -> type[Consensus]:
     """The state machine with `fault`, a part, in the place of the one that it changes; or itself, where it is one."""
     if issubclass(fault, Consensus):
         return fault
-    [slot] = [slot.name for slot in fields(Cast) if issubclass(fault, getattr(Cast(), slot.name))]
+    [slot] = [slot.name for slot in fields(PartClasses) if issubclass(fault, getattr(PartClasses(), slot.name))]
     changed: dict[str, Any] = {slot: fault}
-    cast = replace(Cast(), **changed)
-    return type(fault.__name__, (Consensus,), {"CAST": cast})
+    classes = replace(PartClasses(), **changed)
+    return type(fault.__name__, (Consensus,), {"PART_CLASSES": classes})
 
 
 class ForgetsVotes(Lifecycle):
@@ -123,8 +123,8 @@ class TakesWhatAMinorityMade(Degraded):
             return True
         return False
 
-    def way_to(self, ours: Line, theirs: Line, now: float) -> Way:
-        return super().way_to(ours, theirs, now) if ours else Way.MOVE
+    def way_to(self, ours: Line, theirs: Line, now: float) -> ForkDecision:
+        return super().way_to(ours, theirs, now) if ours else ForkDecision.MOVE
 
 
 class ForgetsLocksAlone(Proposals):
@@ -227,7 +227,7 @@ class CountsMore(Voting):
 class CountsWorkTwice(Consensus):
     """Both together: what a leader says of the work of others is committed."""
 
-    CAST = Cast(voting=CountsMore, inbound=BelievesLeaders)
+    PART_CLASSES = PartClasses(voting=CountsMore, inbound=BelievesLeaders)
 
 
 class NeverGivesUpAState(Proposals):
@@ -271,4 +271,4 @@ class HandsOutByTurnAlone(RoundPlan):
 class TakesWhatWasNotHandedOut(Consensus):
     """All together: an owner takes a column over whose values it never got."""
 
-    CAST = Cast(voting=MovesWhatWasNotHandedOut, round_plan=HandsOutByTurnAlone, inbound=BelievesLeaders)
+    PART_CLASSES = PartClasses(voting=MovesWhatWasNotHandedOut, round_plan=HandsOutByTurnAlone, inbound=BelievesLeaders)

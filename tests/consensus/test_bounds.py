@@ -39,7 +39,7 @@ from spes_p2p.consensus.messages import (
     Work,
     plan_hash,
 )
-from spes_p2p.consensus.parts import Cast, Parts
+from spes_p2p.consensus.parts import PartClasses, Parts
 from spes_p2p.consensus.proposals import MOST_CONTENTS
 from spes_p2p.consensus.rules import genesis_manifest
 from spes_p2p.consensus.state import MAX_NEWCOMERS, MOST_PLANS, MOST_VOTES, Identity
@@ -97,7 +97,7 @@ def seal(value: Any) -> Signed[Any]:
 
 def parts_of(core: Consensus) -> Parts:
     """All that is known is in the state: parts over it answer as those of `core` do."""
-    return Parts(core.state, Cast())
+    return Parts(core.state, PartClasses())
 
 
 def size_of(core: Consensus, act: Callable[[], None]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spes_p2p.consensus.forks import Line, Standing, Way, best, choose, tokens_lost
+from spes_p2p.consensus.forks import ForkContext, ForkDecision, Line, best, choose, tokens_lost
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
 from spes_p2p.consensus.membership import Member
 from spes_p2p.consensus.messages import (
@@ -43,7 +43,7 @@ def line(parent: Manifest, *rounds: tuple[int, str]) -> Line:
 
 D, M = DEGRADED, QUORUM
 F = 4
-FREE = Standing(may_take=True, final_rounds=F)
+FREE = ForkContext(may_take=True, final_rounds=F)
 HELD = replace(FREE, may_take=False)
 
 
@@ -55,26 +55,26 @@ def name(line: Line) -> Hash:
 
 
 def test_what_a_quorum_certified_is_always_taken() -> None:
-    assert choose((), line(root(), (1, M), (1, D)), HELD) is Way.MOVE
+    assert choose((), line(root(), (1, M), (1, D)), HELD) is ForkDecision.MOVE
 
 
 def test_a_degraded_child_is_taken_only_where_no_live_quorum_was_heard() -> None:
     theirs = line(root(), (1, D), (900, M), (900, M))
-    assert choose((), theirs, HELD) is Way.WAIT
-    assert choose((), theirs, FREE) is Way.MOVE
-    assert choose((), theirs, replace(HELD, chosen={name(theirs)})) is Way.MOVE
+    assert choose((), theirs, HELD) is ForkDecision.WAIT
+    assert choose((), theirs, FREE) is ForkDecision.MOVE
+    assert choose((), theirs, replace(HELD, chosen={name(theirs)})) is ForkDecision.MOVE
 
 
 def test_who_keeps_to_another_child_stays_for_a_later_ballot_or_long_work() -> None:
     theirs = (commit(root(), 1, D, ballot=2),)
     other = sha256(b"kept")
-    for ballot, way in ((1, Way.MOVE), (2, Way.MOVE), (3, Way.WAIT)):
+    for ballot, way in ((1, ForkDecision.MOVE), (2, ForkDecision.MOVE), (3, ForkDecision.WAIT)):
         assert choose((), theirs, replace(FREE, polka_ballot=ballot, kept=other)) is way
     same = replace(FREE, polka_ballot=9, kept=name(theirs))
-    assert choose((), theirs, same) is Way.MOVE
+    assert choose((), theirs, same) is ForkDecision.MOVE
     stands = replace(FREE, polka_ballot=0, kept=other)
-    assert choose((), line(root(), *(F * [(1, D)])), stands) is Way.WAIT
-    assert choose((), line(root(), *((F + 1) * [(1, D)])), stands) is Way.MOVE
+    assert choose((), line(root(), *(F * [(1, D)])), stands) is ForkDecision.WAIT
+    assert choose((), line(root(), *((F + 1) * [(1, D)])), stands) is ForkDecision.MOVE
 
 
 # ---------------------------------------------------------------- where two histories part
@@ -94,22 +94,22 @@ def test_a_majority_wins_then_most_tokens(
     winner: tuple[tuple[int, str], ...], loser: tuple[tuple[int, str], ...]
 ) -> None:
     one, other = line(root(), *winner), line(replace(root(), step=1), *loser)
-    assert choose(other, one, HELD) is Way.MOVE
-    assert choose(one, other, FREE) is Way.STAY
+    assert choose(other, one, HELD) is ForkDecision.MOVE
+    assert choose(one, other, FREE) is ForkDecision.STAY
     assert best([other, one], F) == best([one, other], F) == one
 
 
 def test_the_highest_acceptance_goes_before_tokens() -> None:
     """It may be what a majority committed, and only those who are gone knew."""
     bound, rich = (commit(root(), 1, D, ballot=0),), (commit(root(), 99, D),)
-    assert choose(rich, bound, HELD) is Way.MOVE
-    assert choose(bound, rich, FREE) is Way.STAY
+    assert choose(rich, bound, HELD) is ForkDecision.MOVE
+    assert choose(bound, rich, FREE) is ForkDecision.STAY
 
 
 def test_long_work_goes_before_an_acceptance() -> None:
     bound, long = (commit(root(), 1, D, ballot=0),), line(root(), *((F + 1) * [(1, D)]))
-    assert choose(bound, long, HELD) is Way.MOVE
-    assert choose(long, bound, FREE) is Way.STAY
+    assert choose(bound, long, HELD) is ForkDecision.MOVE
+    assert choose(long, bound, FREE) is ForkDecision.STAY
 
 
 def test_equal_tokens_are_told_apart_by_the_lowest_hash() -> None:
@@ -124,25 +124,25 @@ def test_equal_tokens_are_told_apart_by_the_lowest_hash() -> None:
 def test_long_work_is_final_until_the_organiser_chooses() -> None:
     """Two that come back after a week, as the majority that they were, do not undo everybody: a person must choose."""
     week, back = line(root(), *((F + 1) * [(7, D)])), line(root(), (3, M))
-    assert choose(week, back, FREE) is Way.PARTED
-    assert choose(back, week, FREE) is Way.PARTED
+    assert choose(week, back, FREE) is ForkDecision.PARTED
+    assert choose(back, week, FREE) is ForkDecision.PARTED
     for chosen, other in ((week, back), (back, week)):
         told = replace(FREE, chosen={name(chosen)})
-        assert choose(other, chosen, told) is Way.MOVE
-        assert choose(chosen, other, told) is Way.STAY
+        assert choose(other, chosen, told) is ForkDecision.MOVE
+        assert choose(chosen, other, told) is ForkDecision.STAY
 
 
 def test_short_work_is_not_final() -> None:
     few, back = line(root(), *(F * [(7, D)])), line(root(), (3, M))
-    assert choose(few, back, FREE) is Way.MOVE
-    assert choose(back, few, FREE) is Way.STAY
+    assert choose(few, back, FREE) is ForkDecision.MOVE
+    assert choose(back, few, FREE) is ForkDecision.STAY
 
 
 def test_an_ancestor_gives_way_to_its_descendant() -> None:
     long = line(root(), (1, D), (1, D))
     assert best([long[:1], long, ()], F) == long
     assert best([()], F) == ()
-    assert choose(long, (), FREE) is Way.STAY
+    assert choose(long, (), FREE) is ForkDecision.STAY
 
 
 def test_the_rule_goes_down_through_nested_forks() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.consensus.messages import Intent
 from spes_p2p.errors import ConfigError
-from spes_p2p.peer.pausing import MINUTES, PauseSwitch, Schedule, Watch
+from spes_p2p.peer.pausing import MINUTES, PauseSwitch, PauseTriggers, Schedule
 from spes_p2p.peer.wishes import Wishes
 
 NIGHT = Schedule.parse("22:00-08:00")
@@ -74,9 +74,9 @@ def test_who_resumes_by_hand_overrides_until_the_reason_comes_anew() -> None:
 
 def test_clock_and_battery_are_looked_at() -> None:
     switch, minute, battery = PauseSwitch(), [at("12:00")], [False]
-    watch = Watch(switch, None, False, lambda: minute[0], lambda: battery[0])
+    watch = PauseTriggers(switch, None, False, lambda: minute[0], lambda: battery[0])
     assert not switch.active
-    watch = Watch(switch, NIGHT, True, lambda: minute[0], lambda: battery[0])
+    watch = PauseTriggers(switch, NIGHT, True, lambda: minute[0], lambda: battery[0])
     watch.close()
     assert switch.why == "until 22:00 (--schedule)"
     minute[0], battery[0] = at("23:00"), True
@@ -89,7 +89,7 @@ def test_clock_and_battery_are_looked_at() -> None:
 
 def test_a_machine_without_battery_is_never_paused_by_it() -> None:
     switch = PauseSwitch()
-    Watch(switch, None, True, battery=lambda: None).close()
+    PauseTriggers(switch, None, True, battery=lambda: None).close()
     assert not switch.active
 
 

@@ -29,7 +29,7 @@ from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault
-from spes_p2p.testing.nursery import children
+from spes_p2p.testing.fork_server import children
 from spes_p2p.testing.processes import BOOTSTRAP, LocalSwarm, Process
 from tests.swarm.chaos_report import ChaosOptions, Findings, Sample, judge
 
@@ -177,9 +177,9 @@ class Chaos:
         spare = len(able) - self._options.peers // 2  # the witness and these must stay a majority
         if lot >= self._options.kill_rate or spare < 1:
             return
-        self._swarm.armoury.disarm()  # one at a time: nobody came to the last one
+        self._swarm.armed_faults.disarm()  # one at a time: nobody came to the last one
         if kind < 0.5:
-            self._swarm.armoury.arm(fault)
+            self._swarm.armed_faults.arm(fault)
             self._note(f"round {round + 1}: whoever comes to {fault.step!r} dies")
         elif kind < 0.75:
             self._kill(able[:1], share)
@@ -254,7 +254,7 @@ class Chaos:
 
     def _settle(self) -> None:
         """Undisturbed, all who run come to the newest round: who left while it is cut off would commit alone."""
-        self._swarm.armoury.disarm()
+        self._swarm.armed_faults.disarm()
         for name in list(self._thaw_at):
             self._swarm.processes[name].thaw()
         newest, until = self._newest(), time.monotonic() + SETTLE_SECONDS

@@ -136,10 +136,12 @@ def kill_one(swarm: LocalSwarm, fault: Fault, told: Story) -> None:
 
 def strike(swarm: LocalSwarm, fault: Fault) -> str:
     """Who died of it."""
-    swarm.armoury.arm(fault)
+    swarm.armed_faults.arm(fault)
     watched = up(swarm)
-    swarm.wait_until(lambda: swarm.armoury.victim(fault) is not None, f"{fault}", watched, fine=(None, -signal.SIGKILL))
-    victim = swarm.armoury.victim(fault)
+    swarm.wait_until(
+        lambda: swarm.armed_faults.victim(fault) is not None, f"{fault}", watched, fine=(None, -signal.SIGKILL)
+    )
+    victim = swarm.armed_faults.victim(fault)
     assert victim is not None
     return victim
 
@@ -162,12 +164,12 @@ def go_on(swarm: LocalSwarm, told: Story, before: list[str], victims: list[str])
 def kill_who_knows_alone(swarm: LocalSwarm, told: Story) -> None:
     """Armed long before its round, in which then nobody but the leader hears of a vote."""
     for fault in MUTED.values():
-        swarm.armoury.arm(fault)
+        swarm.armed_faults.arm(fault)
     assert newest(swarm, up(swarm)) < LONELY - 1
     before = up(swarm)
     victim = strike(swarm, KNOWS_ALONE)
-    told.died_at = time.monotonic() - (time.time() - swarm.armoury.struck_at(KNOWS_ALONE))
-    swarm.armoury.disarm()
+    told.died_at = time.monotonic() - (time.time() - swarm.armed_faults.struck_at(KNOWS_ALONE))
+    swarm.armed_faults.disarm()
     others = [name for name in before if name != victim]
     swarm.wait_for_round(LONELY, others, patience_seconds(swarm.processes[others[0]]))
     kept = told.folder / "recordings"

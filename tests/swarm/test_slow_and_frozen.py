@@ -62,8 +62,8 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
         swarm.wait_for_round(4, NAMES, 180.0)
         told.ids = {name: peer_id_of(swarm.processes[name]) for name in NAMES}
 
-        swarm.armoury.arm(CLOCK_JUMPS)
-        swarm.wait_until(lambda: swarm.armoury.victim(CLOCK_JUMPS) is not None, "the clock jumps", NAMES)
+        swarm.armed_faults.arm(CLOCK_JUMPS)
+        swarm.wait_until(lambda: swarm.armed_faults.victim(CLOCK_JUMPS) is not None, "the clock jumps", NAMES)
         told.jumped_at = newest(swarm, QUICK)
 
         freeze_for_two_rounds(swarm, told)
@@ -83,8 +83,8 @@ def newest(swarm: LocalSwarm, name: str) -> int:
 def freeze_for_two_rounds(swarm: LocalSwarm, told: Story) -> None:
     """It stops itself before its vote leaves; the others go on without it."""
     patience = patience_seconds(swarm.processes[QUICK])
-    swarm.armoury.arm(STOPPED)
-    swarm.wait_until(lambda: swarm.armoury.victim(STOPPED) is not None, "it is frozen", NAMES)
+    swarm.armed_faults.arm(STOPPED)
+    swarm.wait_until(lambda: swarm.armed_faults.victim(STOPPED) is not None, "it is frozen", NAMES)
     told.frozen_from = newest(swarm, QUICK)
     others = [name for name in NAMES if name != FROZEN]
     swarm.wait_for_round(told.frozen_from + 3, others, 3 * patience)

@@ -53,8 +53,8 @@ def test_a_link_drops_to_a_tenth_of_its_rate_half_way(tmp_path: Path, tokens: Pa
         swarm.wait_for_round(2, NAMES, COMPLETE_SECONDS)
         me = peer_id_of(swarm.processes["slowed"])
 
-        swarm.armoury.arm(HALF_A_STREAM)
-        swarm.wait_until(lambda: swarm.armoury.victim(HALF_A_STREAM) is not None, "half a stream", NAMES)
+        swarm.armed_faults.arm(HALF_A_STREAM)
+        swarm.wait_until(lambda: swarm.armed_faults.victim(HALF_A_STREAM) is not None, "half a stream", NAMES)
         halves.limit("slowed", KBIT_PER_SECOND // 10)
         dropped_in = max(event.round for event in swarm.processes["p0"].rounds()) + 1
         swarm.wait_for_round(dropped_in + 3, NAMES, COMPLETE_SECONDS)

@@ -16,7 +16,7 @@ import pytest
 from spes_p2p.consensus.electorate import NIL
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.messages import Commit, Prevote
-from spes_p2p.consensus.parts import Cast
+from spes_p2p.consensus.parts import PartClasses
 from spes_p2p.consensus.vote_record import VoteRecord, prevote
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.sync.chain import Chain
@@ -72,7 +72,7 @@ def watch_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return watching
 
     monkeypatch.setattr(Tasks, "in_thread", marked)
-    for cls in (Consensus, *(part.default for part in fields(Cast))):
+    for cls in (Consensus, *(part.default for part in fields(PartClasses))):
         for name, method in list(vars(cls).items()):
             if inspect.isfunction(method):
                 monkeypatch.setattr(cls, name, watched(name, method))

@@ -19,7 +19,7 @@ from spes_p2p.testing.faults import (
     FREEZE,
     FULL,
     KILL,
-    Armoury,
+    ArmedFaults,
     Fault,
     Faults,
     MemoryFaults,
@@ -115,14 +115,14 @@ def test_a_full_disk_is_an_error_of_storage() -> None:
 
 
 def test_an_armed_fault_hits_one_process(tmp_path: Path) -> None:
-    armoury, fault = Armoury(tmp_path), Fault("plan")
-    assert not armoury.claim(fault, "p1")
-    armoury.arm(fault)
-    assert armoury.victim(fault) is None
-    assert armoury.claim(fault, "p2")
-    assert not armoury.claim(fault, "p1")
-    assert armoury.victim(fault) == "p2"
-    assert armoury.struck_at(fault) > 0
+    armed_faults, fault = ArmedFaults(tmp_path), Fault("plan")
+    assert not armed_faults.claim(fault, "p1")
+    armed_faults.arm(fault)
+    assert armed_faults.victim(fault) is None
+    assert armed_faults.claim(fault, "p2")
+    assert not armed_faults.claim(fault, "p1")
+    assert armed_faults.victim(fault) == "p2"
+    assert armed_faults.struck_at(fault) > 0
 
 
 def play_schedule(folder: Path, seed: int) -> list[tuple[str, str, int]]:

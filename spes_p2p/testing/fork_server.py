@@ -2,11 +2,11 @@
 
 Importing costs seconds of CPU time a process, most of what a small swarm costs. A forked process is one of its own in
 every other way: process group, output, environment, network namespace, exit code, end by signal. What it cannot show is
-how the program starts, and its command line says `nursery`. Linux only.
+how the program starts, and its command line says `fork_server`. Linux only.
 
-`Nursery` is the side that asks; `python -m spes_p2p.testing.nursery` answers, a JSON line for each: asked to start a
-program, the pid; of a process that ended, its exit code (negative: the signal). It leaves with its input, and its
-processes with it. What these leave behind becomes a child of it, too, and so can be found.
+`ForkServer` is the side that asks; `python -m spes_p2p.testing.fork_server` answers, a JSON line for each: asked to
+start a program, the pid; of a process that ended, its exit code (negative: the signal). It leaves with its input, and
+its processes with it. What these leave behind becomes a child of it, too, and so can be found.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None)
 
 
-class Nursery:
+class ForkServer:
     """One server. Not for several threads."""
 
     def __init__(self, environment: Mapping[str, str], before_exec: Callable[[], None] | None) -> None:
@@ -121,14 +121,14 @@ class Nursery:
 
 
 class Child:
-    """A process that a nursery started, as `subprocess.Popen` shows one."""
+    """A process that a fork server started, as `subprocess.Popen` shows one."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+        self._fork_server = fork_server
         self.pid = pid
 
     def poll(self) -> int | None:
-        return self._nursery.code(self.pid)
+        return self._fork_server.code(self.pid)
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.testing.nursery import Nursery
+from spes_p2p.testing.fork_server import ForkServer
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 LEAVES_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)"
@@ -15,15 +15,15 @@ LEAVES_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '{seconds}'], st
 
 @pytest.mark.parametrize(("seconds", "left"), [(60, 1), (0, 0)])
 def test_what_a_process_leaves_behind_is_found_as_long_as_it_runs(tmp_path: Path, seconds: int, left: int) -> None:
-    nursery = Nursery(os.environ, None)
+    fork_server = ForkServer(os.environ, None)
     try:
         program = ["-n", "1", "-r", "1", LEAVES_A_CHILD.format(seconds=seconds)]
-        child = nursery.start("timeit", program, os.environ, tmp_path / "log")
+        child = fork_server.start("timeit", program, os.environ, tmp_path / "log")
         assert child.wait(60.0) == 0, (tmp_path / "log").read_text()
-        while len(found := nursery.running()) > left:  # a sleep of no time is about to end
+        while len(found := fork_server.running()) > left:  # a sleep of no time is about to end
             pass
         assert len(found) == left
         for pid in found:
             os.kill(pid, 9)
     finally:
-        nursery.close()
+        fork_server.close()
