@@ -69,9 +69,10 @@ class SliceStaged:
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """No holder could give the tiles of a slice."""
+    """No holder could give the tiles of a slice; or it came, and `is_unfit`: its reducer handed out what is no mean."""
 
     key: Key
+    is_unfit: bool = False
 
 
 @dataclass(frozen=True)

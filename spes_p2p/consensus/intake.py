@@ -41,8 +41,8 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.reducing.reduced(report, now)
         case on.SliceStaged(key, hashes):
             parts.staging.staged(key, hashes, now)
-        case on.FetchFailed(key):
-            parts.staging.fetch_failed(key, now)
+        case on.FetchFailed(key, is_unfit):
+            parts.staging.fetch_failed(key, now, is_unfit)
         case on.StagingFailed(key):
             parts.staging.staging_failed(key, now)
         case on.SlicesLost(keys):

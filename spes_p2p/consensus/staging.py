@@ -198,12 +198,13 @@ class Staging:
         self._liveness.failed(now)
         self._state.round.failed.add(key)
 
-    def fetch_failed(self, key: Key, now: float) -> None:
+    def fetch_failed(self, key: Key, now: float, is_unfit: bool = False) -> None:
         """No holder could provide the tiles: forgets the report of them until somebody repeats it.
 
         Only peers that have the tiles repeat a report, so that of a lost reducer is gone for good and its slice is
         reduced again; likewise if a reducer repeats a report but never serves the tiles. A report of tiles other than a
-        proposal wants is kept, since hearing it again would count as progress.
+        proposal wants is kept, since hearing it again would count as progress. A reducer whose tiles are unfit has had
+        its turn in this round, whoever says that they are staged elsewhere.
         """
         current = self._state.round
         tried = current.fetching.get(key)
@@ -212,7 +213,10 @@ class Staging:
         report = None if index is None else current.reports.get(index)
         if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
             del current.reports[index]
-            self._note_empty_report(index, report)
+            if is_unfit:
+                current.empty_reports.setdefault(index, {})[report.author] = report
+            else:
+                self._note_empty_report(index, report)
 
     def unstaged(self, keys: Iterable[Key]) -> None:
         """These slices are not on disk any more and nobody gave them: they are fetched, or done, again."""

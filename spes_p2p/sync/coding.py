@@ -10,12 +10,16 @@ import numpy as np
 
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import Codec
-from spes_p2p.errors import LocalProtocolError
+from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.version import DTYPE
 from spes_p2p.sync.outer import OuterSteps
+
+
+class UnfitTile(RemoteProtocolError):
+    """A round hands out a tile that no mean of training gives: its bytes are those that its reducer has signed for."""
 
 
 def encoded_change(codec: Codec, wanted: Values, before: Values, kept: Values | None) -> tuple[bytes, Values]:
@@ -55,6 +59,23 @@ def stage_tile(
         velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
         values, momentum = outer.of(block).step(values, before, velocity)
     return staging.write_tile(tile_id, data, tile_hash, values, momentum)
+
+
+def check_fit(staging: Staging, outer: OuterSteps | None, tile_id: int, data: TileData) -> None:
+    """Raises UnfitTile where what a reducer handed out of a tile makes values that are not finite.
+
+    Follows from the bytes and the committed state alone: all honest peers say the same of the same tile.
+    """
+    layout = staging.layout
+    block = layout.tiles[tile_id].block
+    before = np.frombuffer(staging.areas.parent_tile(tile_id), DTYPE)
+    values = _values_of(tile_id, layout.codec_of(block), data, before)
+    made = [values]
+    if outer is not None:
+        velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
+        made += outer.of(block).step(values, before, velocity)
+    if not all(np.isfinite(part).all() for part in made):
+        raise UnfitTile(f"tile {tile_id} was handed out with values that are not finite")
 
 
 def _values_of(tile_id: int, codec: Codec, data: TileData, before: Values) -> Values:

@@ -34,6 +34,7 @@ from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileD
 from spes_p2p.exchange.transfers import WrongSize
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.sync.coding import UnfitTile
 from spes_p2p.sync.reduce import WRONG_SIZE
 
 T = TypeVar("T")
@@ -248,6 +249,11 @@ class RoundExecutor:
 
         try:
             await self._work.fetch(action, lambda: self._writing(is_wanted), sure)
+        except UnfitTile as error:  # the tiles are those that the report has signed for
+            if is_wanted():
+                self._notice(do.Notice("refused", f"slice {key} will be reduced by another peer: {error}"))
+                self._tell(on.FetchFailed(key, is_unfit=True))
+            return
         except (NetworkError, RemoteProtocolError):
             if is_wanted():
                 self._tell(on.FetchFailed(key))

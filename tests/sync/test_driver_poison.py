@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from spes_p2p.codecs.lossy import encode
 from spes_p2p.consensus.manifest import Merge
 from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import Request, ValuesRequest
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Values
+from spes_p2p.state.staging import TileData
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.swarm.streams import FetchRequest
 from spes_p2p.sync.reduce import NON_FINITE, TOO_LARGE, WRONG_SIZE
@@ -182,3 +184,43 @@ def test_other_arithmetic_is_repaired_by_fetching(folder: Path) -> None:
         assert all("computed other bits" in notice.text for notice in warned)
 
     in_swarm(folder, play, config)
+
+
+def hands_out_nothing_finite(liar: PretendPeer) -> None:
+    """In one round all that it reduces is NaN."""
+    bench, layout = liar.driver._candidate, liar.swarm.layout
+    honest = bench.write
+
+    def nan(tile_id: int) -> TileData:
+        tile = layout.tiles[tile_id]
+        values, codec = np.full(tile.size, np.nan, np.float32), layout.codec_of(tile.block)
+        return values if codec == "fp32" else encode(codec, values)
+
+    def write(first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
+        spoils = liar.driver.core.tip.round == SPOILT - 1
+        return honest(first_tile, [nan(first_tile + at) if spoils else tile for at, tile in enumerate(tiles)])
+
+    bench.write = write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("sync.codec=int8",), ("sync.outer=nesterov",)], ids=["fp32", "int8", "outer"]
+)
+def test_what_a_reducer_hands_out_is_refused_where_it_is_not_finite(folder: Path, overrides: tuple[str, ...]) -> None:
+    """Its shared slices are done again by others; a column that it owns alone keeps its last version."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await start(swarm, PretendWork())
+        hands_out_nothing_finite(peer(swarm, "c"))
+        await swarm.until_round(SPOILT + 2, ["a", "b", "d"])
+        manifest = commits(swarm)[SPOILT].manifest
+        mine = columns_of(commits(swarm)[SPOILT - 1].manifest.ownership, PeerId("c"))
+        assert mine
+        assert "c" not in {piece.reducer for piece in manifest.slices}
+        assert {piece.block for piece in manifest.slices} == set(range(5)) - {1 + column for column in mine}
+        assert all(np.isfinite(values).all() for blocks in recorder.blocks.values() for values in blocks)
+        assert any(n.kind == "refused" and "not finite" in n.text for n in peer(swarm, "a").notices)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config("sync.merge_alpha=0", *overrides, peers=4))
