@@ -95,7 +95,7 @@ def key_of(data: bytes) -> str:
     return wire.unpack(Envelope, data, max_bytes=MAX_ENVELOPE_BYTES).statement.key
 
 
-class Ends:
+class Expirations:
     """Expiry times of one publisher's records, by key. Of two records the one that expires later wins, so each new
     one must expire a bit later than the one before it.
 

@@ -20,7 +20,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.store import Version
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.catch_up import CatchUp, Fetched, ForkPoint
-from spes_p2p.sync.keeping_up import LinkSpeedCheck
+from spes_p2p.sync.link_speed_check import LinkSpeedCheck
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.surroundings import Disk, Hooks
@@ -95,7 +95,7 @@ class DiskHistory:
         self._log = log
         self._hooks = hooks
         self._looks_on = not log.core.state.own.intent.joining
-        self._keeping_up = LinkSpeedCheck(disk.store.layout)
+        self._link_speed_check = LinkSpeedCheck(disk.store.layout)
         self._fetching: asyncio.Task[None] | None = None
 
     @property
@@ -164,7 +164,7 @@ class DiskHistory:
             state = await self._catching_up.state(newest.manifest, tip, [holder, *others])
         finally:
             now, received = self._log.received()
-            self._keeping_up.fetched(received - before, now - began)
+            self._link_speed_check.fetched(received - before, now - began)
         reached(failpoints.CAUGHT_UP, peer=self._core.me, round=newest.manifest.round)
         return newest, state
 
@@ -174,7 +174,7 @@ class DiskHistory:
         if not self._looks_on and not self._core.state.is_member() and length > 1:
             rounds = range(max(1, length - self._core.state.rules.expert_rounds), length)
             newest = [self._chain.commit(round).manifest for round in rounds]
-            self._keeping_up.headers(self._log.received()[0], length - 1, newest)
+            self._link_speed_check.headers(self._log.received()[0], length - 1, newest)
 
     # ---- going on ----
 

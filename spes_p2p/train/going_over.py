@@ -31,7 +31,7 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class Way:
+class CarryOver:
     """From a parting to `child` of its parent, which has won."""
 
     parting: Parting
@@ -74,9 +74,9 @@ def tiles_taken(manifest: Manifest | None, peer: PeerId) -> frozenset[int]:
     return frozenset(tile_id for piece in slices if peer in piece.contributors for tile_id in piece.tile_ids)
 
 
-def told(own: int, kept: int, way: Way | None) -> list[str]:
+def outcome_texts(own: int, kept: int, carry_over: CarryOver | None) -> list[str]:
     """For a person: what became of the tokens that this peer had trained since the histories parted."""
-    counted = way.counted.tokens if way is not None and way.counted is not None else 0
+    counted = carry_over.counted.tokens if carry_over is not None and carry_over.counted is not None else 0
     texts = []
     if kept:
         texts.append(f"{kept:,} of this peer's own tokens are kept for the next round to count")

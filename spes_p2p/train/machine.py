@@ -20,7 +20,7 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.data.leases import Ranges, count, joined, take
 from spes_p2p.ownership.expert_map import columns_of
 from spes_p2p.state.layout import Layout
-from spes_p2p.train.going_over import Parting, Way, tiles_taken, told
+from spes_p2p.train.going_over import CarryOver, Parting, outcome_texts, tiles_taken
 from spes_p2p.train.stages import (
     Action,
     Begin,
@@ -252,9 +252,9 @@ class TrainerMachine:
             actions += [TakeSnapshot(turn)] if turn is not None and self.stage is Stage.TRAINING else []
         self._take_lead()
         own = event.own_tokens + self.work.tokens
-        way = None if parting is None or event.child is None else Way(parting, event.child)
+        way = None if parting is None or event.child is None else CarryOver(parting, event.child)
         kept = way is not None and event.is_member and self._bring_over(way, newest)
-        actions += [Say(text) for text in told(own, self.work.tokens if kept else 0, way)]
+        actions += [Say(text) for text in outcome_texts(own, self.work.tokens if kept else 0, way)]
         if way is None or turn is None or not kept:
             return actions + (self._enter(newest, None) if event.is_member else self._stand_aside(newest))
         blocks = way.blocks(newest)
@@ -263,7 +263,7 @@ class TrainerMachine:
         self.carries, self.own_steps = True, min(steps, newest.steps_per_round)
         return [*actions, UseLease(self.place), self._load(newest, go_over)]
 
-    def _bring_over(self, way: Way, newest: Manifest) -> bool:
+    def _bring_over(self, way: CarryOver, newest: Manifest) -> bool:
         """Whether the data of the work is still ours; the work that the winner does not count is uncounted then."""
         if not self._find_place(newest, way.left(self.place.ahead_of(0))):
             return False

@@ -100,7 +100,7 @@ class HivemindDirectory:
         """Whose records under a key were read the last time."""
         self._node, self._signer, self._verifier, self.validator = node, signer, verifier, validator
         self._daemon_ended = daemon_ended
-        self._ends = envelope.Ends()
+        self._expirations = envelope.Expirations()
         self._wall_clock = time.time
         self._dropped = 0
 
@@ -132,7 +132,7 @@ class HivemindDirectory:
 
     async def _publish(self, key: str, value: bytes, ttl_seconds: float) -> list[list[bool] | None]:
         """What the nodes said that should keep the record; None: no answer. `DHTNode.store` tells of one only."""
-        expiration = self._ends.next(key, ttl_seconds, self._wall_clock())
+        expiration = self._expirations.next(key, ttl_seconds, self._wall_clock())
         data = envelope.seal(self._signer, key, value, expiration)
         protocol, key_id, subkey = self._node.protocol, DHTID.generate(source=key), self._signer.peer_id
         packed = protocol.serializer.dumps(data)
@@ -153,7 +153,7 @@ class HivemindDirectory:
         found = await self._node.get(key, latest=True)
         own = found.value.get(self._signer.peer_id) if found is not None and isinstance(found.value, dict) else None
         if own is not None:
-            self._ends.found(key, own.expiration_time, self._wall_clock())
+            self._expirations.found(key, own.expiration_time, self._wall_clock())
 
     async def read(self, key: str, timeout_seconds: float = 10.0) -> Mapping[PeerId, bytes]:
         self._require_daemon()

@@ -31,9 +31,9 @@ IsOwnOrMember = Callable[[Subkey], bool]
 class BoundedStorage(DHTLocalStorage):
     """Takes checked envelopes (see EnvelopeValidator) while there is room under their key (`records.bounds_of`)."""
 
-    def __init__(self, is_at_home: IsOwnOrMember) -> None:
+    def __init__(self, is_own_or_member: IsOwnOrMember) -> None:
         super().__init__()
-        self._is_at_home = is_at_home
+        self._is_own_or_member = is_own_or_member
 
     def take_over(self, other: DHTLocalStorage) -> None:
         """Takes what `other` has."""
@@ -62,7 +62,7 @@ class BoundedStorage(DHTLocalStorage):
         if found is None:
             return None
         copy = DictionaryDHTValue()
-        for subkey, kept in sorted(found.value.items(), key=lambda item: not self._is_at_home(item[0])):
+        for subkey, kept in sorted(found.value.items(), key=lambda item: not self._is_own_or_member(item[0])):
             copy.store(subkey, kept.value, kept.expiration_time)
         return ValueWithExpiration(copy, found.expiration_time)
 
@@ -78,14 +78,14 @@ class BoundedStorage(DHTLocalStorage):
         return DictionaryDHTValue() if found is None else found.value
 
     def _has_room(self, records: DictionaryDHTValue, subkey: Subkey, value: BinaryDHTValue) -> bool:
-        if not records and len(self) >= MAX_KEYS and not self._is_at_home(subkey):
+        if not records and len(self) >= MAX_KEYS and not self._is_own_or_member(subkey):
             return False
         sizes = {other: len(item.value) for other, item in records.items() if other != subkey}
         if sum(sizes.values()) + len(value) > MAX_KEY_BYTES:
             return False
-        if self._is_at_home(subkey):
+        if self._is_own_or_member(subkey):
             return True
-        of_strangers = sum(size for other, size in sizes.items() if not self._is_at_home(other))
+        of_strangers = sum(size for other, size in sizes.items() if not self._is_own_or_member(other))
         return of_strangers + len(value) <= _strangers_bytes(value)
 
 
@@ -99,7 +99,9 @@ class NoStorage(DHTLocalStorage):
         return False
 
 
-def trim(validator: EnvelopeValidator, is_at_home: IsOwnOrMember, key: bytes, records: DictionaryDHTValue) -> bool:
+def trim(
+    validator: EnvelopeValidator, is_own_or_member: IsOwnOrMember, key: bytes, records: DictionaryDHTValue
+) -> bool:
     """Removes bad records from `records`, which another node sent together, and those of strangers beyond our bounds.
 
     Replaces hivemind's own check, which refuses all records if one is bad, such as one that has just expired. Records
@@ -107,9 +109,9 @@ def trim(validator: EnvelopeValidator, is_at_home: IsOwnOrMember, key: bytes, re
     """
     strangers = taken = 0
     with records.freeze():
-        for subkey, (value, expiration_time) in sorted(records.items(), key=lambda item: not is_at_home(item[0])):
+        for subkey, (value, expiration_time) in sorted(records.items(), key=lambda item: not is_own_or_member(item[0])):
             taken += len(value)
-            if not is_at_home(subkey):
+            if not is_own_or_member(subkey):
                 strangers += len(value)
             too_much = taken > MAX_KEY_BYTES or (strangers and strangers > _strangers_bytes(value))
             record = DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expiration_time)
@@ -118,12 +120,12 @@ def trim(validator: EnvelopeValidator, is_at_home: IsOwnOrMember, key: bytes, re
     return True
 
 
-def bound(protocol: DHTProtocol, validator: EnvelopeValidator, is_at_home: IsOwnOrMember) -> None:
+def bound(protocol: DHTProtocol, validator: EnvelopeValidator, is_own_or_member: IsOwnOrMember) -> None:
     """From now on, the node of `protocol` keeps and takes no more than is allowed here."""
-    storage = BoundedStorage(is_at_home)
+    storage = BoundedStorage(is_own_or_member)
     storage.take_over(protocol.storage)
     protocol.storage, protocol.cache = storage, NoStorage()
-    protocol._validate_dictionary = lambda key, records: trim(validator, is_at_home, key, records)
+    protocol._validate_dictionary = lambda key, records: trim(validator, is_own_or_member, key, records)
 
 
 def _strangers_bytes(value: bytes) -> int:
