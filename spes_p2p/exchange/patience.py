@@ -43,15 +43,15 @@ class Patience:
         """How long anybody may take for `size` bytes that tell whether there is more to fetch."""
         return max(self._least_seconds(), size / LEAST_BYTES_PER_SECOND)
 
-    def doubts(self, peer: PeerId) -> bool:
+    def was_given_up(self, peer: PeerId) -> bool:
         """Whether it was given up lately: others are asked first."""
         return peer in self._strikes
 
-    def lost(self, peer: PeerId) -> None:
+    def note_timeout(self, peer: PeerId) -> None:
         """It did not come to an end in its time."""
         self._strikes[peer] += 1
 
-    def kept(self, peer: PeerId) -> None:
+    def note_success(self, peer: PeerId) -> None:
         """It came to an end."""
         self._strikes.pop(peer, None)
 

@@ -260,11 +260,11 @@ class PieceFetcher:
                 patient=True,
             )
         except NeverEnding:
-            self._patience.lost(peer)
+            self._patience.note_timeout(peer)
             raise
         except BlobTooLarge as error:
             raise WrongData(f"sent data that is not what was asked for: {error}") from error
-        self._patience.kept(peer)
+        self._patience.note_success(peer)
         self._answer_seconds += 0.2 * (self._now() - began - self._answer_seconds)
         self._traffic.received += len(data)
         found: list[tuple[int, bytes]] = []

@@ -213,7 +213,7 @@ class Transfers:
     ) -> list[PeerId]:
         fast = self._rates.fastest([peer for peer in holders if peer in sure], size)
         others = [peer for peer in holders if peer not in sure]
-        return sorted([*fast, *others], key=lambda peer: (peer in poor, self._patience.doubts(peer)))
+        return sorted([*fast, *others], key=lambda peer: (peer in poor, self._patience.was_given_up(peer)))
 
     async def chain(self, holder: PeerId, first: int) -> tuple[bytes, ...]:
         """Commits from round `first` on, some at a time, each packed and unchecked.
@@ -302,9 +302,9 @@ class Transfers:
             self._on_refused(peer)
             raise
         except NeverEnding:
-            self._patience.lost(peer)
+            self._patience.note_timeout(peer)
             raise
-        self._patience.kept(peer)
+        self._patience.note_success(peer)
         self._on_bytes()
         return header, data
 

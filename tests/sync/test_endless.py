@@ -134,12 +134,12 @@ def test_a_slow_link_has_time_and_who_wastes_it_has_less() -> None:
     waits = []
     for _ in range(5):
         waits.append(patience.seconds(LIAR, 1000))
-        patience.lost(LIAR)
+        patience.note_timeout(LIAR)
     assert waits == [50.0, 25.0, 12.5, 10.0, 10.0]
-    assert patience.doubts(LIAR)
-    patience.kept(LIAR)
+    assert patience.was_given_up(LIAR)
+    patience.note_success(LIAR)
     assert patience.seconds(LIAR, 1000) == 50.0
-    assert not patience.doubts(LIAR)
+    assert not patience.was_given_up(LIAR)
 
 
 def test_a_fetch_is_given_up_as_a_whole() -> None:
