@@ -207,8 +207,10 @@ class Staging:
         its turn in this round, whoever says that they are staged elsewhere.
         """
         current = self._state.round
-        tried = current.fetching.get(key)
-        self.staging_failed(key, now)
+        tried = current.fetching.pop(key, None)
+        current.failed.add(key)
+        if not is_unfit:  # which is no fault of our own
+            self._liveness.failed(now)
         index = self._state.round.index_of.get(key)
         report = None if index is None else current.reports.get(index)
         if index is not None and report is not None and tried == b"".join(report.value.wire_hashes):
