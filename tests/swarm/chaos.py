@@ -117,8 +117,9 @@ class Chaos:
 
     def _break_and_watch(self, data: Path) -> None:
         until = time.monotonic() + 60 * self._options.minutes
-        newest, moved = 1, time.monotonic()
-        while newest < self._options.rounds and time.monotonic() < until:
+        newest, moved = self._newest(), time.monotonic()  # looking for the witness took a few rounds of a small model
+        last = newest + self._options.rounds
+        while newest < last and time.monotonic() < until:
             time.sleep(0.1)
             self._tend(newest, data)
             self._tend_bootstrap(newest, data)

@@ -18,7 +18,9 @@ HANDLES_GROWTH, SPARE_HANDLES = 0.1, 10
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """`minutes`: where it ends, if `rounds` did not come before. `kill_rate`: share of rounds that lose a peer.
+    """`rounds`: so many from where all peers train. `minutes`: where it ends, if these did not come before.
+
+    `kill_rate`: share of rounds that lose a peer.
 
     `step_seconds`: what each inner step sleeps on top of its computing, so that many peers share few cores.
     """
