@@ -12,7 +12,7 @@ from spes_p2p.consensus.messages import (
     DegradedProposal,
     Signed,
 )
-from spes_p2p.consensus.state import HOPELESS, State
+from spes_p2p.consensus.state import HOPELESS, Key, State
 from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.ids import Hash
 
@@ -89,7 +89,8 @@ class Proposals:
         heard = (s for s in self._contacts.electors_here() if s.peer in self._state.degraded_set)
         known = [(s.ballots.polka, s.ballots.backed, s.ballots.value) for s in heard]
         known.append(self._state.round.vote.best_known)
-        return max((kept for kept in known if kept[2] != NIL), default=(-1, -1, NIL))
+        void = {NIL, *self._state.round.refused}
+        return max((kept for kept in known if kept[2] not in void), default=(-1, -1, NIL))
 
     def bound(self) -> tuple[bool, Content | None]:
         """Whether the leader of a degraded set must propose a certain manifest, and its content where we have it.
@@ -111,6 +112,15 @@ class Proposals:
             return None
         fit = [name for name in current.verified if current.vote.verdicts.get(name) is not Verdict.INCOMPLETE]
         return next((found for name in fit if (found := self.named(name)) is not None), None)
+
+    def refuse_with(self, key: Key, hashes: bytes) -> None:
+        """Refuses all manifests with these tiles: no honest peer votes for one, and a leader that lies may insist."""
+        current = self._state.round
+        for name, content in list(current.contents.items()):
+            pieces = zip(content.manifest.slices, content.wire_hashes, strict=True)
+            if current.decided is None and any(piece.key == key and own == hashes for piece, own in pieces):
+                del current.contents[name]
+                current.refused.add(name)
 
     def can_be_had(self, name: Hash, now: float) -> bool:
         """Whether the state of a certified child is here, or somebody who is heard has it."""

@@ -204,12 +204,14 @@ class Staging:
         Only peers that have the tiles repeat a report, so that of a lost reducer is gone for good and its slice is
         reduced again; likewise if a reducer repeats a report but never serves the tiles. A report of tiles other than a
         proposal wants is kept, since hearing it again would count as progress. A reducer whose tiles are unfit has had
-        its turn in this round, whoever says that they are staged elsewhere.
+        its turn in this round, whoever says that they are staged elsewhere; and nobody votes for a state with them.
         """
         current = self._state.round
         tried = current.fetching.pop(key, None)
         current.failed.add(key)
-        if not is_unfit:  # which is no fault of our own
+        if is_unfit and tried is not None:
+            self._proposals.refuse_with(key, tried)
+        else:  # the other is no fault of our own
             self._liveness.failed(now)
         index = self._state.round.index_of.get(key)
         report = None if index is None else current.reports.get(index)

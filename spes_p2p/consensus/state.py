@@ -166,7 +166,7 @@ class RoundState:
     `offered`: degraded children that others made, and that may not be taken as yet.
     `ready` is what members said that they trained, by the roster entry that follows from it, and `own_ready` our own.
     `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
-    `refused` those that do not follow from the tip.
+    `refused` those that do not follow from the tip, or name tiles that no mean gives.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
     """
 

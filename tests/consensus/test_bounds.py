@@ -253,6 +253,15 @@ def test_a_report_heard_again_is_no_progress_while_the_tiles_of_a_proposal_canno
     assert core.state.round.progress_at < now
 
 
+@pytest.mark.parametrize("is_unfit", [False, True])
+def test_tiles_that_no_mean_gives_are_not_taken_for_a_failing_disk(is_unfit: bool) -> None:
+    core = walk_until(lambda core: bool(core.state.round.fetching))
+    key = next(iter(core.state.round.fetching))
+    core.state.others.ahead_since = 0.0  # else it is not for long: nobody waits for this disk
+    core.handle(on.FetchFailed(key, is_unfit), core.state.round.progress_at + 0.1)
+    assert (core.state.liveness.failing_since is None) == is_unfit
+
+
 def test_a_state_of_slices_that_were_done_again_since_is_not_proposed() -> None:
     core = walk_until(lambda core: core.state.round.building is not None and core.state.round.outcome is None)
     assert core.state.round.building is not None

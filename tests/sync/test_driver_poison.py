@@ -186,8 +186,8 @@ def test_other_arithmetic_is_repaired_by_fetching(folder: Path) -> None:
     in_swarm(folder, play, config)
 
 
-def hands_out_nothing_finite(liar: PretendPeer) -> None:
-    """In one round all that it reduces is NaN."""
+def hands_out_nothing_finite(liar: PretendPeer, spoils: Callable[[int], bool]) -> None:
+    """In the rounds that `spoils` says, all that it reduces is NaN."""
     bench, layout = liar.driver._candidate, liar.swarm.layout
     honest = bench.write
 
@@ -197,8 +197,8 @@ def hands_out_nothing_finite(liar: PretendPeer) -> None:
         return values if codec == "fp32" else encode(codec, values)
 
     def write(first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
-        spoils = liar.driver.core.tip.round == SPOILT - 1
-        return honest(first_tile, [nan(first_tile + at) if spoils else tile for at, tile in enumerate(tiles)])
+        made = [nan(first_tile + at) if spoils(liar.driver.core.tip.round + 1) else t for at, t in enumerate(tiles)]
+        return honest(first_tile, made)
 
     bench.write = write  # type: ignore[method-assign]
 
@@ -212,7 +212,7 @@ def test_what_a_reducer_hands_out_is_refused_where_it_is_not_finite(folder: Path
     async def play(swarm: MemorySwarm) -> None:
         recorder = Recorder(swarm)
         await start(swarm, PretendWork())
-        hands_out_nothing_finite(peer(swarm, "c"))
+        hands_out_nothing_finite(peer(swarm, "c"), lambda round: round == SPOILT)
         await swarm.until_round(SPOILT + 2, ["a", "b", "d"])
         manifest = commits(swarm)[SPOILT].manifest
         mine = columns_of(commits(swarm)[SPOILT - 1].manifest.ownership, PeerId("c"))
@@ -221,6 +221,28 @@ def test_what_a_reducer_hands_out_is_refused_where_it_is_not_finite(folder: Path
         assert {piece.block for piece in manifest.slices} == set(range(5)) - {1 + column for column in mine}
         assert all(np.isfinite(values).all() for blocks in recorder.blocks.values() for values in blocks)
         assert any(n.kind == "refused" and "not finite" in n.text for n in peer(swarm, "a").notices)
+        check_agreement(swarm)
+
+    in_swarm(folder, play, small_config("sync.merge_alpha=0", *overrides, peers=4))
+
+
+@pytest.mark.parametrize("overrides", [(), ("swarm.faults=byzantine",), ("sync.outer=nesterov",)])
+def test_a_reducer_that_hands_out_nothing_finite_in_any_round_does_not_stop_the_run(
+    folder: Path, overrides: tuple[str, ...]
+) -> None:
+    """As a leader it insists on them: its proposals are refused, and the next leader's is committed."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        recorder = Recorder(swarm)
+        await start(swarm, PretendWork())
+        hands_out_nothing_finite(peer(swarm, "c"), lambda round: True)
+        began, deadline = swarm.clock.now(), peer(swarm, "a").driver.core.state.pace.deadline_seconds(0)
+        await swarm.until_round(12, ["a", "b", "d"])
+        assert swarm.clock.now() - began < 12 * 10 * deadline
+        led = {commit.certificate.ballot for commit in commits(swarm)[1:]}
+        assert led > {0}  # it was its turn now and then
+        assert all(np.isfinite(values).all() for blocks in recorder.blocks.values() for values in blocks)
+        assert not any(n.kind == "disk" for name in "abd" for n in peer(swarm, name).notices)
         check_agreement(swarm)
 
     in_swarm(folder, play, small_config("sync.merge_alpha=0", *overrides, peers=4))
