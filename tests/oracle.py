@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,13 @@ def root_of(state: Tensors, tile_values: int) -> str:
 # ---- the formulas ----
 
 
+def capped(peers: Sequence[Contributor]) -> list[Contributor]:
+    """Nobody weighs more than twice the (lower) median of a round: with sync.aggregate=clip."""
+    middle = (len(peers) - 1) // 2
+    weight, steps = (2 * sorted(each)[middle] for each in ([p.weight for p in peers], [p.steps for p in peers]))
+    return [replace(p, weight=min(p.weight, weight), steps=min(p.steps, steps)) for p in peers]
+
+
 def next_step(step: int, peers: Sequence[Contributor]) -> int:
     """The weighted mean of inner steps, rounded half up in integers, on top of `step`."""
     a = sum(peer.weight * peer.steps for peer in peers)
@@ -132,16 +139,17 @@ def round_result(
     top_k: int,
     tile_values: int | None = None,
     outer: Mapping[str, Outer] | None = None,
+    clips: bool = False,
 ) -> dict[str, NDArray[np.float64]]:
     """The state after a round. `committed` is the state before; a tensor may be missing there if the round brings it.
 
-    `tile_values` is only needed where slices of one block have different contributors. With `outer`, that of
-    "shared" and "columns", `committed` holds the momentum of every tensor too.
+    `tile_values` is only needed where slices of one block have different contributors, or with `clips`. With `outer`,
+    that of "shared" and "columns", `committed` holds the momentum of every tensor too.
     """
     after = {name: np.array(value, np.float64) for name, value in committed.items()}
     for block in sorted({piece.block for piece in slices}):
         pieces = [piece for piece in slices if piece.block == block]
-        means = _block_result(peers, pieces, committed, tile_values)
+        means = _block_result(peers, pieces, committed, tile_values, clips)
         which = "columns" if block else "shared"
         after.update(means if outer is None else outer_step(means, committed, outer[which]))
     return merged(after, alpha, top_k) if alpha > 0 else after
@@ -160,7 +168,7 @@ def outer_step(means: Tensors, committed: Tensors, outer: Outer) -> dict[str, ND
 
 
 def _block_result(
-    peers: Sequence[Contributor], pieces: Sequence[SliceOf], committed: Tensors, tile_values: int | None
+    peers: Sequence[Contributor], pieces: Sequence[SliceOf], committed: Tensors, tile_values: int | None, clips: bool
 ) -> dict[str, NDArray[np.float64]]:
     block, everybody = pieces[0].block, set().union(*(piece.contributors for piece in pieces))
     some = next(peer for peer in peers if peer.peer in everybody)
@@ -172,8 +180,8 @@ def _block_result(
     known = all(name in committed for name in names)
     result = _flat(committed, names) if known else np.full(size, np.nan)
     is_whole = tile_values is None or sum(piece.tiles for piece in pieces) * tile_values >= size
-    if is_whole and len({piece.contributors for piece in pieces}) == 1:
-        result[:] = _mean(flat, weights, pieces[0].contributors, slice(0, size))
+    if not clips and is_whole and len({piece.contributors for piece in pieces}) == 1:
+        result[:] = mean_of(flat, weights, pieces[0].contributors, slice(0, size))
     else:
         assert tile_values is not None, f"slices of block {block} have different contributors: the tile size is needed"
         start = (
@@ -182,15 +190,30 @@ def _block_result(
         for piece in pieces:
             at = (piece.first_tile - start) * tile_values
             part = slice(at, min(at + piece.tiles * tile_values, size))
-            result[part] = _mean(flat, weights, piece.contributors, part)
+            centre = result[part] if clips and len(piece.contributors) > 2 else None
+            result[part] = mean_of(flat, weights, piece.contributors, part, centre)
     return _tensors(result, names, shapes)
 
 
-def _mean(
-    flat: Mapping[str, NDArray[np.float64]], weights: Mapping[str, int], who: Iterable[str], part: slice
-) -> NDArray[np.float64]:
+def mean_of(
+    flat: Mapping[str, NDArray[np.float64]], weights: Mapping[str, int], who: Iterable[str], part: slice,
+    before: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:  # fmt: skip
+    """With `before` it is centered clipping of what changed since, from the geometric median."""
     names = list(who)
     total = sum(weights[name] for name in names)
+    if before is not None:
+        x = np.array([flat[name][part] - before for name in names])
+        w = np.array([weights[name] for name in names])[:, None] / total
+        v = np.mean(x, axis=0)
+        for _ in range(16):  # towards the geometric median
+            near = 1 / np.maximum(np.linalg.norm(x - v, axis=1), 1e-6 * np.median(np.linalg.norm(x, axis=1)))
+            v = near @ x / np.sum(near)
+        tau = np.median(np.linalg.norm(x - v, axis=1))
+        for _ in range(3):
+            far = np.linalg.norm(x - v, axis=1, keepdims=True)
+            v = v + np.sum(w * (x - v) * np.minimum(1, tau / np.maximum(far, 1e-300)), axis=0)
+        return before + v
     return np.sum([weights[name] * flat[name][part] for name in names], axis=0) / total
 
 

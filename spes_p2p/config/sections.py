@@ -323,6 +323,12 @@ class SyncConfig(Section):
         "H / fragments steps. The total number of bytes is the same, but fewer are sent at a time.",
         1,
     )
+    aggregate: Literal["mean", "clip"] = agreed(
+        "How contributions become one. mean: the weighted mean of SPES. clip, for runs with peers that nobody knows: "
+        "what points another way than most stays out, changes are clipped around their median, and nobody weighs more "
+        "than twice the median peer; it needs three contributors, else it is the mean.",
+        "mean",
+    )
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(
         "How far an expert moves towards its neighbours in a merge at step 0; 0 turns merges off.", 0.05, ge=0, le=1

@@ -79,7 +79,8 @@ class Reducing:
         if chosen is None:
             return False
         roster = counted(self._rules, current.plan.value.roster, (signed.value.piece for signed in chosen))
-        alpha = merge_alpha_for(self._rules, current.tip.step, next_step(current.tip.step, roster))
+        step = next_step(current.tip.step, roster, self._rules.clips)
+        alpha = merge_alpha_for(self._rules, current.tip.step, step)
         current.reducing.clear()
         current.building = Build(roster, chosen, alpha)
         self._state.out.append(current.building)

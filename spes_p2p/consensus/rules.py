@@ -37,6 +37,7 @@ from spes_p2p.consensus.messages import (
     Plan,
     Work,
 )
+from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
@@ -80,6 +81,8 @@ class RunRules:
     outer: tuple[float, float, int] | None = None
     """(learning rate, momentum, inner steps that they are meant for or 0) of the outer optimizer, by which everybody
     makes a state of what is handed out."""
+    clips: bool = False
+    """No contribution counts for much more than others do, nor pulls a mean far from where they are."""
     has_guests: bool = False
     """Peers bring what they trained in columns of others, too."""
     faults: Faults = Faults.CRASH
@@ -103,13 +106,6 @@ class RunRules:
     @property
     def num_columns(self) -> int:
         return len(self.block_tiles) - 1
-
-
-def next_step(step: int, roster: Sequence[Contribution]) -> int:
-    """The global step grows by the token-weighted mean of inner steps, rounded half up in integers (design 3.2)."""
-    weighted = sum(entry.tokens * entry.steps for entry in roster)
-    tokens = sum(entry.tokens for entry in roster)
-    return step if tokens == 0 else step + (2 * weighted + tokens) // (2 * tokens)
 
 
 def merge_alpha_for(rules: RunRules, step_before: int, step_after: int) -> float:
@@ -226,7 +222,7 @@ def _without_more(wish: OwnershipRequest, owned: Collection[int], neglected: Col
 def _derived(
     rules: RunRules, parent: Manifest, outcome: Outcome, members: tuple[Member, ...], ownership: Ownership
 ) -> Manifest:
-    step = next_step(parent.step, outcome.roster)
+    step = next_step(parent.step, outcome.roster, rules.clips)
     fresh = {piece.block - 1 for piece in outcome.slices if piece.block > 0}
     return Manifest(
         wire_version=WIRE_VERSION,

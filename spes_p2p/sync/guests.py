@@ -35,6 +35,7 @@ from spes_p2p.state.basis import Basis, Coordinates, basis_values, first_basis, 
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
 from spes_p2p.state.version import DTYPE, bytes_of
 from spes_p2p.sync.chain import Chain
+from spes_p2p.sync.clipping import opposed
 from spes_p2p.sync.reduce import LARGEST_ENCODED, screen
 
 _DIGEST_BYTES = 32
@@ -100,10 +101,13 @@ def read_coordinates(layout: Layout, tiles: Sequence[Tile], data: memoryview | b
     return decode(layout.guest_codec, data[_DIGEST_BYTES:], _num_coordinates(layout, tiles))
 
 
-def screen_coordinates(found: Mapping[PeerId, Values]) -> dict[PeerId, str]:
-    """Guests that must stay out of a slice, each with the reason (see `screen`)."""
+def screen_coordinates(found: Mapping[PeerId, Values], clips: bool) -> dict[PeerId, str]:
+    """Guests that must stay out of a slice, each with the reason (see `screen`, and `opposed` with `clips`)."""
     nothing = np.zeros_like(next(iter(found.values()))) if found else np.empty(0, np.float32)
-    return screen(found, nothing, dict.fromkeys(found, 1), LARGEST_ENCODED)
+    refused = screen(found, nothing, dict.fromkeys(found, 1), LARGEST_ENCODED)
+    if clips:
+        refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, nothing)
+    return refused
 
 
 class Bases:

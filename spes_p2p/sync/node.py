@@ -148,6 +148,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         expert_rounds=sync.column_rounds,
         fragments=sync.fragments,
         outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
+        clips=sync.aggregate == "clip",
         has_guests=config.model.guest_rank > 0,
         faults=Faults(config.swarm.faults),
         by_vouch=config.swarm.electors == "vouched",

@@ -48,7 +48,7 @@ def screen(
     return refused
 
 
-def weighted_mean(values: Sequence[Values], weights: Sequence[int], into: Values | None = None) -> Values:
+def weighted_mean(values: Sequence[Values], weights: Sequence[float], into: Values | None = None) -> Values:
     """sum_p w_p * x_p / sum_p w_p in fp32, in the given order (design 3.2); one contributor: exactly its values.
 
     `into`: where to put it; one of `values` will do, and is lost then.
@@ -59,7 +59,7 @@ def weighted_mean(values: Sequence[Values], weights: Sequence[int], into: Values
     shares = [np.float32(weight / total) for weight in weights]
     mean = np.empty(values[0].shape, np.float32) if into is None else into
     sums, product = np.empty((2, min(_AT_ONCE, len(mean))), np.float32)
-    for part in _parts(mean):
+    for part in parts_of(mean):
         size = len(mean[part])
         np.multiply(values[0][part], shares[0], out=sums[:size])
         for array, share in zip(values[1:], shares[1:], strict=True):
@@ -68,22 +68,23 @@ def weighted_mean(values: Sequence[Values], weights: Sequence[int], into: Values
     return mean
 
 
-def _parts(array: Values) -> Iterator[slice]:
+def parts_of(array: Values) -> Iterator[slice]:
+    """What of a long array is worked on at once."""
     return (slice(at, at + _AT_ONCE) for at in range(0, len(array), _AT_ONCE))
 
 
 def _is_finite(array: Values) -> bool:
-    return all(np.isfinite(array[part]).all() for part in _parts(array))
+    return all(np.isfinite(array[part]).all() for part in parts_of(array))
 
 
 def _is_beyond(array: Values, largest: float) -> bool:
-    return any(np.abs(array[part]).max() > largest for part in _parts(array))
+    return any(np.abs(array[part]).max() > largest for part in parts_of(array))
 
 
 def _norm(array: Values, base: Values) -> float:
     square = 0.0
     with np.errstate(over="ignore"):  # an infinite norm is far too large, whatever the exact one
-        for part in _parts(array):
+        for part in parts_of(array):
             change = np.subtract(array[part], base[part])
             square += float(np.dot(change, change))
     return math.sqrt(square)

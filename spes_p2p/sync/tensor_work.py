@@ -26,6 +26,7 @@ from spes_p2p.consensus.messages import (
     Plan,
 )
 from spes_p2p.consensus.rules import RunRules
+from spes_p2p.consensus.weights import weighed
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import ValuesRequest
 from spes_p2p.exchange.transfers import Transfers
@@ -35,6 +36,7 @@ from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
+from spes_p2p.sync.clipping import clipped_mean, opposed
 from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.guests import Bases, coordinate_bytes, read_coordinates, screen_coordinates, take_in
 from spes_p2p.sync.outgoing import Outgoing
@@ -198,7 +200,7 @@ class TensorSlice:
     ) -> None:
         self._me = me
         self._parent = plan.parent
-        self._roster = {entry.peer: entry for entry in plan.roster}
+        self._roster = {entry.peer: entry for entry in weighed(plan.roster, disk.rules.clips)}
         self._piece = piece
         self._disk = disk
         self._transfers = transfers
@@ -259,7 +261,7 @@ class TensorSlice:
             self._guests[entry.peer] = values
 
     def screen_guests(self) -> dict[PeerId, str]:
-        refused = screen_coordinates(self._guests)
+        refused = screen_coordinates(self._guests, self._disk.rules.clips)
         for peer in refused:
             del self._guests[peer]
         return refused
@@ -277,12 +279,17 @@ class TensorSlice:
         What was found is used up: the mean takes the place of somebody's values. Raises TileDamaged rather than refuse
         what is unfit because our own base is.
         """
-        found, roster, rules = self._found, self._roster, self._disk.rules
+        found, rules = self._found, self._disk.rules
         codec = self._layout.codec_of(self._piece.block)
-        late = (rules.expert_rounds if self._piece.block else rules.fragments) > 1
-        bounded = codec != "fp32" or self._layout.has_momentum
-        steps = None if late else {peer: entry.steps for peer, entry in roster.items()}  # not this round's alone
+        bounded = codec != "fp32" or self._layout.has_momentum or rules.clips
+        steps: dict[PeerId, int] | None = {peer: entry.steps for peer, entry in self._roster.items()}
+        if rules.clips:
+            steps = dict.fromkeys(self._roster, 1)  # claims are not to be believed
+        elif (rules.expert_rounds if self._piece.block else rules.fragments) > 1:
+            steps = None  # those of a change are not this round's alone
         refused = screen(found, self._before, steps, LARGEST_ENCODED if bounded else math.inf)
+        if rules.clips:
+            refused |= opposed({peer: own for peer, own in found.items() if peer not in refused}, self._before)
         if refused:
             self._check_sound()
         left_out |= refused
@@ -290,11 +297,11 @@ class TensorSlice:
         if not fit:
             return ()
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
-        mean = weighted_mean([found[peer] for peer in fit], [roster[peer].tokens for peer in fit], spent)
+        mean = self._mean([found[peer] for peer in fit], self._before, self._tokens(fit), spent)
         found.clear()
         if self._guests and self._basis is not None:
-            shares = [(roster[peer].tokens, self._guests[peer]) for peer in self.guests]
-            tokens = sum(roster[peer].tokens for peer in fit)
+            shares = self._shares_of_guests()
+            tokens = sum(self._tokens(fit))
             mean = take_in(self._layout, self._tiles, mean, self._before, self._basis, tokens, shares)
         self._made = [
             self._handed_out(tile, mean[part], self._before[part])
@@ -305,6 +312,25 @@ class TensorSlice:
             left_out |= dict.fromkeys(fit, NON_FINITE)  # changes too large for a scale
             return ()
         return fit
+
+    def _mean(
+        self, values: Sequence[Values], base: Values, tokens: Sequence[int], into: Values | None = None
+    ) -> Values:
+        if self._disk.rules.clips:
+            return clipped_mean(values, base, tokens, into)
+        return weighted_mean(values, tokens, into)
+
+    def _tokens(self, peers: Sequence[PeerId]) -> list[int]:
+        """What their values weigh."""
+        return [self._roster[peer].tokens for peer in peers]
+
+    def _shares_of_guests(self) -> list[tuple[int, Values]]:
+        """The tokens and coordinates of each; of all together where they are clipped."""
+        found = [self._guests[peer] for peer in self.guests]
+        tokens = self._tokens(self.guests)
+        if not self._disk.rules.clips:
+            return list(zip(tokens, found, strict=True))
+        return [(sum(tokens), self._mean(found, np.zeros_like(found[0]), tokens))]
 
     def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _HandedOut:
         codec = self._layout.codec_of(tile.block)

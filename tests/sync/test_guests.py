@@ -160,12 +160,12 @@ def test_coordinates_that_are_not_finite_arrive_so_that_they_are_found() -> None
         sent = sent_coordinates(layout, Coordinates(MARK, values))
         read = read_coordinates(layout, tiles, sent, first_basis(layout, COLUMN, MARK))
         assert read is not None
-        assert set(screen_coordinates({PeerId("a"): read})) == {"a"}
+        assert set(screen_coordinates({PeerId("a"): read}, False)) == {"a"}
 
 
 def test_coordinates_that_are_unfit_stay_out() -> None:
     found = {PeerId(name): normal(50, seed) for seed, name in enumerate("abcd")}
     found[PeerId("b")] = found[PeerId("b")] * 100
     found[PeerId("c")] = np.full(50, np.inf, np.float32)
-    assert set(screen_coordinates(found)) == {"b", "c"}
-    assert screen_coordinates({}) == {}
+    assert set(screen_coordinates(found, False)) == {"b", "c"}
+    assert screen_coordinates({}, False) == {}
