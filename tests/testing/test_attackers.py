@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.consensus.messages import Work
 from spes_p2p.data.loader import open_dataset
+from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
+from spes_p2p.sync.clipping import opposed
 from spes_p2p.sync.reduce import NORM_LIMIT
 from spes_p2p.testing.attackers.attack import Scene
 from spes_p2p.testing.attackers.trial import ATTACKS, run_trial
@@ -35,7 +39,7 @@ def test_what_turns_the_run_around_points_away_from_honest_training(name: str) -
     assert cosine(ATTACKS[name]().values(seen) - seen.base, seen.honest_changes.mean(0)) < -0.5
 
 
-@pytest.mark.parametrize("name", ["sign-flip", "noise", "alie", "inner-product", "claimed-flip", "copy"])
+@pytest.mark.parametrize("name", ["sign-flip", "noise", "alie", "inner-product", "disguised", "claimed-flip", "copy"])
 def test_what_is_to_go_unnoticed_is_small_enough_for_the_reducers_gate(name: str) -> None:
     seen = scene()
     size = float(np.linalg.norm(ATTACKS[name]().values(seen) - seen.base))
@@ -46,6 +50,17 @@ def test_a_little_is_enough_stays_among_the_honest() -> None:
     seen = scene()
     away = np.abs(ATTACKS["alie"]().values(seen) - seen.base - seen.honest_changes.mean(0))
     assert np.all(away <= 1.51 * seen.honest_changes.std(0) + 1e-6)
+
+
+def test_disguised_noise_looks_like_an_honest_change() -> None:
+    seen = scene()
+    honest = seen.honest_changes.mean(0)
+    assert cosine(ATTACKS["disguised"]().values(seen) - seen.base, honest) > 0.5
+    assert opposed(named((*seen.honest, ATTACKS["disguised"]().values(seen))), seen.base) == {}
+
+
+def named(values: Sequence[Values]) -> dict[PeerId, Values]:
+    return {PeerId(f"p{at}"): array for at, array in enumerate(values)}
 
 
 def test_claims_go_as_far_as_the_rules_let_them() -> None:
@@ -61,14 +76,15 @@ def test_one_of_a_hundred_tiles_is_altered() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_run_with_a_liar_is_measured_against_one_without(tmp_path: Path) -> None:
-    """NaN does nothing to the loss; a turned sign with more claimed than trained does."""
+    """NaN does nothing to the loss; a turned sign with more claimed than trained does, unless it is clipped."""
     data = make_tokens(tmp_path / "corpus", 4_000)
     overrides = ("swarm.experts_per_peer=8", "swarm.target_replicas=4", "sync.steps_per_round=4", "sync.merge_alpha=0")
     config = load_config(bundled_config("tiny"), (*SMALL, *overrides, f"data.path={data}", "optimizer.lr=0.01"))
 
-    def loss(name: str) -> float:
-        attack = ATTACKS[name]() if name else None
-        trial = run_trial(config, tmp_path / (name or "clean"), open_dataset(config), 3, attack, 4, 1)
+    def loss(name: str, aggregate: Literal["mean", "clip"] = "mean") -> float:
+        attack, folder = ATTACKS[name]() if name else None, tmp_path / f"{name} {aggregate}"
+        own = config.model_copy(update={"sync": config.sync.model_copy(update={"aggregate": aggregate})})
+        trial = run_trial(own, folder, open_dataset(own), 3, attack, 4, 1)
         assert trial.rounds >= 3
         assert (trial.banned, trial.banned_honest) == (0, 0)
         assert trial.longest_stall_deadlines < 10
@@ -77,3 +93,4 @@ def test_a_run_with_a_liar_is_measured_against_one_without(tmp_path: Path) -> No
     clean = loss("")
     assert loss("nan") == clean
     assert loss("claimed-flip") > 1.01 * clean
+    assert loss("claimed-flip", "clip") < 1.01 * clean

@@ -16,6 +16,10 @@ ALIE_DEVIATIONS = 1.5
 """Standard deviations from the honest mean, as in the experiments of arXiv 1902.06156."""
 
 
+DISGUISE = 0.7
+"""The honest part of a disguised change, in parts of the noise: then its cosine with the honest mean is 0.57."""
+
+
 class NotFinite(Attack):
     """Hands in NaN."""
 
@@ -71,6 +75,19 @@ class InnerProduct(Attack):
 
     def values(self, scene: Scene) -> Values:
         return scene.base - np.float32(UNNOTICED) * scene.honest_changes.mean(0)
+
+
+class Disguised(Attack):
+    """Noise, as large as can go unnoticed, with as much of what the honest learn as makes it look like one of them."""
+
+    name = "disguised"
+
+    def values(self, scene: Scene) -> Values:
+        honest = scene.honest_changes.mean(0)
+        noise = scene.rng.standard_normal(len(honest), np.float32)
+        far = UNNOTICED * float(np.linalg.norm(honest))
+        noise *= np.float32(far / float(np.linalg.norm(noise)))
+        return scene.base + np.float32(UNNOTICED * DISGUISE) * honest + noise
 
 
 class Idle(Attack):

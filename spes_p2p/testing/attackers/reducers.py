@@ -19,6 +19,16 @@ class AlteredTile(Attack):
         return -values if rng.random() < ALTERED_SHARE else values
 
 
+class NoisyTiles(Attack):
+    """Hands out noise for all that it reduces, as large as the values themselves."""
+
+    name = "noisy-tiles"
+
+    def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
+        size = float(np.linalg.norm(values)) / np.sqrt(len(values))
+        return values + np.float32(size) * rng.standard_normal(len(values), np.float32)
+
+
 class NotFiniteTiles(Attack):
     """Hands out NaN for all that it reduces."""
 

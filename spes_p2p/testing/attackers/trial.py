@@ -29,6 +29,7 @@ from spes_p2p.testing.attackers.contributions import (
     ALittleIsEnough,
     ClaimedFlip,
     Copy,
+    Disguised,
     Idle,
     InnerProduct,
     Noise,
@@ -36,7 +37,7 @@ from spes_p2p.testing.attackers.contributions import (
     SignFlip,
     Thousandfold,
 )
-from spes_p2p.testing.attackers.reducers import AlteredTile, NotFiniteTiles
+from spes_p2p.testing.attackers.reducers import AlteredTile, NoisyTiles, NotFiniteTiles
 from spes_p2p.testing.pretend_peer import PretendPeer
 from spes_p2p.testing.training_swarm import LOOK_SECONDS, Measure, TrainingPeer, TrainingSwarm
 from spes_p2p.testing.virtual_time import run_virtual
@@ -44,8 +45,8 @@ from spes_p2p.testing.virtual_time import run_virtual
 ATTACKS: Mapping[str, type[Attack]] = {
     kind.name: kind
     for kind in (
-        NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Idle, ClaimedFlip, Copy,
-        AlteredTile, NotFiniteTiles,
+        NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Disguised, Idle, ClaimedFlip,
+        Copy, AlteredTile, NoisyTiles, NotFiniteTiles,
     )
 }  # fmt: skip
 PATIENCE_DEADLINES = 30.0
