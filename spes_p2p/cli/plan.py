@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from spes_p2p.config.schema import Config
     from spes_p2p.planning.report import Answer, Question
+    from spes_p2p.planning.tuning import Tuning
 
 WIDTH = 80
 EIGHT_BIT = "optimizer.name=adamw8bit"
@@ -44,6 +47,9 @@ def plan(
     peers: Annotated[int | None, typer.Option(help="Peers of the run (default: swarm.min_peers).", min=1)] = None,
     tokens_per_second: Annotated[float | None, typer.Option(help="Training speed of a peer.", min=0.001)] = None,
     local_ranks: Annotated[int, typer.Option(help="GPUs per peer, each with that much memory.", min=1)] = 1,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Choose what suits these links and GPUs, say why, and plan with that.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables, with sizes in bytes.")
     ] = False,
@@ -73,11 +79,42 @@ def plan(
         ),
         tokens_per_second or (speed and speed * local_ranks),
     )
+    tuning = _tuned(question, overrides or ()) if tune else None
+    if tuning is not None:
+        question = replace(question, config=tuning.config, owned=tuning.config.swarm.experts_per_peer)
     found = answer(question)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
-    else:
-        _show(found, is_guess=tokens_per_second is None)
+        typer.echo(json.dumps(found.to_json() | ({"tuning": tuning.to_json()} if tuning else {}), indent=2))
+        return
+    if tuning is not None:
+        _show_tuning(tuning)
+    _show(found, is_guess=tokens_per_second is None)
+
+
+def _tuned(question: Question, overrides: Sequence[str]) -> Tuning:
+    from spes_p2p.errors import ConfigError
+    from spes_p2p.planning.tuning import TUNE_FIX, keys_of, tune
+
+    found = tune(question, keys_of(overrides))
+    if found is None:
+        raise ConfigError(
+            "--tune needs to know the links and the speed of a peer",
+            fix=TUNE_FIX,
+        )
+    return found
+
+
+def _show_tuning(tuning: Tuning) -> None:
+    from rich.console import Console
+
+    console = Console(width=WIDTH, highlight=False)
+    table = _table("what suits these links and GPUs", "setting", "waiting", "what")
+    table.add_row("as configured", f"{tuning.before:.1%}", "share of the time that training waits for syncs")
+    for step in tuning.steps:
+        table.add_row("\n".join(step.overrides), f"{step.waiting:.1%}", step.reason)
+    console.print(table)
+    typer.echo(f"{shlex.join(tuning.overrides)}\n")
+    console.print("Put them into the config, or behind `spes-p2p run init` (--tune does it). With them:\n")
 
 
 def _checked_columns(config: Config, owned: int | None) -> int:
@@ -95,21 +132,19 @@ def _checked_columns(config: Config, owned: int | None) -> int:
 
 def _of_gpu(config: Config, name: str | None, owned: int) -> tuple[int | None, float | None]:
     """(memory in bytes, tokens per second) of the GPU called `name`, the speed at a typical utilisation."""
-    from spes_p2p.planning.gpus import USUAL_MFU, gpu_named
-    from spes_p2p.planning.sizes import flops_per_token
+    from spes_p2p.planning.gpus import gpu_named, usual_speed
 
     if name is None:
         return None, None
     gpu = gpu_named(name)
-    return gpu.memory_bytes, USUAL_MFU * gpu.peak_flops / flops_per_token(
-        config.model, config.data.sequence_length, owned
-    )
+    return gpu.memory_bytes, usual_speed(gpu, config, owned)
 
 
 def _show(found: Answer, is_guess: bool) -> None:
     from rich.console import Console
 
     from spes_p2p.planning.options import EIGHT_BIT_INSTALL
+    from spes_p2p.planning.tuning import too_slow
 
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     console.print(_heading(found))
@@ -123,6 +158,8 @@ def _show(found: Answer, is_guess: bool) -> None:
         console.print(f"\n{found.sentence()}\n")
     console.print(_sync_table(found))
     console.print(_stored(found))
+    if slow := too_slow(found.question):
+        console.print(f"\n{slow}\n", markup=False)
     for line in _hints(found.question, is_guess):
         console.print(line)
 

@@ -31,7 +31,7 @@ def init(
     template: Annotated[
         str | None,
         typer.Option(
-            help="Bundled config to start from: tiny, small, spes-1b...",
+            help="Bundled config to start from: tiny, small, home...",
             show_default=False,
         ),
     ] = None,
@@ -70,6 +70,14 @@ def init(
     downlink: Annotated[
         str | None, typer.Option(metavar="100Mbit", help="Download speed of the volunteers.", show_default=False)
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="RTX4090", help="The volunteers' GPU: its memory and speed.", show_default=False),
+    ] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="Training speed of a volunteer.", min=0.001, show_default=False)
+    ] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Choose what suits these links and GPUs, and say why.")] = False,
     output: NodeFolder = Path("bootstrap-node"),
 ) -> None:
     """Asks a few questions (or takes flags), checks and writes a commented NAME.yaml, and creates the organiser's key.
@@ -78,10 +86,15 @@ def init(
     """
     from spes_p2p.config.load import bundled_config, load_config
     from spes_p2p.peer.run_file import NewRun, start_run
+    from spes_p2p.planning.gpus import gpu_named, usual_speed
     from spes_p2p.planning.units import parse_bytes, parse_rate
 
-    chosen = _answer(template, "template (tiny, small, spes-1b, spes-2b, spes-7b, spes-9b)", "small")
+    chosen = _answer(template, "template (tiny, small, home, spes-1b, spes-2b, spes-7b, spes-9b)", "small")
     known = load_config(bundled_config(chosen))
+    memory = speed = None
+    if gpu is not None:
+        memory = gpu_named(gpu).memory_bytes
+        speed = usual_speed(gpu_named(gpu), known, known.swarm.experts_per_peer)
     run = NewRun(
         name=_answer(name, "name of the run", known.run.run_id),
         template=chosen,
@@ -97,11 +110,13 @@ def init(
         guest_rank=_answer(
             guest_rank, "rank of each peer's change to others' experts (16 is good; 0: none, as in SPES)", 0, int
         ),
-        gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else None,
+        gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory") if gpu_memory else memory,
         up=parse_rate(uplink, "--uplink") if uplink else None,
         down=parse_rate(downlink, "--downlink") if downlink else None,
         overrides=tuple(overrides or ()),
         data_urls=tuple(data_url or ()),
+        tokens_per_second=tokens_per_second or speed,
+        tune=tune,
     )  # fmt: skip
     made = start_run(run, Path(f"{run.name}.yaml"), output)
     typer.echo(

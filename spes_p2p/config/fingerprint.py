@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spes_p2p.config.fields import is_local
-from spes_p2p.config.load import config_from_tree, parse_override
+from spes_p2p.config.load import changed, parse_override
 from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.errors import ConfigError
 from spes_p2p.ids import Hash, sha256
@@ -60,12 +60,7 @@ def apply_peer_overrides(config: Config, overrides: Sequence[str]) -> Config:
             f"{getattr(getattr(config, section), name)}",
             fix=f"leave it out, or start a run of your own; a peer may choose: {', '.join(local_keys())}",
         )
-    tree = config.model_dump()
-    for override in overrides:
-        key, value = parse_override(override)
-        section, name = key.split(".")
-        tree[section][name] = value
-    return config_from_tree(tree)
+    return changed(config, overrides)
 
 
 def _agreed_values(config: Config) -> dict[str, Any]:

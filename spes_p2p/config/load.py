@@ -56,6 +56,14 @@ def config_from_tree(tree: Mapping[str, Any]) -> Config:
         raise _explained(error, tree) from error
 
 
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with dotted `overrides` on top. Raises ConfigError."""
+    tree = config.model_dump()
+    for override in overrides:
+        _set(tree, *parse_override(override))
+    return config_from_tree(tree)
+
+
 def config_to_yaml(config: Config) -> str:
     """All fields, defaults too; `config_from_text` gives the same Config back."""
     return _dump(config.model_dump(mode="json"))

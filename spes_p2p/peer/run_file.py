@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.config.commented import chosen_keys, commented_yaml
-from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.config.load import bundled_config, changed, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import check_enough, open_dataset
 from spes_p2p.data.web_url import checked_urls
@@ -21,6 +20,7 @@ from spes_p2p.peer.herald import expected_coverage
 from spes_p2p.peer.web_data import open_on_web
 from spes_p2p.planning.report import Question, answer
 from spes_p2p.planning.traffic import Link
+from spes_p2p.planning.tuning import TUNE_FIX, guest_overrides, keys_of, too_slow, tune
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 
 
@@ -45,6 +45,10 @@ class NewRun:
     data_urls: tuple[str, ...] = ()
     guest_rank: int = 0
     """Of what each peer trains in others' experts; 0: nothing."""
+    tokens_per_second: float | None = None
+    """Of the volunteers' GPUs."""
+    tune: bool = False
+    """What suits their links and GPUs is chosen (`planning/tuning.py`), but for what is among `overrides`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
     if path.exists():
         raise ConfigError(f"{path} already exists", fix="choose another name, or remove it")
     template = bundled_config(run.template)
-    given = [*_overrides(run), *_guest_overrides(run, template), *run.overrides]
+    given = [*_overrides(run), *guest_overrides(load_config(template), run.guest_rank), *run.overrides]
     words = list[str]()
     if run.data or run.data_urls:
         found, tokens = _look_at_data(run, template, words.append)
@@ -72,11 +76,17 @@ def start_run(run: NewRun, path: Path, node: Path) -> StartedRun:
         check_enough(tokens, config)
     else:
         config = load_config(template, ["data.source=local", *given])
+    tuned: tuple[str, ...] = ()
+    if run.tune:
+        tuned, chosen = _tuned(run, config)
+        config = changed(config, tuned)
+        words += chosen
     heading = f"Made by `spes-p2p run init` from the template {run.template}; docs/configuration.md lists all fields."
     make_folder(node)
     identity = IdentityFile(node / "identity.key")
     identity.release()
-    keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank")
+    keys = (*chosen_keys(template), "run.run_id", "swarm.min_peers", "swarm.experts_per_peer", "model.guest_rank",
+            *(override.partition("=")[0] for override in tuned))  # fmt: skip
     path.write_text(commented_yaml(config, keys, heading), encoding="utf-8")
     return StartedRun(path, identity.signer.peer_id, (*words, *_words(run, config)))
 
@@ -90,15 +100,6 @@ def _overrides(run: NewRun) -> list[str]:
     if run.steps_per_round is not None:
         found.append(f"sync.steps_per_round={run.steps_per_round}")
     return found
-
-
-def _guest_overrides(run: NewRun, template: Path) -> list[str]:
-    """The rank, and tiles that hold whole rows of the experts' matrices."""
-    if not run.guest_rank:
-        return []
-    model, tile_values = load_config(template).model, load_config(template).sync.tile_values
-    row = math.lcm(model.d_model, model.expert_ffn)
-    return [f"model.guest_rank={run.guest_rank}", f"sync.tile_values={max(1, tile_values // row) * row}"]
 
 
 def _look_at_data(run: NewRun, template: Path, say: Callable[[str], None]) -> tuple[list[str], int]:
@@ -118,13 +119,27 @@ def _look_at_data(run: NewRun, template: Path, say: Callable[[str], None]) -> tu
     return overrides, tokens
 
 
+def _question(run: NewRun, config: Config) -> Question:
+    return Question(
+        config, config.swarm.experts_per_peer, run.peers, memory_bytes=run.gpu_bytes, link=Link(run.up, run.down),
+        tokens_per_second=run.tokens_per_second,
+    )  # fmt: skip
+
+
+def _tuned(run: NewRun, config: Config) -> tuple[tuple[str, ...], list[str]]:
+    """The overrides, and a line on each step. Raises ConfigError where links or speed were not said."""
+    found = tune(_question(run, config), {"swarm.experts_per_peer", *keys_of(run.overrides)})
+    if found is None:
+        raise ConfigError("--tune needs to know the volunteers' links and GPUs", fix=TUNE_FIX)
+    words = [f"{' '.join(step.overrides)}: {step.reason} (waiting {step.waiting:.0%})" for step in found.steps]
+    return found.overrides, words
+
+
 def _words(run: NewRun, config: Config) -> list[str]:
     """What the plan says of the volunteers' machines."""
-    question = Question(
-        config, run.experts_per_peer, run.peers, memory_bytes=run.gpu_bytes, link=Link(run.up, run.down)
-    )
+    question = _question(run, config)
     found = answer(question)
-    words = [expected_coverage(config) or "", found.sentence(), found.eight_bit_words()]
+    words = [expected_coverage(config) or "", found.sentence(), found.eight_bit_words(), too_slow(question)]
     cost = found.costs[0]
     if cost.seconds is not None:
         words.append(f"a sync of {run.peers} such peers takes {cost.seconds:.0f} s with codec {cost.codec}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from spes_p2p.config.schema import Config
 from spes_p2p.errors import ConfigError
+from spes_p2p.planning.sizes import flops_per_token
 from spes_p2p.planning.units import GIB
 
 USUAL_MFU = 0.35
@@ -47,6 +49,11 @@ def gpu_named(name: str) -> Gpu:
             f"--gpu {name!r} is not in the table of GPUs", fix=f"{fix} give --gpu-memory and --tokens-per-second"
         )
     return GPUS[known[wanted]]
+
+
+def usual_speed(gpu: Gpu, config: Config, owned: int) -> float:
+    """Tokens a second that it trains, at USUAL_MFU, with so many columns."""
+    return USUAL_MFU * gpu.peak_flops / flops_per_token(config.model, config.data.sequence_length, owned)
 
 
 def _plain(name: str) -> str:

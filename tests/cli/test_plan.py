@@ -95,3 +95,23 @@ def test_it_loads_no_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.endswith("loaded: []\n"), result.stdout + result.stderr
+
+
+HOME = ("--gpu", "RTX3060", "--uplink", "20Mbit", "--downlink", "100Mbit", "--peers", "8")
+
+
+def test_links_that_are_too_slow_are_said_and_tuned_for() -> None:
+    assert "Too slow: 95% of the time goes into syncing. With sync.codec=int8" in " ".join(
+        plan("--config", "small", *HOME).split()
+    )
+    text = plan("--config", "small", *HOME, "--tune")
+    assert max(len(line) for line in text.splitlines() if "sync.overlap=true sync" not in line) <= 80
+    assert "each column has two owners" in text
+    assert "Too slow" not in text
+    told = json.loads(plan("--config", "small", *HOME, "--tune", "--json"))
+    assert told["tuning"]["share"] == told["sync"]["int8"]["share"] <= 0.1 < told["tuning"]["share_before"]
+    assert "sync.overlap=true" in told["tuning"]["overrides"]
+
+
+def test_tuning_needs_links_and_speed() -> None:
+    assert "--uplink 20Mbit" in refusal("--config", "small", "--tune")

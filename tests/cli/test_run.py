@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.config.load import load_config
 from spes_p2p.swarm.hivemind_backend.identity import IdentityFile
 from tests.cli.conftest import spes_p2p
 from tests.cli.test_errors import refused
@@ -86,3 +87,18 @@ def test_init_writes_a_run_that_bootstrap_takes(tmp_path: Path, monkeypatch: pyt
     refused(spes_p2p("run", "inspect"), "holds no history of a run")
     assert spes_p2p("run", "stop").exit_code == 1
     refused(spes_p2p("run", "choose", "heads"), "CHILD is 'heads', not the first digits of a manifest's hash")
+
+
+def test_init_tunes_a_run_for_the_volunteers_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--name", "mine", "--template", "small", "--data", "", "--peers", "8", "--experts-per-peer", "2",
+             "--guest-rank", "0", "--tune")  # fmt: skip
+    refused(spes_p2p("run", "init", *flags), "--tune needs to know the volunteers' links and GPUs", "--uplink 20Mbit")
+    assert not (tmp_path / "mine.yaml").exists()
+    machines = ("--gpu", "RTX3060", "--uplink", "20Mbit", "--downlink", "100Mbit", "sync.codec=bf16")
+    answer = spes_p2p("run", "init", *flags, *machines)
+    assert answer.exit_code == 0, answer
+    assert "sync.overlap=true: peers train on while a round is synced" in answer.output
+    config = load_config(tmp_path / "mine.yaml")
+    assert (config.sync.overlap, config.sync.steps_per_round) == (True, ((100, 5), (300, 10), (0, 400)))
+    assert (config.sync.codec, config.model.guest_rank, config.swarm.target_replicas) == ("bf16", 16, 2)

@@ -12,7 +12,7 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "home")  # made for links, not to compare
 
 
 def pair(kind: str, name: str) -> tuple[Config, dict[str, Any]]:

@@ -48,7 +48,15 @@ HEADLINES: dict[str, dict[str, Any]] = {
         "swarm": dict(experts_per_peer=1, min_peers=16),
     },
 }
-PARAMETERS = {"tiny": 1.45e6, "small": 76e6, "spes-1b": 1.17e9, "spes-2b": 1.99e9, "spes-7b": 7.33e9, "spes-9b": 9.43e9}
+PARAMETERS = {
+    "tiny": 1.45e6,
+    "small": 76e6,
+    "home": 238e6,
+    "spes-1b": 1.17e9,
+    "spes-2b": 1.99e9,
+    "spes-7b": 7.33e9,
+    "spes-9b": 9.43e9,
+}
 
 
 def parameters(model: ModelConfig) -> int:

@@ -1,0 +1,193 @@
+"""Which settings of a run suit the links and the memory of its peers, and why: `spes-p2p plan --tune`.
+
+What costs the model least comes first, by docs/results.md and the studies named there, and each step is taken only
+while peers still wait too long: a codec that rounds, training on while a round is synced, columns in every few rounds
+with guests in between, longer rounds, fewer bits. Numbers are those of `sync_costs`; nothing is tried out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spes_p2p.config.load import changed
+from spes_p2p.config.schema import Config, steps_per_round_at
+from spes_p2p.planning.memory import Workload
+from spes_p2p.planning.report import Question, usable
+from spes_p2p.planning.search import search
+from spes_p2p.planning.traffic import sync_costs
+
+MOST_WAITING = 0.1
+"""Share of the time that training may wait for syncs."""
+GUEST_RANK = 16
+COLUMN_ROUNDS = (2, 5, 10)
+MOST_STEPS = 500
+"""Inner steps between two syncs: DiLoCo (arXiv 2311.08105) goes that far."""
+TUNE_FIX = "give --uplink 20Mbit --downlink 100Mbit, and --gpu RTX4090 or --tokens-per-second N"
+OWNERS = 2
+"""Of a column: it goes on where one of them leaves."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Overrides that belong together, what they are for, and what share of the time peers wait with all up to here."""
+
+    overrides: tuple[str, ...]
+    reason: str
+    waiting: float
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """`before`: the share of the time that peers wait as configured."""
+
+    before: float
+    steps: tuple[Step, ...]
+    config: Config
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All of them, each key once."""
+        last = {override.partition("=")[0]: override for step in self.steps for override in step.overrides}
+        return tuple(last.values())
+
+    @property
+    def after(self) -> float:
+        return self.steps[-1].waiting if self.steps else self.before
+
+    def to_json(self) -> dict[str, Any]:
+        """Shares between 0 and 1."""
+        steps = [{"overrides": step.overrides, "reason": step.reason, "share": step.waiting} for step in self.steps]
+        return {"share_before": self.before, "share": self.after, "overrides": self.overrides, "steps": steps}
+
+    @property
+    def is_enough(self) -> bool:
+        return self.after <= MOST_WAITING
+
+
+Choice = tuple[tuple[str, ...], str]
+"""Overrides, and the reason."""
+
+
+def waiting(question: Question) -> float | None:
+    """The share of the time that peers wait for syncs; None where links or speed were not given."""
+    found = question
+    return sync_costs(found.config, found.peers, found.owned, found.link, found.tokens_per_second)[0].share
+
+
+def tune(question: Question, fixed: Collection[str] = (), owners: bool = True) -> Tuning | None:
+    """The steps to take, in their order; None where links or speed were not given.
+
+    `fixed`: keys of settings that stay. `owners`: how many columns each peer trains is chosen, too.
+    """
+    before = waiting(question)
+    if before is None:
+        return None
+    config, steps = question.config, list[Step]()
+    if owners and (choice := _owners(question, fixed)):
+        config = changed(config, choice[0])
+        steps.append(Step(*choice, _share(question, config)))
+    for rung in (_int8, _overlap, _columns_seldom, _longer, _fewer_bits):
+        choices = [choice for choice in rung(config) if not keys_of(choice[0]) & set(fixed)]
+        if choices and _share(question, config) > MOST_WAITING:
+            tried = [Step(*choice, _share(question, changed(config, choice[0]))) for choice in choices]
+            steps.append(next((step for step in tried if step.waiting <= MOST_WAITING), tried[-1]))
+            config = changed(config, steps[-1].overrides)
+    return Tuning(before, tuple(steps), config)
+
+
+def keys_of(overrides: Iterable[str]) -> set[str]:
+    """What they set."""
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
+def _share(question: Question, config: Config) -> float:
+    found = waiting(replace(question, config=config, owned=config.swarm.experts_per_peer))
+    assert found is not None
+    return found
+
+
+def _owners(question: Question, fixed: Collection[str]) -> Choice | None:
+    """Enough columns on each peer that all have two owners, as far as they fit."""
+    config, experts = question.config, question.config.model.num_experts
+    wanted, has = min(experts, math.ceil(OWNERS * experts / question.peers)), config.swarm.experts_per_peer
+    if "swarm.experts_per_peer" in fixed:
+        wanted = has
+    elif question.memory_bytes is not None:
+        room = usable(question.memory_bytes)
+        while wanted > 1 and search(Workload.of(config, wanted, ranks=question.ranks), room).chosen is None:
+            wanted -= 1
+    replicas = max(1, min(OWNERS, wanted * question.peers // experts))
+    if (wanted, replicas) == (has, config.swarm.target_replicas):
+        return None
+    reason = "each column has two owners: it goes on where one leaves" if replicas > 1 else "what fits into memory"
+    columns = (f"swarm.experts_per_peer={wanted}",) if wanted != has else ()
+    no_guests = ("model.guest_rank=0",) if config.model.guest_rank and wanted == experts else ()
+    return (*columns, f"swarm.target_replicas={replicas}", *no_guests), reason
+
+
+def _int8(config: Config) -> list[Choice]:
+    if config.sync.codec not in ("fp32", "bf16"):
+        return []
+    return [
+        (("sync.codec=int8", "sync.expert_codec=int8"), "a quarter of the bytes; what rounding loses goes out later")
+    ]
+
+
+def _overlap(config: Config) -> list[Choice]:
+    return [] if config.sync.overlap else [(("sync.overlap=true",), "peers train on while a round is synced")]
+
+
+def _columns_seldom(config: Config) -> list[Choice]:
+    """With guests, where some columns are others'."""
+    if config.sync.fragments > 1:
+        return []
+    guests = () if config.swarm.experts_per_peer >= config.model.num_experts else guest_overrides(config, GUEST_RANK)
+    if config.model.guest_rank:
+        guests = ()
+    rest = ", guests train them in between" if guests or config.model.guest_rank else ""
+    more = [rounds for rounds in COLUMN_ROUNDS if rounds > config.sync.expert_rounds]
+    return [((f"sync.expert_rounds={n}", *guests), f"a column goes out in one of {n} rounds{rest}") for n in more]
+
+
+def _longer(config: Config) -> list[Choice]:
+    """The first rounds of a run stay as short as they are."""
+    steps, ramp = steps_per_round_at(config, config.scheduler.total_steps), config.sync.steps_per_round
+    early = ramp[:-1] if isinstance(ramp, tuple) else ()
+    found = list[Choice]()
+    for count in (times * steps for times in (2, 4, 8) if times * steps <= MOST_STEPS):
+        rounds = json.dumps([*early, (0, count)]) if early else str(count)
+        found.append(((f"sync.steps_per_round={rounds}",), f"a sync every {count} steps"))
+    return found
+
+
+def _fewer_bits(config: Config) -> list[Choice]:
+    found = list[Choice]()
+    if config.sync.codec in ("fp32", "bf16", "int8"):
+        found.append((("sync.codec=int4", "sync.expert_codec=int4"), "an eighth of the bytes"))
+    if not config.sync.codec.startswith("topk"):
+        sparse = ("sync.codec=topk", "sync.expert_codec=topk", "sync.dense_rounds=16")
+        found.append((sparse, "only the largest changes, the rest later: watch the loss"))
+    return found
+
+
+def guest_overrides(config: Config, rank: int) -> tuple[str, ...]:
+    """The rank, and tiles that hold whole rows of the experts' matrices."""
+    if not rank:
+        return ()
+    row = math.lcm(config.model.d_model, config.model.expert_ffn)
+    return f"model.guest_rank={rank}", f"sync.tile_values={max(1, config.sync.tile_values // row) * row}"
+
+
+def too_slow(question: Question, fixed: Collection[str] = ()) -> str:
+    """What there is to say of links that are too slow for a run as configured; nothing where they are not."""
+    found = tune(question, fixed, owners=False)
+    if found is None or found.before <= MOST_WAITING:
+        return ""
+    slow = f"Too slow: {found.before:.0%} of the time goes into syncing."
+    mended = f"With {' '.join(found.overrides)} it is {found.after:.0%} (why: --tune)." if found.steps else ""
+    rest = "" if found.is_enough else "Faster links help, and more tokens a step (optimizer.batch_sequences)."
+    return " ".join(words for words in (slow, mended, rest) if words)

@@ -1,0 +1,84 @@
+"""What suits links and GPUs: `plan --tune`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spes_p2p.config.load import bundled_config, changed, load_config
+from spes_p2p.config.schema import steps_per_round_at
+from spes_p2p.planning.gpus import gpu_named, usual_speed
+from spes_p2p.planning.report import Question
+from spes_p2p.planning.traffic import Link
+from spes_p2p.planning.tuning import MOST_STEPS, MOST_WAITING, TUNE_FIX, too_slow, tune, waiting
+
+MBIT = 1e6 / 8
+HOME = Link(20 * MBIT, 100 * MBIT)
+
+
+def question(name: str, gpu: str = "RTX3060", peers: int = 8, link: Link = HOME) -> Question:
+    config, card = load_config(bundled_config(name)), gpu_named(gpu)
+    owned = config.swarm.experts_per_peer
+    return Question(config, owned, peers, 1, card.memory_bytes, link, usual_speed(card, config, owned))
+
+
+@pytest.mark.parametrize("name", ["small", "spes-1b", "spes-7b", "home"])
+@pytest.mark.parametrize("gpu", ["RTX3060", "RTX4090"])
+@pytest.mark.parametrize("peers", [2, 4, 8, 16])
+def test_each_step_is_a_valid_config_and_lets_training_wait_less(name: str, gpu: str, peers: int) -> None:
+    asked = question(name, gpu, peers)
+    found = tune(asked)
+    assert found is not None
+    assert found.config == changed(asked.config, found.overrides)
+    assert steps_per_round_at(found.config, 10**9) <= max(MOST_STEPS, steps_per_round_at(asked.config, 10**9))
+    shares = [step.waiting for step in found.steps if "swarm." not in step.overrides[0]]
+    assert shares == sorted(shares, reverse=True)
+    assert found.after == waiting(replace(asked, config=found.config, owned=found.config.swarm.experts_per_peer))
+    assert found.is_enough == (found.after <= MOST_WAITING)
+
+
+def test_the_first_rounds_stay_short_and_columns_have_two_owners() -> None:
+    found = tune(question("small"))
+    assert found is not None
+    assert found.is_enough
+    assert found.config.sync.steps_per_round == ((100, 5), (300, 10), (0, 200))
+    assert found.config.swarm.target_replicas == 2
+    assert (found.config.model.guest_rank, found.config.sync.codec, found.config.sync.overlap) == (16, "int8", True)
+
+
+def test_what_is_fixed_stays() -> None:
+    found = tune(question("small"), {"sync.codec", "swarm.experts_per_peer"})
+    assert found is not None
+    assert found.config.sync.codec == "fp32"
+    assert (found.config.swarm.experts_per_peer, found.config.swarm.target_replicas) == (2, 2)
+
+
+def test_nothing_is_changed_that_suits() -> None:
+    found = tune(question("spes-1b", link=Link(1000 * MBIT, 1000 * MBIT)))
+    assert found is not None
+    assert [step.overrides[0] for step in found.steps] == ["swarm.target_replicas=2"]
+
+
+def test_a_run_for_homes_suits_homes() -> None:
+    for gpu in ("RTX3060", "RTX4080", "RTX4090"):
+        found = tune(question("home", gpu))
+        assert found is not None
+        assert found.before <= MOST_WAITING
+        assert not found.steps
+        assert too_slow(question("home", gpu)) == ""
+
+
+def test_links_that_are_too_slow_are_said_with_what_mends_it() -> None:
+    words = too_slow(question("small"))
+    assert words.startswith("Too slow: 95% of the time goes into syncing. With sync.codec=int8")
+    assert "experts_per_peer" not in words
+    hopeless = too_slow(question("tiny", "H100", link=Link(MBIT, MBIT)))
+    assert hopeless.endswith("Faster links help, and more tokens a step (optimizer.batch_sequences).")
+
+
+def test_without_links_or_speed_nothing_can_be_said() -> None:
+    assert tune(question("small", link=Link())) is None
+    assert tune(replace(question("small"), tokens_per_second=None)) is None
+    assert too_slow(question("small", link=Link())) == ""
+    assert "--uplink" in TUNE_FIX
