@@ -529,12 +529,14 @@ def test_an_identity_is_used_once(thread: NetworkThread, tmp_path: Path) -> None
     thread.run(scenario())
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(-60.0, "60.0 s behind"), (60.0, "60.0 s ahead of")])
+@pytest.mark.parametrize(("seconds", "words"), [(-60.0, "behind"), (60.0, "ahead of")])
 def test_a_clock_that_is_off_is_refused_with_the_difference(thread: NetworkThread, seconds: float, words: str) -> None:
     async def scenario() -> None:
         async with peers() as start:
             first = await start()
-            with pytest.raises(ClockSkewed, match=words) as caught:
+            with pytest.raises(
+                ClockSkewed, match=rf"clock is (5[6-9]|6[0-4])\.\d s {words}"
+            ) as caught:  # as it is told
                 await start(first, wall_clock=lambda: time.time() + seconds)
             assert "timedatectl" in caught.value.fix
             await start(first, wall_clock=lambda: time.time() + seconds / 60)
