@@ -91,6 +91,8 @@ def _default(field: FieldInfo) -> tuple[str, str]:
 
 def _plain(value: Any) -> str:
     """As YAML has it."""
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -115,7 +117,7 @@ def _name(kind: Any, limits: str) -> str:
         inner = arguments[:1] if Ellipsis in arguments else arguments
         texts = ", ".join(_name(one, "") for one in inner)
         return f"list of {texts}" if Ellipsis in arguments else f"[{texts}]"
-    return {int: "integer", float: "number", bool: "true or false", str: "text"}[kind] + limits
+    return {type(None): "null", int: "integer", float: "number", bool: "true or false", str: "text"}[kind] + limits
 
 
 def _limits(metadata: list[Any]) -> str:

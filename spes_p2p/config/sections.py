@@ -62,6 +62,11 @@ class ModelConfig(Section):
     qkv_bias: bool = agreed("Biases on queries, keys and values, as Qwen2 has them.", False)
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
+    document_end: Natural | None = agreed(
+        "Id of the token that ends a document (eos_id in the dataset's manifest.json): attention then stays inside "
+        "each document, and positions restart with it. null: a sequence is one text, whatever it is made of.",
+        None,
+    )
     guest_rank: Natural = agreed(
         "Rank of the low-rank change that each peer trains, as a guest, in each expert that it does not own; its owner "
         "adds it when it hands the expert out. 0 turns guests off, as in SPES; 16 is a good value.",

@@ -52,7 +52,7 @@ class Batch:
 
 
 def open_dataset(config: Config) -> Dataset:
-    """The dataset at `data.path`. Raises DataError where it is damaged or its ids do not fit `model.vocab_size`."""
+    """The dataset at `data.path`. Raises DataError where it is damaged or its ids are not those of the config."""
     if not config.data.path:
         raise ConfigError("data.path is empty", fix="give the folder of the token shards: --data DIR")
     dataset = Dataset.open(config.data.path, config.data.raw_dtype, config.model.vocab_size)
@@ -61,12 +61,18 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def check_vocabulary(dataset: Dataset, config: Config) -> None:
-    """Raises DataError where the dataset's ids do not fit `model.vocab_size`."""
+    """Raises DataError where its ids do not fit `model.vocab_size`, or its documents end with another token."""
     if dataset.vocab_size is not None and dataset.vocab_size > config.model.vocab_size:
         raise DataError(
             f"the dataset was made with tokenizer {dataset.tokenizer!r} of {dataset.vocab_size} ids, "
             f"but model.vocab_size is {config.model.vocab_size}",
             fix=f"set model.vocab_size to {dataset.vocab_size}, or tokenize with the run's tokenizer",
+        )
+    end = config.model.document_end
+    if end is not None and dataset.eos_id not in (None, end):
+        raise DataError(
+            f"model.document_end is {end}, but the documents of the dataset end with token {dataset.eos_id}",
+            fix=f"set model.document_end to {dataset.eos_id}, or tokenize with the run's tokenizer",
         )
 
 

@@ -17,26 +17,21 @@ if TYPE_CHECKING:
     from spes_p2p.config.schema import ModelConfig
 
 
-class Rotation(NamedTuple):
-    """Cosines and sines of the rotary position embedding, fp32."""
+class Context(NamedTuple):
+    """Where each token stands, and what it sees: the same in all layers."""
 
-    cos_SC: Tensor
-    sin_SC: Tensor
-
-
-def rotation(length: int, head_dim: int, theta: float, device: torch.device) -> Rotation:
-    """Angles position * theta^(-2i / C), each for the pair of channels i and i + C/2 (RoFormer, arXiv 2104.09864)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1.0 / theta**exponents)
-    angles_SC = torch.cat((angles, angles), dim=-1)
-    return Rotation(angles_SC.cos(), angles_SC.sin())
+    cos: Tensor
+    """Cosines and sines of the rotary position embedding, fp32: [S, C], or [B, 1, S, C] where positions restart."""
+    sin: Tensor
+    bias_B1SS: Tensor | None = None
+    """Added to the scores, in the compute dtype: -inf for what a position does not see. None: it sees 0..s."""
 
 
-def rotate(x_BHSC: Tensor, turn: Rotation) -> Tensor:
+def rotate(x_BHSC: Tensor, context: Context) -> Tensor:
     """Turns each pair of channels by its angle, computed in fp32."""
     low, high = x_BHSC.chunk(2, dim=-1)
     turned = torch.cat((-high, low), dim=-1)
-    return (x_BHSC * turn.cos_SC + turned * turn.sin_SC).to(x_BHSC.dtype)
+    return (x_BHSC * context.cos + turned * context.sin).to(x_BHSC.dtype)
 
 
 class Attention(nn.Module):
@@ -57,13 +52,19 @@ class Attention(nn.Module):
             norm_widths = (config.head_dim,) * 2 if self.norm_per_head else (query_width, key_width)
             self.query_norm, self.key_norm = (RMSNorm(width, config.rms_eps, device) for width in norm_widths)
 
-    def forward(self, x_BSD: Tensor, turn: Rotation) -> Tensor:
-        """[B, S, D] to [B, S, D]; position s sees positions 0..s."""
-        q_BHSC = rotate(self._heads(self.query(x_BSD), self.query_norm), turn)
-        k_BGSC = rotate(self._heads(self.key(x_BSD), self.key_norm), turn)
+    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
+        """[B, S, D] to [B, S, D]; position s sees positions 0..s, of its document alone where `context` says so."""
+        q_BHSC = rotate(self._heads(self.query(x_BSD), self.query_norm), context)
+        k_BGSC = rotate(self._heads(self.key(x_BSD), self.key_norm), context)
         v_BGSC = self._heads(self.value(x_BSD), None)
         grouped = q_BHSC.shape[1] != k_BGSC.shape[1]
-        y_BHSC = F.scaled_dot_product_attention(q_BHSC, k_BGSC, v_BGSC, is_causal=True, enable_gqa=grouped)
+        bias = context.bias_B1SS
+        if bias is not None and grouped:  # no fused kernel of CUDA takes both a bias and groups
+            heads_per_group, grouped = q_BHSC.shape[1] // k_BGSC.shape[1], False
+            k_BGSC, v_BGSC = (x_BGSC.repeat_interleave(heads_per_group, dim=1) for x_BGSC in (k_BGSC, v_BGSC))
+        y_BHSC = F.scaled_dot_product_attention(
+            q_BHSC, k_BGSC, v_BGSC, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
+        )
         return self.output(y_BHSC.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:

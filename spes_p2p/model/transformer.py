@@ -22,9 +22,10 @@ from spes_p2p.experts.gradients import add_in_place
 from spes_p2p.experts.kernels import half_dtype
 from spes_p2p.experts.offload import HostPrefetcher
 from spes_p2p.experts.stores import PARTS, Foreign
-from spes_p2p.model.attention import Attention, Rotation, rotation
+from spes_p2p.model.attention import Attention, Context
 from spes_p2p.model.checkpointing import recomputed, recomputed_but_products
 from spes_p2p.model.compiling import Compiled, compiles_on
+from spes_p2p.model.documents import context_of
 from spes_p2p.model.layers import Linear, RMSNorm, embedded, unloaded
 from spes_p2p.model.losses import LossParts, LossWeights, combine, target_weight
 from spes_p2p.model.moe import MoE
@@ -54,7 +55,7 @@ class Layer(nn.Module):
         self.moe = MoE(config, owned, backend, device, dtype, foreign)
         self._compiled = Compiled(self._before_experts) if compiles_on(device, config.torch_compile) else None
 
-    def forward(self, x_BSD: Tensor, turn: Rotation, selective: bool = False) -> tuple[Tensor, Routing]:
+    def forward(self, x_BSD: Tensor, context: Context, selective: bool = False) -> tuple[Tensor, Routing]:
         """[B, S, D] to [B, S, D], and how the tokens were routed.
 
         With `selective`, what is cheap is computed again in the backward pass, as compiled code does in any case. The
@@ -64,12 +65,12 @@ class Layer(nn.Module):
         before: Callable[..., tuple[Tensor, Tensor, Routing]] = compiled or self._before_experts
         if selective and compiled is None:
             before = partial(recomputed_but_products, before)
-        x_BSD, normed_BSD, routing = before(x_BSD, turn)
+        x_BSD, normed_BSD, routing = before(x_BSD, context)
         return x_BSD + self.moe(normed_BSD, routing), routing
 
-    def _before_experts(self, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Routing]:
+    def _before_experts(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Routing]:
         """The residual stream after attention, its norm, and the routing of that."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), turn)
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), context)
         normed_BSD = self.moe_norm(x_BSD)
         return x_BSD, normed_BSD, self.moe.route(normed_BSD)
 
@@ -185,15 +186,15 @@ class Transformer(nn.Module):
     def _hidden(self, token_BS: Tensor) -> tuple[Tensor, list[Routing]]:
         """The normalised last hidden states [B, S, D], and the routing of each layer."""
         x_BSD = embedded(token_BS, self.embedding)
-        turn = rotation(token_BS.shape[1], self.config.head_dim, self.config.rope_theta, x_BSD.device)
+        context = context_of(token_BS, self.config)
         routings = []
         for layer in self.layers:
-            x_BSD, routing = self._run(layer, x_BSD, turn)
+            x_BSD, routing = self._run(layer, x_BSD, context)
             routings.append(routing)
         return self.norm(x_BSD), routings
 
-    def _run(self, layer: nn.Module, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Routing]:
+    def _run(self, layer: nn.Module, x_BSD: Tensor, context: Context) -> tuple[Tensor, Routing]:
         mode = self.config.activation_checkpointing if torch.is_grad_enabled() else "none"
         if mode == "full":
-            return recomputed(layer, x_BSD, turn)
-        return cast("tuple[Tensor, Routing]", layer(x_BSD, turn, mode == "selective"))
+            return recomputed(layer, x_BSD, context)
+        return cast("tuple[Tensor, Routing]", layer(x_BSD, context, mode == "selective"))

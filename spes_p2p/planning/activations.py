@@ -104,9 +104,13 @@ class Activations:
         return self.tokens * self.model.d_model * (4 + self.compute_bytes)
 
     def _attention(self) -> int:
-        """Rotated q, k, and v, the output in c; logsumexp [T, H] in fp32; with QK norm its inputs in fp32, too."""
+        """Rotated q, k, and v, the output in c; logsumexp [T, H] in fp32; with QK norm its inputs in fp32, too.
+
+        With `document_end` k and v are there once for each query head.
+        """
         query, key, tokens = self._widths()
-        kept = self.compute_bytes * tokens * (2 * query + 2 * key) + 4 * tokens * self.model.num_heads
+        repeated = key if self.model.document_end is None else query
+        kept = self.compute_bytes * tokens * (2 * query + 2 * repeated) + 4 * tokens * self.model.num_heads
         return kept + (0 if self.model.qk_norm == "none" else 4 * tokens * (query + key))
 
     def _router(self) -> int:

@@ -194,8 +194,16 @@ def _held(work: Workload) -> dict[str, int]:
         MASTERS: 4 * work.owned * sizes.column,
         OPTIMIZER: _optimizer_bytes(work),
         GUESTS: guest_bytes(work),
-        BUFFERS: WORKSPACE_BYTES if work.compute_bytes == 2 else 0,
+        BUFFERS: (WORKSPACE_BYTES if work.compute_bytes == 2 else 0) + documents_bytes(work),
     }
+
+
+def documents_bytes(work: Workload) -> int:
+    """With `document_end`: a mask [B, S, S] in the compute dtype, a cosine and a sine [B, S, C] in fp32."""
+    if work.model.document_end is None:
+        return 0
+    tokens = work.sequences * work.sequence_length
+    return tokens * (work.compute_bytes * work.sequence_length + 8 * work.model.head_dim)
 
 
 def guest_bytes(work: Workload) -> int:

@@ -43,6 +43,8 @@ def tiny(*overrides: str) -> Config:
         ("model.top_k=9", "model.top_k is 9, more than model.num_experts (8)", "at most 8"),
         ("model.embedding_rows=256", "model.embedding_rows is 256, fewer than model.vocab_size (257)", "vocab_size"),
         ("optimizer.micro_batch_sequences=3", "not divisible by optimizer.micro_batch_sequences (3)", "divisor of 8"),
+        ("model.document_end=257", "model.vocab_size is 257: no token has this id", "eos_id"),
+        ("model.document_end=-1", "model.document_end is -1", "greater than or equal to 0"),
         ("scheduler.warmup_steps=1000", "not below scheduler.total_steps (1000)", "shorten"),
         ("scheduler.name=linear", "scheduler.name is 'linear'", "'cosine' or 'wsd'"),
         ("swarm.experts_per_peer=9", "swarm.experts_per_peer is 9, more than model.num_experts (8)", "at most 8"),
@@ -64,6 +66,12 @@ def test_a_decay_that_begins_in_the_warm_up_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"decay_steps is 990: it would begin at step 10, before the end") as error:
         tiny("scheduler.name=wsd", "scheduler.decay_steps=990")
     assert error.value.fix == "set it to at most 980"
+
+
+def test_a_custom_model_masks_documents_by_itself() -> None:
+    assert tiny("model.document_end=256").model.document_end == 256
+    with pytest.raises(ConfigError, match="a custom model, which masks documents by itself"):
+        tiny("model.document_end=256", f"model.own_layout={'a' * 64}")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.data.loader import LeasedLoader, LocalLoader, check_enough, held_out_batches, open_dataset
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences
+from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import CheckpointError, ConfigError, DataError, LocalProtocolError
 from spes_p2p.ids import PeerId
 from tests.data.conftest import tiny_config
@@ -131,8 +132,6 @@ def test_less_data_than_a_round_needs_is_refused(counting: Counting) -> None:
 
 
 def test_a_dataset_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
-    from spes_p2p.data.tokenize import TokenizeOptions, tokenize
-
     (tmp_path / "a.txt").write_text("some text")
     tokenize([str(tmp_path / "a.txt")], tmp_path / "out", TokenizeOptions(processes=1, sequence_length=1))
     config = tiny_config(f"data.path={tmp_path / 'out'}")
@@ -142,6 +141,16 @@ def test_a_dataset_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
         open_dataset(small)
     with pytest.raises(ConfigError, match=r"data.path is empty"):
         open_dataset(tiny_config())
+
+
+def test_documents_that_end_otherwise_than_the_run_says_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    tokenize([str(tmp_path / "a.txt")], tmp_path / "out", TokenizeOptions(processes=1, sequence_length=1))
+    path = f"data.path={tmp_path / 'out'}"
+    assert open_dataset(tiny_config(path, "model.document_end=256")).eos_id == 256
+    with pytest.raises(DataError, match=r"document_end is 0, but the documents of the dataset end with token 256") as e:
+        open_dataset(tiny_config(path, "model.document_end=0"))
+    assert e.value.fix.startswith("set model.document_end to 256")
 
 
 def test_the_next_batch_is_read_on_a_thread_while_one_is_trained_on(

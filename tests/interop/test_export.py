@@ -72,6 +72,19 @@ def test_transformers_computes_our_logits(overrides: dict[str, Any], family: str
     assert (got - want).abs().max() < 1e-4
 
 
+def test_what_was_trained_with_document_masks_is_exported_as_any_other(tmp_path: Path) -> None:
+    """Transformers computes each document alone as we do in the midst of others."""
+    config = run_config(**OLMOE, document_end=18)
+    model, state = random_state(config)
+    theirs = AutoModelForCausalLM.from_pretrained(exported(tmp_path, config, state)).eval()
+    tokens = tiny_tokens(1, 17) % 18
+    tokens[0, [4, 9]] = 18
+    with torch.no_grad():
+        want = model.logits(tokens)[0, 5:10, : config.model.vocab_size]
+        got = theirs(tokens[:, 5:10]).logits[0]
+    assert (got - want).abs().max() < 1e-4
+
+
 def test_files_keep_to_their_size_and_are_all_indexed(tmp_path: Path) -> None:
     config = run_config(**OLMOE)
     exported(tmp_path, config, random_state(config)[1], shard=3000)

@@ -22,6 +22,7 @@ from spes_p2p.planning.memory import (
     SHARED,
     Workload,
     bank_bytes,
+    documents_bytes,
     predict,
     state_bytes,
 )
@@ -81,6 +82,15 @@ def test_activations_are_what_autograd_keeps(qk_norm: str, mode: str) -> None:
     model = Transformer(work.model, (0, 1, 2), device="cpu", expert_dtype=torch.bfloat16)
     init_normal_(model, seed=0)
     predicted = Activations(work.model, TOKENS, compute_bytes=2, checkpointing=mode).kept()
+    assert predicted == pytest.approx(saved_bytes(model) - _second_inputs_of_norms(work), rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_documents_take_what_is_planned_for_them(mode: str) -> None:
+    work = small("model.document_end=256", f"model.activation_checkpointing={mode}", "optimizer.batch_sequences=2")
+    model = Transformer(work.model, (0, 1, 2), device="cpu", expert_dtype=torch.bfloat16)
+    init_normal_(model, seed=0)
+    predicted = Activations(work.model, TOKENS, compute_bytes=2, checkpointing=mode).kept() + documents_bytes(work)
     assert predicted == pytest.approx(saved_bytes(model) - _second_inputs_of_norms(work), rel=0.05)
 
 
