@@ -534,9 +534,7 @@ def test_a_clock_that_is_off_is_refused_with_the_difference(thread: NetworkThrea
     async def scenario() -> None:
         async with peers() as start:
             first = await start()
-            with pytest.raises(
-                ClockSkewed, match=rf"clock is (5[6-9]|6[0-4])\.\d s {words}"
-            ) as caught:  # as it is told
+            with pytest.raises(ClockSkewed, match=rf"clock is (5[6-9]|6[0-4])\.\d s {words}") as caught:
                 await start(first, wall_clock=lambda: time.time() + seconds)
             assert "timedatectl" in caught.value.fix
             await start(first, wall_clock=lambda: time.time() + seconds / 60)
