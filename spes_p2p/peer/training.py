@@ -35,6 +35,7 @@ from spes_p2p.train.stages import (
     Begin,
     CloseTurn,
     GoAhead,
+    GoOver,
     Load,
     Restored,
     RoundEnded,
@@ -272,6 +273,7 @@ class TrainingLoop:
             case Load():
                 self._adopt(action)
             case StandAside(newest):
+                self.trainer.wake()  # before what it would load is gone
                 self.values.end()
                 self.gate.use(newest.round)
             case Say(text):
@@ -281,7 +283,10 @@ class TrainingLoop:
         """Starts a round."""
         turn, manifest = load.turn, load.turn.manifest
         is_due = not self._pause.active and self._evaluator.is_due(manifest, self._has_committed_model())
+        is_idle = carried is None and self._is_idle(load)
         if load.rebase is not None:
+            if not is_idle:
+                self.trainer.wake()  # what was trained may be read when the new state is loaded
             is_read_late = turn.owned != self.trainer.owned or is_due  # the model changes before it is read
             carried = self.values.rebased(manifest, load.rebase, is_read_late)
         masters = self.values.begin(turn)
@@ -291,6 +296,9 @@ class TrainingLoop:
             self.trainer.use_bases(self.connection.disk.bases.now)
         else:
             new = set(turn.owned) - set(self.trainer.owned)
+            if is_idle:  # from here on the device is free; without work of its own what is carried on is the new state
+                self.trainer.park()
+                carried = None
             if self._is_ahead and is_due:  # what is trained on is not what the run has
                 self.trainer.adopt(turn.owned, self.values.base, manifest.step)
                 self._evaluator.evaluate(manifest)
@@ -302,6 +310,12 @@ class TrainingLoop:
         self.gate.use(manifest.round)
         if not self._is_ahead and is_due:
             self._evaluator.evaluate(manifest)
+
+    def _is_idle(self, load: Load) -> bool:
+        """Whether this peer is paused, others have its columns, and it has no work that a round has yet to count."""
+        rebase = load.rebase
+        has_work = self.machine.work.tokens > 0 or isinstance(rebase, GoOver) or (rebase is not None and rebase.ahead)
+        return self._pause.active and not (load.turn.owned or self.trainer.owned or has_work)
 
     def _has_committed_model(self) -> bool:
         """Whether the model that is loaded for an evaluation is the committed one."""

@@ -34,6 +34,7 @@ from spes_p2p.train.guests import GuestWork
 from spes_p2p.train.loss_scale import LossScale
 from spes_p2p.train.memory import Held, forget_peak, is_out_of_memory, out_of_memory
 from spes_p2p.train.optim import Group, Optimizer, clip_gradients, gradient_bytes, gradient_norm
+from spes_p2p.train.parking import Parked
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, to_device
@@ -66,6 +67,8 @@ class RankTrainer:
         self.forward: nn.Module | None = None
         """The model, or DDP around it, from the first `set_owned` on."""
         self._rehearsed = False
+        self.parked: Parked | None = None
+        """Where the tensors are while they are off the device."""
 
     # ---- what depends on how the model is made; see own.py for models of others ----
 
@@ -123,6 +126,21 @@ class RankTrainer:
         self.round_steps = 0
         if self.guests is not None:
             self.guests.run_ahead()
+
+    def park(self) -> None:
+        """Takes all tensors off the device."""
+        if self.forward is not self.model:  # the buckets of DDP
+            self.forward = None
+        gc.collect()
+        self.parked = Parked(self, self.ranks.device)
+
+    def wake(self) -> None:
+        """Brings them back as they were."""
+        if self.parked is not None:
+            self.parked.bring_back()
+            self.parked = None
+        if self.forward is None:
+            self.set_owned(self.owned, keep_moments=True, ramp_fresh=False)
 
     def set_owned(self, owned: tuple[int, ...], keep_moments: bool, ramp_fresh: bool) -> None:
         """Changes what is trained; optimizer and DDP are built again only where that is needed."""

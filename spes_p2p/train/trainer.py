@@ -74,6 +74,9 @@ class Trainer:
         """Micro-batches of which the fastest is taken before the next step, if there are any."""
         self._ranks = ranks if ranks.world_size > 1 else replace(ranks, device=device)
         self._broken = False
+        self._parked = False
+        self._late_state: tuple[BlockSource, int, bool] | None = None
+        self._late_bases: tuple[dict[int, Basis], bool] | None = None
         build = self._command("build", config=config_to_yaml(config), threads=torch.get_num_threads())
         with build, telling_of_memory("making the model"):
             self._rank = rank_trainer(config, layout, self._ranks)
@@ -102,6 +105,36 @@ class Trainer:
         """What there is to say of the last steps, once."""
         notes, self._rank.notes = self._rank.notes, []
         return notes
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the tensors are off the device."""
+        return self._parked
+
+    def park(self) -> None:
+        """Takes everything off the device, at every rank, until somebody needs it: any other call brings it back.
+
+        Only a new state of which no column is trained here waits too: `adopt` keeps the last one and reads its values
+        when all is back, so it must be there until the next `adopt` or `wake`.
+        """
+        if not self._parked:
+            with self._command("park"):
+                self._rank.park()
+            self._parked = True
+
+    def wake(self) -> None:
+        """Brings everything back as it was, then the state that came meanwhile. Raises SpesError for want of memory."""
+        if not self._parked:
+            return
+        self._parked = False  # what follows are calls as usual
+        with self._command("wake"), telling_of_memory("going on after a pause"):
+            self._rank.wake()
+        state, bases, self._late_state, self._late_bases = self._late_state, self._late_bases, None, None
+        if state is not None:
+            values, step, keep_moments = state
+            self.adopt((), values, step, keep_moments)
+        if bases is not None:
+            self.use_bases(*bases)
 
     @property
     def held(self) -> Held:
@@ -137,6 +170,10 @@ class Trainer:
             raise LocalProtocolError("adopt without values on rank 0")
         if owned != self.owned:
             _check_owned(owned, self.config.model.num_experts)
+        if self._parked and not owned and not self.owned and not round_steps:
+            self._late_state, self._rank.step, self._rank.round_steps = (values, step, keep_moments), step, 0
+            return
+        self.wake()
         adopt = self._command("adopt", owned=owned, step=step, keep_moments=keep_moments, round_steps=round_steps)
         with adopt, telling_of_memory(f"loading the state to train {len(owned)} expert columns"):
             self._rank.adopt(owned, values, step, keep_moments, round_steps)
@@ -148,6 +185,9 @@ class Trainer:
         `left_out` at what was trained before, as far as it lies in both. What is owned has no use for one. To be called
         after `adopt`.
         """
+        if self._parked:
+            self._late_bases = dict(bases), left_out
+            return
         marks = {column: basis.mark for column, basis in bases.items()}
         if self._rank.guests is not None:
             use = self._command("use_bases", marks=list(marks.items()), left_out=left_out)
@@ -162,11 +202,12 @@ class Trainer:
                 self._rank.decay = decay
 
     def coordinates(self) -> Mapping[int, Coordinates]:
-        """What was trained in columns of others, by column: copies."""
-        return {} if self._rank.guests is None else self._rank.guests.coordinates()
+        """What was trained in columns of others, by column: copies; nothing while parked."""
+        return {} if self._rank.guests is None or self._parked else self._rank.guests.coordinates()
 
     def run_ahead(self) -> None:
         """The round is over here and its outcome not known yet: steps from now on are the next round's."""
+        self.wake()
         with self._command("run_ahead"):
             self._rank.run_ahead()
 
@@ -187,6 +228,7 @@ class Trainer:
         a later one), ConfigError where the batch cannot be split over the ranks.
         """
         _check_batch(len(batch.tokens), self._ranks)
+        self.wake()
         if self.sizes_to_time:
             sizes, self.sizes_to_time = self.sizes_to_time, ()
             some = batch.first(max(sizes) * self._ranks.world_size)
@@ -217,20 +259,26 @@ class Trainer:
 
     def contribution(self, block: int) -> Values:
         """Present values of block 0 or of an owned column: flat fp32, a copy."""
+        if self._late_state is not None and block == 0:
+            return self._late_state[0].block(0).copy()
+        self.wake()
         return self._rank.contribution(block)
 
     def moments(self, column: int) -> Moments:
         """The optimizer moments of an owned column, a copy: what a new owner may go on from."""
+        self.wake()
         return read_moments(self._rank, column)
 
     def take_moments(self, column: int, moments: Moments) -> None:
         """Goes on with a former owner's moments for an owned column. They must have been checked (`check_moments`)."""
+        self.wake()
         take = self._command("take_moments", column=column, steps=moments.steps)
         with take, telling_of_memory(f"taking over the moments of column {column}"):
             take_moments(self._rank, column, moments.steps, moments)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean cross entropy a target token over `batches`, in nats, by rank 0 alone; NaN where there is no target."""
+        self.wake()
         with telling_of_memory("evaluating held-out data"):
             return self._rank.evaluate(batches)
 
@@ -239,6 +287,7 @@ class Trainer:
 
         No copies: whoever keeps it beyond the next step or `adopt` must make them.
         """
+        self.wake()
         return private_state(self._rank)
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
@@ -246,6 +295,7 @@ class Trainer:
 
         Raises CheckpointError where it does not fit the model.
         """
+        self.wake()
         if not self._rank.optimizer.groups:
             raise LocalProtocolError("load_private_state before the first adopt: foreign experts have no values")
         plain = outline(self._rank, state)
@@ -254,6 +304,7 @@ class Trainer:
 
     def value_hashes(self) -> list[str]:
         """SHA-256 of all trained values (hexadecimal) at each rank: equal, or something is badly wrong."""
+        self.wake()
         with self._command("value_hashes"):
             return value_hashes(self._rank)
 

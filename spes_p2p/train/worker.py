@@ -95,6 +95,8 @@ _COMMANDS: dict[str, Callable[[RankTrainer, Mapping[str, Any]], object]] = {
     "adopt": _adopt,
     "use_bases": _use_bases,
     "use_decay": _use_decay,
+    "park": lambda trainer, arguments: trainer.park(),
+    "wake": lambda trainer, arguments: trainer.wake(),
     "run_ahead": lambda trainer, arguments: trainer.run_ahead(),
     "train_step": lambda trainer, arguments: trainer.train_step(unpacked(**arguments)),
     "load_private_state": lambda trainer, arguments: load_private_state(trainer, arguments["plain"], None),

@@ -322,6 +322,23 @@ def test_only_the_beginning_of_a_pause_is_waited_out(story: Story) -> None:
     assert [work.steps for work in story.ready] == [0, 0, 0]
 
 
+def test_a_paused_peer_whose_columns_others_have_keeps_nothing_on_the_device(story: Story) -> None:
+    story.connection.peer_id = PeerId("b")
+    story.learn_from(story.dataset)
+    story.pause.toggle()
+    story.pause.since -= PAUSE_GRACE_SECONDS
+    parked: list[bool] = []
+
+    def on_ready(work: Work) -> None:
+        parked.append(story.trainer.is_parked)
+        story.gate.stop() if story.round == 3 else story.commit(counted=False)
+
+    story.on_ready = on_ready
+    story.play()
+    assert parked == [True] * 4
+    assert np.array_equal(story.trainer.contribution(0), story.store.version(3).block(0))
+
+
 def test_a_pause_of_a_moment_costs_nothing_of_the_round(story: Story) -> None:
     waited: list[float] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import StepResult, Trainer
 from tests.train.small import (
     CPU,
+    Blocks,
     SmallDevice,
     batch_of,
     initial,
@@ -311,3 +313,49 @@ def test_a_first_step_that_was_given_up_can_be_saved_and_loaded() -> None:
     trainer.train_step(batch_of(0))
     again.train_step(batch_of(0))
     assert same_bits(values_of(trainer), values_of(again))
+
+
+def test_a_parked_trainer_leaves_the_device_and_goes_on_bit_for_bit() -> None:
+    parked, other = trainer_of(small_config(), (1, 4)), trainer_of(small_config(), (1, 4))
+    for trainer in (parked, other):
+        steps(trainer, 2)
+    on_device = [one.untyped_storage() for one in (*parked._rank.model.parameters(), *parked._rank.model.buffers())]
+    on_device += [one.untyped_storage() for group in parked._rank.optimizer.groups
+                  for kept in group.moments.values() for one in kept.values()]  # fmt: skip
+    parked.park()
+    assert parked.is_parked
+    assert not any(storage.nbytes() for storage in on_device)
+    assert [result.loss for result in steps(parked, 3, 2)] == [result.loss for result in steps(other, 3, 2)]
+    assert not parked.is_parked
+    assert same_bits(values_of(parked), values_of(other))
+
+
+def test_a_state_that_comes_while_parked_is_loaded_when_training_goes_on() -> None:
+    parked, other = trainer_of(small_config(), ()), trainer_of(small_config(), ())
+    start = initial(small_config())
+    news = Blocks(lambda block: start.block(block) * np.float32(1.5))
+    for trainer in (parked, other):
+        steps(trainer, 2)
+    parked.park()
+    for trainer in (parked, other):
+        trainer.adopt((), news, 10)
+    assert parked.is_parked
+    assert (parked.contribution(0) == other.contribution(0)).all()
+    assert parked.is_parked
+    assert [result.loss for result in steps(parked, 2)] == [result.loss for result in steps(other, 2)]
+    assert same_bits(values_of(parked), values_of(other))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_parked_trainer_keeps_nothing_on_the_gpu() -> None:
+    config, gpu = small_config(), torch.device("cuda")
+    gc.collect()
+    before = torch.cuda.memory_allocated(gpu)
+    trainer = Trainer(config, small_layout(config), gpu)
+    trainer.adopt((1, 4), initial(config), 0)
+    steps(trainer, 2)
+    values = values_of(trainer)
+    trainer.park()
+    assert torch.cuda.memory_allocated(gpu) == before
+    assert same_bits(values_of(trainer), values)
