@@ -95,6 +95,10 @@ def text_of(report: RunReport, now: float) -> str:
         lines += ["", *_columns(report)]
     if (data := _data_line(report)) is not None:
         lines += ["", f"data: {data}"]
+    if report.mix:
+        total = max(1, sum(one.sequences for one in report.mix))
+        shares = [f"{one.name} {one.sequences / total:.1%} (dataset {one.hash[:10]})" for one in report.mix]
+        lines += ["", f"handed out so far: {', '.join(shares)}"]
     if report.invitation:
         lines += ["", f"others join with: spes-p2p join {report.invitation}"]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from pydantic import model_validator
 from pydantic.fields import FieldInfo
@@ -41,6 +42,10 @@ __all__ = [
 ]
 
 
+MOST_WEIGHT = 1000
+"""What the weights of a mixture add up to, at most."""
+
+
 class Config(Section):
     """The whole config of a run. `config.model.num_experts` in code is `model.num_experts` on the command line."""
 
@@ -65,7 +70,34 @@ class Config(Section):
         if self.model.guest_rank:
             self._check_guests()
         self._check_documents()
+        if self.data.mix:
+            self._check_mix()
         return self
+
+    def _check_mix(self) -> None:
+        data, weights = self.data, len(self.data.mix[0]) - 1 if self.data.mix else 0
+        ends = [stage[0] for stage in data.mix if stage]
+        rising = all(0 < before < after for before, after in pairwise((*ends[:-1], math.inf)))
+        if weights < 1 or any(len(stage) != weights + 1 for stage in data.mix) or not rising or ends[-1] != 0:
+            raise ConfigError(
+                f"data.mix is {[list(stage) for stage in data.mix]}, which is no list of stages",
+                fix="write [[until sequence, weight, weight, ...], ..., [0, weight, weight, ...]], in rising order, "
+                "with a weight for each dataset",
+            )
+        if any(not 1 <= sum(stage[1:]) <= MOST_WEIGHT for stage in data.mix):
+            raise ConfigError(
+                f"data.mix has a stage whose weights add up to nothing, or to more than {MOST_WEIGHT}",
+                fix="use whole numbers such as 80 and 20",
+            )
+        if data.datasets and len(data.datasets) != weights:
+            raise ConfigError(
+                f"data.mix has {weights} weights, but there are {len(data.datasets)} datasets",
+                fix="give each dataset a weight",
+            )
+        if data.source == "local":
+            raise ConfigError(
+                "data.source is local, but the run mixes datasets, which it leases", fix="leave data.source out"
+            )
 
     def _check_documents(self) -> None:
         end = self.model.document_end

@@ -63,9 +63,7 @@ class ModelConfig(Section):
     rope_theta: float = agreed("Base of the rotary position frequencies.", 10_000.0, gt=0)
     rms_eps: float = agreed("Epsilon of every RMSNorm.", 1e-6, gt=0)
     document_end: Natural | None = agreed(
-        "Id of the token that ends a document (eos_id in the dataset's manifest.json): attention then stays inside "
-        "each document, and positions restart with it. null: a sequence is one text, whatever it is made of.",
-        None,
+        "eos_id of the dataset's manifest.json: attention stays inside each document, and positions restart.", None
     )
     guest_rank: Natural = agreed(
         "Rank of the low-rank change that each peer trains, as a guest, in each expert that it does not own; its owner "
@@ -152,8 +150,8 @@ class DataConfig(Section):
         "leased: blocks of the run's dataset; local: this peer's own data.", "leased", private=True
     )
     path: str = local(
-        "Folder of token shards with manifest.json, or a text file that lists raw memmaps; a peer without one fetches "
-        "its leased data from others.",
+        "Folder of token shards with manifest.json, or a text file that lists such folders or raw memmaps; a peer "
+        "without one fetches its leased data from others.",
         "",
         private=True,
     )
@@ -185,6 +183,10 @@ class DataConfig(Section):
     )
     sequence_length: Positive = agreed("Tokens of one training sequence.")
     block_sequences: Positive = agreed("Sequences of one block, the unit that peers lease.", 64)
+    mix: tuple[tuple[Natural, ...], ...] = agreed(
+        "Weights of the datasets that data.path lists: stages [until sequence, weight, weight, ...].", ()
+    )
+    datasets: tuple[tuple[str, Positive, str], ...] = agreed("Their names, tokens and hashes: set by bootstrap.", ())
     mask_repetitions: bool = agreed(
         "Leave sequences that repeat a pattern of 1 to 13 tokens 32 times out of the loss.", False
     )

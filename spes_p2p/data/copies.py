@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from spes_p2p.data.feed import Feed
 from spes_p2p.data.held import MOST_SPANS, Held
 from spes_p2p.data.leases import Leases, count
+from spes_p2p.data.memmap import TokenSequences
+from spes_p2p.data.mixture import MixedOrder
 from spes_p2p.data.order import Order
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.ids import PeerId
@@ -29,10 +31,11 @@ NEAR_SPANS = 64
 
 
 class Spans:
-    """The stream of sequences of `length` tokens, cut into spans of equal length; they go on through all epochs."""
+    """The stream of sequences, cut into spans of equal length; they go on through all epochs."""
 
-    def __init__(self, grid: PieceGrid, order: Order, length: int) -> None:
-        self._grid, self._order, self._length = grid, order, length
+    def __init__(self, grid: PieceGrid, order: Order | MixedOrder, sequences: TokenSequences) -> None:
+        self._grid, self._order, self._sequences = grid, order, sequences
+        length = sequences.sequence_length
         least = SPAN_PIECES // (1 + length // grid.piece_tokens)
         self.sequences = max(1, least, -(-order.sequences // MOST_SPANS))
         spans = -(-order.sequences // self.sequences)
@@ -46,7 +49,8 @@ class Spans:
 
     def pieces(self, span: int) -> NDArray[np.int64]:
         positions = np.arange(span * self.sequences, (span + 1) * self.sequences, dtype=np.int64)
-        return self._grid.of_tokens(self._order.sequences_at(positions) * self._length, self._length)
+        starts = self._sequences.starts(self._order.sequences_at(positions))
+        return self._grid.of_tokens(starts, self._sequences.sequence_length)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,12 @@ from spes_p2p.data.feed import PieceDataset
 from spes_p2p.data.leases import Ranges, count, take
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.memmap import TokenSequences, count_sequences
+from spes_p2p.data.mixture import MixedOrder
 from spes_p2p.data.order import Order
+from spes_p2p.data.pieces import Catalogue, hashes_of_parts
 from spes_p2p.data.repetition import has_repetition
 from spes_p2p.errors import CheckpointError, ConfigError, DataError, DataNotReady, LocalProtocolError
-from spes_p2p.ids import PeerId
+from spes_p2p.ids import PeerId, short
 
 AnyDataset = Dataset | PieceDataset
 """On this machine, or coming from other peers piece by piece."""
@@ -95,7 +97,7 @@ class _Reader:
 
     def __init__(self, dataset: AnyDataset, config: Config) -> None:
         data = config.data
-        self.sequences = TokenSequences(dataset, data.sequence_length, data.held_out_fraction)
+        self.sequences = _sequences(dataset, config)
         self._mask_repetitions = data.mask_repetitions
         self._vocab_size = config.model.vocab_size
 
@@ -123,7 +125,7 @@ class _Loader:
                 f"{config.data.sequence_length} tokens, fewer than one batch ({batch})",
                 fix="use more data, a smaller optimizer.batch_sequences or a smaller data.sequence_length",
             )
-        self._order = _order(training, config, stream)
+        self._order = _order(dataset, self._reader.sequences, config, stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[NDArray[np.int64], Future[Batch]] | None = None
         """Positions of the batch that is being read ahead."""
@@ -275,15 +277,61 @@ def _held_out(sequences: TokenSequences, most: int) -> NDArray[np.int64]:
     return sequences.training + np.arange(chosen, dtype=np.int64) * sequences.held_out // max(chosen, 1)
 
 
-def _order(training: int, config: Config, stream: str) -> Order:
-    return Order(training, config.run.seed, stream)
+def _parts(dataset: AnyDataset, config: Config) -> list[tuple[str, int]]:
+    """Name and tokens of each dataset of a mixture; none where nothing is mixed."""
+    data = config.data
+    if not data.mix:
+        return []
+    found = [(name, tokens) for name, tokens, _ in data.datasets]
+    if not found and isinstance(dataset, Dataset):
+        found = list(dataset.tokens_of_parts())
+    if len(found) != len(data.mix[0]) - 1:
+        raise ConfigError(
+            f"data.mix has {len(data.mix[0]) - 1} weights, but data.path lists {len(found)} datasets",
+            fix="let data.path name a text file with a line for each weight: a folder of token shards",
+        )
+    return found
+
+
+def with_datasets(config: Config, dataset: Dataset, catalogue: Catalogue) -> Config:
+    """The config that is published: it names the datasets of a mixture. Raises ConfigError for others than it names."""
+    parts = _parts(dataset, config)
+    hashes = hashes_of_parts(catalogue, [tokens for _, tokens in parts]) if parts else []
+    found = tuple((name, tokens, one.hex()) for (name, tokens), one in zip(parts, hashes, strict=True))
+    if config.data.datasets not in ((), found):
+        raise ConfigError("data.datasets are not those that data.path lists", fix="leave it out: bootstrap fills it in")
+    return config.model_copy(update={"data": config.data.model_copy(update={"datasets": found})})
+
+
+def check_datasets(catalogue: Catalogue, config: Config) -> None:
+    """Raises DataError where a run's data is not made of the datasets that its config names."""
+    named = config.data.datasets
+    hashes = hashes_of_parts(catalogue, [tokens for _, tokens, _ in named]) if named else []
+    for (name, _, wanted), found in zip(named, hashes, strict=True):
+        if found.hex() != wanted:
+            raise DataError(
+                f"dataset {name} of the run has hash {short(found)}, but its config says {wanted[:10]}",
+                fix="ask the organiser: the run was begun with other data",
+            )
+
+
+def _sequences(dataset: AnyDataset, config: Config) -> TokenSequences:
+    data = config.data
+    parts = [tokens for _, tokens in _parts(dataset, config)]
+    return TokenSequences(dataset, data.sequence_length, data.held_out_fraction, parts)
+
+
+def _order(dataset: AnyDataset, sequences: TokenSequences, config: Config, stream: str) -> Order | MixedOrder:
+    if not config.data.mix:
+        return Order(sequences.training, config.run.seed, stream)
+    names = [name for name, _ in _parts(dataset, config)]
+    return MixedOrder(config.data.mix, names, sequences.training_of, config.run.seed, stream)
 
 
 def spans_of(dataset: PieceDataset, config: Config) -> Spans:
     """The run's stream of sequences in spans. Raises ValueError where not one sequence is trained on."""
-    length, held_out = config.data.sequence_length, config.data.held_out_fraction
-    training = TokenSequences(dataset, length, held_out).training
-    return Spans(dataset.feed.grid, _order(training, config, RUN_STREAM), length)
+    sequences = _sequences(dataset, config)
+    return Spans(dataset.feed.grid, _order(dataset, sequences, config, RUN_STREAM), sequences)
 
 
 def _positions(ranges: Ranges) -> NDArray[np.int64]:

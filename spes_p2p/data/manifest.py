@@ -10,7 +10,9 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -113,10 +115,18 @@ class Dataset:
     tokenizer_fingerprint: str | None = None
     urls: tuple[str, ...] = ()
     """Where it lies on the web, by its manifest; not checked yet."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Of several datasets that were listed: the name of each folder, and how many of the files are its."""
 
     @property
     def tokens(self) -> int:
         return sum(file.tokens for file in self.files)
+
+    def tokens_of_parts(self) -> Iterator[tuple[str, int]]:
+        """Name and tokens of each of `parts`."""
+        files = iter(self.files)
+        for name, count in self.parts:
+            yield name, sum(file.tokens for file in islice(files, count))
 
     @classmethod
     def open(cls, path: str | Path, raw_dtype: str = "auto", vocab_size: int | None = None) -> Dataset:
@@ -178,6 +188,8 @@ def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:
     paths = [path.parent / line for line in lines if line and not line.startswith("#")]
     if not paths:
         raise DataError(f"{path} lists no file", fix="write the path of one memmap per line")
+    if any(os.path.isdir(item) for item in paths):
+        return _from_folders(path, paths)
     missing = next((item for item in paths if not os.path.isfile(item)), None)  # a line of prose is no valid path
     if missing is not None:
         raise DataError(
@@ -189,6 +201,28 @@ def _from_list(path: Path, raw_dtype: str, vocab_size: int | None) -> Dataset:
     if len(dtypes) != 1:
         raise DataError(f"{path} lists files of {' and '.join(sorted(dtypes))}", fix="list files of one dtype")
     return Dataset(dataset_dtype(dtypes.pop()), tuple(file for _, file in inspected))
+
+
+def _from_folders(path: Path, folders: list[Path]) -> Dataset:
+    """Several datasets as one. Raises DataError where they were not tokenized alike."""
+    other = next((folder for folder in folders if not folder.is_dir()), None)
+    names = [folder.resolve().name for folder in folders]
+    if other is not None or len(set(names)) < len(names):
+        raise DataError(
+            f"{path} lists {names}, of which one is no folder, or two have the same name",
+            fix="list folders of token shards with different names, one a line",
+        )
+    datasets = [Dataset.open(folder) for folder in folders]
+    first = datasets[0]
+    for name, dataset in zip(names, datasets, strict=True):
+        if (dataset.dtype, dataset.tokenizer_fingerprint) != (first.dtype, first.tokenizer_fingerprint):
+            raise DataError(
+                f"datasets {names[0]} and {name} in {path} were not made with the same tokenizer",
+                fix="tokenize them with one tokenizer",
+            )
+    files = tuple(file for dataset in datasets for file in dataset.files)
+    parts = tuple((name, len(dataset.files)) for name, dataset in zip(names, datasets, strict=True))
+    return dataclasses.replace(first, files=files, urls=(), parts=parts)
 
 
 def _inspect(path: Path, raw_dtype: str) -> tuple[str, TokenFile]:

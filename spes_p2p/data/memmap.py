@@ -1,14 +1,14 @@
 """Token files as one long stream, cut into sequences, the last of which are kept out of training.
 
-Sequence i is tokens [i * S, (i + 1) * S) of all files put together; S inputs give S - 1 targets, the shift happens
-inside the model. What does not fill a sequence at the very end is left out, and so is the order of training
-(`order.py`).
+Sequence i is tokens [i * S, (i + 1) * S) of all files put together, or of those of one of several datasets; S inputs
+give S - 1 targets, the shift happens inside the model. What does not fill a sequence at the very end is left out, and
+so is the order of training (`order.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -41,11 +41,32 @@ class Tokens(Protocol):
 class TokenSequences:
     """Sequences of a dataset by number."""
 
-    def __init__(self, dataset: Dataset | PieceDataset, sequence_length: int, held_out_fraction: float = 0.0) -> None:
+    def __init__(
+        self,
+        dataset: Dataset | PieceDataset,
+        sequence_length: int,
+        held_out_fraction: float = 0.0,
+        parts: Sequence[int] = (),
+    ) -> None:
+        """`parts`: tokens of each of several datasets in it; none: it is one. Raises DataError for other tokens."""
         self._tokens: Tokens = dataset.feed if isinstance(dataset, PieceDataset) else MappedTokens(dataset)
         self.sequence_length = sequence_length
-        self.training, self.held_out = count_sequences(dataset.tokens, sequence_length, held_out_fraction)
+        parts = parts or (dataset.tokens,)
+        if sum(parts) != dataset.tokens:
+            raise DataError(
+                f"the data has {dataset.tokens:,} tokens, but data.datasets lists {sum(parts):,}",
+                fix="leave data.datasets out: bootstrap fills it in",
+            )
+        counts = np.array([count_sequences(tokens, sequence_length, held_out_fraction) for tokens in parts], np.int64)
+        self.training_of: list[int] = counts[:, 0].tolist()
+        """Of each part; sequences are numbered part by part, first those that are trained on, then the others."""
+        self.training, self.held_out = counts.sum(axis=0).tolist()
         """Sequences 0 to training - 1 are trained on; those at the end by nobody."""
+        ends = np.cumsum(counts.T.ravel())
+        first_token = np.cumsum([0, *parts[:-1]])
+        held_out_token = first_token + counts[:, 0] * sequence_length
+        self._ends = ends
+        self._shifts = np.concatenate((first_token, held_out_token)) - (ends - counts.T.ravel()) * sequence_length
 
     @property
     def come_from_others(self) -> bool:
@@ -57,18 +78,23 @@ class TokenSequences:
         """See `Tokens`."""
         return self._tokens.is_tight
 
+    def starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The token at which each begins."""
+        block = np.searchsorted(self._ends, sequences, side="right")
+        return np.asarray(sequences * self.sequence_length + self._shifts[block])
+
     def need(self, sequences: NDArray[np.int64], always: bool = False) -> None:
         """These will be read, in this order; `always`: again and again."""
-        self._tokens.need(sequences * self.sequence_length, self.sequence_length, always)
+        self._tokens.need(self.starts(sequences), self.sequence_length, always)
 
     def wait(self, sequences: NDArray[np.int64], should_stop: Callable[[], bool]) -> bool:
         """Until these can be read, next; False where `should_stop` said so first."""
-        return self._tokens.wait(sequences * self.sequence_length, self.sequence_length, should_stop)
+        return self._tokens.wait(self.starts(sequences), self.sequence_length, should_stop)
 
     def read(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens [len(sequences), sequence_length] of sequences by number."""
         tokens = np.empty((len(sequences), self.sequence_length), dtype=np.int64)
-        for row, start in zip(tokens, (sequences * self.sequence_length).tolist(), strict=True):
+        for row, start in zip(tokens, self.starts(sequences).tolist(), strict=True):
             self._tokens.read_into(row, start)
         return tokens
 

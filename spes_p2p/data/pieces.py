@@ -11,7 +11,8 @@ KiB the rest may not be needed for long. `scripts/bench_data_swarm.py` shows the
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -68,6 +69,24 @@ class Catalogue:
         if sha256(data) != dataset:
             raise RemoteProtocolError(f"a catalogue of {len(data)} bytes that does not hash to {dataset.hex()[:16]}")
         return unpack(cls, data, MAX_CATALOGUE_BYTES)
+
+
+def hashes_of_parts(catalogue: Catalogue, tokens: Sequence[int]) -> list[Hash]:
+    """Of several datasets in one, by their tokens: the hash that each has alone.
+
+    Raises DataError where a shard does not end where a dataset does.
+    """
+    found, shards = [], list(catalogue.shards)
+    for wanted in tokens:
+        part = list[ShardRoot]()
+        while shards and sum(shard.tokens for shard in part) < wanted:
+            part.append(shards.pop(0))
+        if sum(shard.tokens for shard in part) != wanted:
+            raise DataError(
+                f"the run's data has no dataset of {wanted:,} tokens", fix="ask the organiser: data.datasets is wrong"
+            )
+        found.append(replace(catalogue, shards=tuple(part)).dataset_hash)
+    return found
 
 
 @dataclass(frozen=True)

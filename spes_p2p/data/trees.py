@@ -68,7 +68,8 @@ class FolderPieces:
         Raises DataError where a shard cannot be read, and StorageFull.
         """
         key = _key(dataset, piece_bytes)
-        beside = dataset.files[0].path.parent / TREES if dataset.files else own_folder / TREES
+        alone = bool(dataset.files) and not dataset.parts  # of several datasets each has its own
+        beside = dataset.files[0].path.parent / TREES if alone else own_folder / TREES
         for path in (beside, own_folder / TREES):
             if (found := _kept(path, dataset, key)) is not None:
                 return found

@@ -15,7 +15,7 @@ import threading
 import time as wall_time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from spes_p2p.errors import SpesError, StorageFull
@@ -70,6 +70,8 @@ class Round:
     data_bytes_sent: int = 0
     data_bytes_received: int = 0
     """Token data to and from other peers; not part of `bytes_sent` and `bytes_received`."""
+    handed_out: Mapping[str, int] = field(default_factory=dict)
+    """Sequences of each dataset of a mixture that peers were given since the run began."""
 
 
 @dataclass(frozen=True)

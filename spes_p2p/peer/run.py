@@ -14,7 +14,8 @@ from spes_p2p.config.schema import Config, steps_per_round_at
 from spes_p2p.consensus.actions import Notice
 from spes_p2p.consensus.messages import DEGRADED, Commit
 from spes_p2p.data.feed import PieceDataset
-from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, need_held_out, open_dataset
+from spes_p2p.data.loader import AnyDataset, LeasedLoader, LocalLoader, check_datasets, need_held_out, open_dataset
+from spes_p2p.data.mixture import handed_out
 from spes_p2p.data.trees import FolderPieces
 from spes_p2p.errors import ConfigError, SpesError, Stopped
 from spes_p2p.exchange.pieces import DataTraffic
@@ -95,7 +96,7 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     if not prepare_folder(options.output, options.resume) and options.resume:
         say(f"nothing to resume in {options.output}: starting afresh")
     traffic = DataTraffic()
-    gate = TrainerBridge(lambda event: _note_commit(event, traffic, bus), lambda notice: _note(notice, bus))
+    gate = TrainerBridge(lambda event: _note_commit(event, connection, bus), lambda notice: _note(notice, bus))
     around = Surroundings(bus, say, show, pause or PauseSwitch())
     watch = PauseTriggers(around.pause, options.schedule, options.pause_on_battery)
     with closing(watch), NetworkThread() as thread, leaving_on_signals(gate.stop, say):  # before CUDA is touched
@@ -267,12 +268,15 @@ def _open_data(connection: Connection, options: PeerOptions, bus: EventBus, say:
     dataset: AnyDataset
     is_own = config.data.source == "local" or info.dataset == NO_HASH
     if not is_own and not config.data.path:
-        dataset = PieceDataset(connection.feed_from_others(lambda text: bus.emit(Warning(text))))
+        feed = connection.feed_from_others(lambda text: bus.emit(Warning(text)))
+        check_datasets(feed.grid.catalogue, config)
+        dataset = PieceDataset(feed)
     else:
         dataset = open_dataset(config)
         if not is_own:
             pieces = FolderPieces.open(dataset, options.output / DATA, say)
             check_dataset(pieces.dataset_hash, config.data.path, info)
+            check_datasets(pieces.catalogue, config)
             connection.data.serve(pieces)
     if config.eval.every_rounds:
         need_held_out(dataset, config, config.eval.sequences)
@@ -286,8 +290,8 @@ def _make_loader(config: Config, info: RunInfo, dataset: AnyDataset, me: PeerId)
     return LeasedLoader(dataset, config)
 
 
-def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:
-    manifest = event.commit.manifest
+def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
+    manifest, traffic = event.commit.manifest, connection.data.traffic
     data_sent, data_received = traffic.take()
     bus.emit(
         Round(
@@ -308,6 +312,7 @@ def _note_commit(event: Applied, traffic: DataTraffic, bus: EventBus) -> None:
             lost_tokens=event.lost_tokens,
             data_bytes_sent=data_sent,
             data_bytes_received=data_received + traffic.take_elsewhere(),
+            handed_out=handed_out(connection.config.data, manifest.leases.cursor),
         )
     )
     if event.caught_up:

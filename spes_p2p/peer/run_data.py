@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spes_p2p.config.schema import Config
-from spes_p2p.data.loader import check_enough, check_vocabulary, open_dataset
+from spes_p2p.data.loader import check_enough, check_vocabulary, open_dataset, with_datasets
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenizers import is_public
 from spes_p2p.data.trees import FolderPieces
@@ -50,6 +50,7 @@ async def open_run_data(
         if init_from is not None:
             check_tokenizer(init_from, dataset, say)
     check_enough(shelf.grid.tokens, config)
+    config = with_datasets(config, dataset, shelf.grid.catalogue)
     for url in filter(needs_consent, urls):
         say(f"{url} is on a private network or plain http: peers fetch data from it only with join --web-data any")
     config = config.model_copy(update={"data": config.data.model_copy(update={"urls": urls})})

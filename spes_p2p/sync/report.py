@@ -20,6 +20,7 @@ from spes_p2p.consensus.messages import (
     Commit,
 )
 from spes_p2p.data.held import Coverage, coverage
+from spes_p2p.data.mixture import handed_out
 from spes_p2p.errors import ConfigError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.ownership.expert_map import columns_of
@@ -81,6 +82,15 @@ class ColumnLine:
 
 
 @dataclass(frozen=True)
+class MixedDataset:
+    """One dataset of a mixture: its name, its hash (hexadecimal), and its sequences that peers were given so far."""
+
+    name: str
+    hash: str
+    sequences: int
+
+
+@dataclass(frozen=True)
 class RunReport:
     """`certificate` is the kind of the newest one (quorum, degraded, organiser, genesis), empty before genesis.
 
@@ -106,6 +116,8 @@ class RunReport:
     """By the run's config, where somebody gave it."""
     data: Coverage | None = None
     """Of the run's data, by who was heard lately; None where nobody hands out any."""
+    mix: tuple[MixedDataset, ...] = ()
+    """Datasets that the run mixes."""
     invitation: str = ""
     """By who is there now; empty where nobody says an address."""
     forks: tuple[Fork, ...] = ()
@@ -173,12 +185,18 @@ async def read_run(
         forks = await find_forks(transport, check, heads, commit, holders, rule)
         report = dataclasses.replace(report, forks=forks)
     if config is not None:
-        report = dataclasses.replace(report, expert_rounds=config.sync.column_rounds)
+        mix = _mix(config, commit) if commit else ()
+        report = dataclasses.replace(report, expert_rounds=config.sync.column_rounds, mix=mix)
     addresses = invited_to(peers.values(), organiser, known)
     if addresses and organiser != NOBODY:
         word = encode(Invite(group.run_id, group.fingerprint, organiser, addresses))
         report = dataclasses.replace(report, invitation=word)
     return report, commit, holders
+
+
+def _mix(config: Config, commit: Commit) -> tuple[MixedDataset, ...]:
+    given = handed_out(config.data, commit.manifest.leases.cursor)
+    return tuple(MixedDataset(name, dataset, given[name]) for name, _, dataset in config.data.datasets)
 
 
 async def _config_of(transport: Transport, group: RunGroup) -> Config | None:

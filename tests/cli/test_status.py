@@ -12,7 +12,7 @@ from spes_p2p.cli.status import CLEAR_SCREEN, _show_again, text_of
 from spes_p2p.data.held import Coverage
 from spes_p2p.ids import PeerId
 from spes_p2p.sync.histories import Fork, Side
-from spes_p2p.sync.report import ColumnLine, PeerLine, RunReport
+from spes_p2p.sync.report import ColumnLine, MixedDataset, PeerLine, RunReport
 
 NOW = 1_700_000_000.0
 ANNA, BEN = (
@@ -102,6 +102,12 @@ def test_how_many_copies_of_the_data_there_are_and_who_is_not_spared(data: Cover
     report = replace(REPORT, data=data)
     assert lines(report)[-1] == said
     assert report.to_json()["data"]["copies"] == data.copies
+
+
+def test_how_much_of_each_dataset_of_a_mixture_was_handed_out() -> None:
+    report = replace(REPORT, mix=(MixedDataset("web", "ab" * 32, 900), MixedDataset("code", "cd" * 32, 100)))
+    assert lines(report)[-1] == "handed out so far: web 90.0% (dataset ababababab), code 10.0% (dataset cdcdcdcdcd)"
+    assert report.to_json()["mix"][1] == {"name": "code", "hash": "cd" * 32, "sequences": 100}
 
 
 def test_a_round_in_which_nothing_was_trained_makes_no_column_stale() -> None:

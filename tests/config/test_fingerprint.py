@@ -34,6 +34,8 @@ OTHER_VALUES: dict[str, Any] = {  # where another value of the same type would n
     "optimizer.batch_sequences": 16,
     "optimizer.micro_batch_sequences": 4,
     "optimizer.betas": (0.8, 0.9),
+    "data.mix": ((0, 1),),
+    "data.datasets": (("web", 1, "ab" * 32),),
     "data.urls": ("https://example.org/shards",),
     "sync.steps_per_round": 7,
     "scheduler.warmup_ratio": 0.1,
