@@ -15,7 +15,7 @@
 set -euo pipefail
 
 : "${SPES_INITIAL_PEERS:?set SPES_INITIAL_PEERS to the address that the organiser printed}"
-arguments=(join --output "${SPES_FOLDER:-peer}" --resume)
+arguments=(join --output "${SPES_FOLDER:-peer}")
 for address in $SPES_INITIAL_PEERS; do
     arguments+=(--initial-peers "$address")
 done

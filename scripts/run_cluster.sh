@@ -82,7 +82,7 @@ for override in "$@"; do
         output.* | data.source=* | data.raw_dtype=* | eval.include_path=*) own+=("$override") ;;
     esac
 done
-arguments=(join --initial-peers "$(cat "$address_file")" --output "$SPES_SHARED/peer-$rank" --resume)
+arguments=(join --initial-peers "$(cat "$address_file")" --output "$SPES_SHARED/peer-$rank")
 [ -z "${SPES_DATA:-}" ] || arguments+=(--data "$SPES_DATA")
 [ -z "$ranks" ] || arguments+=(--local-ranks "$ranks")
 [ -z "${SPES_ROUNDS:-}" ] || arguments+=(--rounds "$SPES_ROUNDS")

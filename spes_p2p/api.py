@@ -111,7 +111,7 @@ class Peer:
     ) -> None:
         """`initial_peers`: addresses of live nodes, or an invitation.
 
-        `options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `resume`, `max_experts`.
+        `options`: further fields of `spes_p2p.peer.options.PeerOptions`, such as `data`, `max_experts`.
         If the run trains a custom model of its organiser, pass the same one as `model`.
         """
         words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)

@@ -65,7 +65,7 @@ def load_latest(root: Path, store: Path | None = None) -> tuple[Checkpoint, tupl
                 f"{bad.name} is damaged ({why}); continuing from {folder.name}" for bad, why in refused
             )
     reasons = "".join(f"; {why}" for _, why in refused)
-    raise CheckpointError(f"no usable checkpoint in {root}{reasons}", fix="start without --resume")
+    raise CheckpointError(f"no usable checkpoint in {root}{reasons}", fix="remove the damaged checkpoints")
 
 
 def load_checkpoint(folder: Path, verify_state: bool = True, store: Path | None = None) -> Checkpoint:

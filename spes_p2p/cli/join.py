@@ -52,7 +52,9 @@ def join(
         WebAccess,
         typer.Option(help="Which of the organiser's web servers to fetch data from: none, public https ones, or any."),
     ] = WebAccess.PUBLIC,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for state and metrics.")] = Path("peer"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for state and metrics; a run that it holds is continued.")
+    ] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     owned_experts: Annotated[
@@ -63,7 +65,6 @@ def join(
     ] = None,
     device: DeviceOption = Device.AUTO,
     local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one per visible GPU).", min=1)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the output folder.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Stop when the run has committed this round.", min=1)] = None,
     dump_rounds: Annotated[
         Path | None, typer.Option(help="Folder to write the inputs and outputs of each round to.")
@@ -106,6 +107,8 @@ def join(
 ) -> None:
     """Trains in a run until Ctrl-C; then tells the others and exits within ten seconds.
 
+    The same command, given again in the same folder, continues.
+
     Example: spes-p2p join spes1... --output peer
     """
     from spes_p2p.peer.options import (
@@ -142,7 +145,6 @@ def join(
         max_experts=max_experts,
         device=device,
         local_ranks=local_ranks,
-        resume=resume,
         rounds=rounds,
         dump_rounds=dump_rounds,
         overrides=overrides,

@@ -103,7 +103,7 @@ def parted_text(common: Manifest, ours: Line, theirs: Line) -> str:
     return (
         f"the run has split since round {common.round}: {mine} here ({one}) and {other} elsewhere ({two}). To "
         "follow one is to lose the other. Both continue until the organiser chooses (spes-p2p run "
-        f"choose); to switch this peer alone: spes-p2p join --resume --follow {two}"
+        f"choose); to switch this peer alone: spes-p2p join --follow {two}"
     )
 
 

@@ -210,7 +210,7 @@ async def _organise(
     layout = run_layout(config, options.model)
     run, node = Run(info, config, layout), Node(network, MonotonicClock(), say)
     folder = options.folder / "run"
-    claim_folder(folder, info, layout)
+    claim_folder(folder, info, layout, network.signer.peer_id)
     async with contextlib.AsyncExitStack() as stack:
         store = StateStore(folder / "state", layout)
         stack.callback(store.close)

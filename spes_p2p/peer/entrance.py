@@ -110,7 +110,9 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     if options.owned_experts is not None:
         check_columns(options.owned_experts, layout.num_columns)
     column_budget(options, config.swarm.experts_per_peer, 0, layout.num_columns)
-    claim_folder(options.output / RUN, info, layout)  # before anything of this run is written there
+    claim_folder(
+        options.output / RUN, info, layout, network.signer.peer_id
+    )  # before anything of this run is written there
     run = Run(info, config, layout)
     say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()[:16]}")
     if not words.admission(run.rules).may_vote(network.signer.peer_id):

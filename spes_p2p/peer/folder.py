@@ -1,4 +1,4 @@
-"""The output folder of a node: one folder serves one run for ever, and nothing in it is overwritten unasked.
+"""The output folder of a node: one folder serves one run and one identity for ever.
 
 identity.key        who this node is
 metrics.jsonl       what happened
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spes_p2p.errors import ConfigError, PermanentError
 from spes_p2p.files import write_whole
-from spes_p2p.ids import Hash
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
@@ -23,6 +23,7 @@ RUN = "run"
 CHAIN = "chain"
 STATE = "state"
 FINGERPRINT = "fingerprint"
+OWNER = "peer_id"
 CHECKPOINTS = "checkpoints"
 
 
@@ -36,39 +37,24 @@ def make_folder(output: Path, flag: str = "--output") -> None:
         ) from error
 
 
-def prepare_folder(output: Path, resume: bool) -> bool:
-    """Creates the output folder. Returns whether it holds anything to resume.
-
-    Raises ConfigError if it cannot be written, or if it holds a run and `resume` is False.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the output folder {output} cannot be created: {error.strerror}", fix="choose another with --output"
-        ) from error
-    if holds_run(output) and not resume:
-        raise ConfigError(
-            f"{output} already holds a run", fix="add --resume to continue it, or choose another --output"
-        )
-    return holds_run(output)
-
-
 def holds_run(output: Path) -> bool:
     """Whether a run that had begun was kept here."""
     return any((output / RUN / CHAIN).glob("*.commit")) or any((output / CHECKPOINTS).glob("*"))
 
 
-def claim_folder(folder: Path, info: RunInfo, layout: Layout) -> None:
-    """Claims `folder` for the run of `info`.
+def claim_folder(folder: Path, info: RunInfo, layout: Layout, me: PeerId) -> None:
+    """Claims `folder` for the run of `info` and the node `me`.
 
-    Raises PermanentError where another run has begun in it: it would take part in two, or begin twice. Where nothing
-    has begun, an initial state that was computed for another run is removed; StateError while another process uses it.
+    Raises PermanentError where another run has begun in it (it would take part in two, or begin twice), or this one as
+    another node, whose votes it holds. Where nothing has begun, an initial state that was computed for another run is
+    removed; StateError while another process uses it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any((folder / CHAIN).glob("*.commit")):
         _check_genesis(Chain(folder / CHAIN).commit(0).manifest.fingerprint, folder, info)
+        _check_owner(folder, me)
         return
+    write_whole(folder / OWNER, me.encode())
     marker, name = folder / FINGERPRINT, info.fingerprint.hex()
     if marker.exists() and marker.read_text() == name:
         return
@@ -105,4 +91,15 @@ def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:
             f"{folder} holds another run: its fingerprint is {found.hex()[:16]}, "
             f"that of {info.run_id} is {info.fingerprint.hex()[:16]}",
             fix="use the config that it was started with, or choose another --output",
+        )
+
+
+def _check_owner(folder: Path, me: PeerId) -> None:
+    marker = folder / OWNER
+    if not marker.exists():  # the file alone was lost: what is kept here is this run's all the same
+        write_whole(marker, me.encode())
+    elif (found := marker.read_text()) != me:
+        raise PermanentError(
+            f"{folder} belongs to peer {found}, but this peer is {me}",
+            fix="use its identity.key again (--identity-path), or choose another --output",
         )

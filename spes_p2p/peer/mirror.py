@@ -93,7 +93,7 @@ class Mirror:
                 f"{folder} holds the organiser's key of run {info.run_id}: it cannot be a mirror of this run",
                 fix="start it with --config as before, or give the mirror a folder of its own with --output",
             )
-        claim_folder(folder / RUN, info, run_layout(config, None))
+        claim_folder(folder / RUN, info, run_layout(config, None), network.signer.peer_id)
         write_whole(folder / RUN / INFO_FILE, pack(info))
         say(f"mirroring run {info.run_id}: this node serves what it has, and signs nothing")
         return cls(network, info, config, folder, say)

@@ -119,7 +119,6 @@ class PeerOptions:
     max_experts: int | None = None
     device: str = "auto"
     local_ranks: int | None = None
-    resume: bool = False
     rounds: int | None = None
     dump_rounds: Path | None = None
     overrides: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ from spes_p2p.peer.departure import Departure
 from spes_p2p.peer.devices import choose_cards, choose_device
 from spes_p2p.peer.doctor import fitness_of
 from spes_p2p.peer.fitting import fit_config, measure_ranks, sizes_to_time
-from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, prepare_folder
+from spes_p2p.peer.folder import CHECKPOINTS, RUN, STATE, holds_run, make_folder
 from spes_p2p.peer.learning import TrainingSetup
 from spes_p2p.peer.live import LiveFacts
 from spes_p2p.peer.options import PeerOptions
@@ -93,8 +93,9 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     if outer is not None and outer.rank > 0:
         serve(outer)
         return
-    if not prepare_folder(options.output, options.resume) and options.resume:
-        say(f"nothing to resume in {options.output}: starting afresh")
+    make_folder(options.output)
+    if holds_run(options.output):
+        say(f"continuing the run that is kept in {options.output}")
     traffic = DataTraffic()
     gate = TrainerBridge(lambda event: _note_commit(event, connection, bus), lambda notice: _note(notice, bus))
     around = Surroundings(bus, say, show, pause or PauseSwitch())
@@ -157,9 +158,8 @@ def _train(
     """`columns`: how many this machine has memory for."""
     config, info, bus, say, pause = learning.config, connection.info, around.bus, around.say, around.pause
     checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
-    again = options.resume and holds_run(options.output)
     store = options.output / RUN / STATE
-    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if again else None
+    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if holds_run(options.output) else None
     pause.on_change(lambda why: _note_pause(why, connection, bus))
     connection.wishes.pause(pause.active)
     tip = connection.enter(columns)

@@ -150,7 +150,7 @@ class TrainingLoop:
         if (lost := self.connection.lost_round()) is not None:
             text = (
                 f"no answering node has the state of round {lost}, the newest: it is lost unless a former peer comes "
-                "back with --resume; a bootstrap node with --archive DIR continues from the state that it keeps"
+                "back; a bootstrap node with --archive DIR continues from the state that it keeps"
             )
         elif not self.connection.others():
             text = "no member of the run answers: the run is on hold until one comes back"

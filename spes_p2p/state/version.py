@@ -35,7 +35,7 @@ from spes_p2p.state.maps import map_file
 HASHES_FILE = "hashes.bin"
 WIRE_FOLDER = "wire"
 DTYPE = np.dtype("<f4")
-_REPAIR = "start the peer with --resume while others of the run are up, to fetch the tile again from them"
+_REPAIR = "start the peer again while others of the run are up, to fetch the tile again from them"
 
 
 def block_file(block: int) -> str:

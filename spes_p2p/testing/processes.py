@@ -213,7 +213,7 @@ class LocalSwarm:
         initial_peer: str | None = None,
         faults: Sequence[Fault] = (),
     ) -> Process:
-        """Starts one peer, or the same again with `--resume` among `arguments`; on the CPU unless these name a device.
+        """Starts one peer, or the same again; on the CPU unless these name a device.
 
         Several peers on one machine would each take all of its GPUs.
         `faults` that happen once wait until `armed_faults.arm`.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spes_p2p.errors import SpesError
 
-_FIX = "if memory ran out, use fewer ranks, a smaller micro_batch_sequences or activation checkpointing; then --resume"
+_FIX = "if memory ran out, use fewer ranks, a smaller micro_batch_sequences or activation checkpointing"
 
 
 class Child:

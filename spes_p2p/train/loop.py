@@ -99,5 +99,5 @@ def _note_skip(trainer: Trainer, result: StepResult, emit: Callable[[Event], Non
     if trainer.skipped_in_row >= MOST_SKIPPED_IN_ROW:
         raise SpesError(
             f"{trainer.skipped_in_row} steps in a row after step {result.step} were not finite: {what}",
-            fix="lower optimizer.lr, or return to an older checkpoint with --resume; check this machine's memory",
+            fix="lower optimizer.lr, or remove the newest checkpoint to use an older one; check this machine's memory",
         )

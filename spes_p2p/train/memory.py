@@ -95,6 +95,6 @@ def out_of_memory(error: RuntimeError, doing: str) -> SpesError:
     """What to tell people, and what helps."""
     return SpesError(
         f"the device ran out of memory while {doing}: {first_line(error).split('. ')[0]}",
-        fix="restart with --resume and a smaller --max-experts, optimizer.micro_batch_sequences=1 or "
+        fix="start again with a smaller --max-experts, optimizer.micro_batch_sequences=1 or "
         "model.activation_checkpointing=full",
     )

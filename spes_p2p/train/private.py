@@ -23,7 +23,7 @@ from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.rank import RankTrainer
 
 FORMAT = 2
-_FIX = "resume from another checkpoint of this run, or join without --resume"
+_FIX = "remove this checkpoint: the peer continues from an older one, or with fresh optimizer moments"
 
 
 def private_state(trainer: RankTrainer) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _START_SECONDS = 120.0
 _NOTICE_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
 _PR_SET_PDEATHSIG = 1
-_FROZEN_FIX = "check that process's device and the machine's memory; then restart with --resume"
+_FROZEN_FIX = "check that process's device and the machine's memory; then start the peer again"
 
 
 def serve(ranks: Ranks) -> None:

@@ -156,9 +156,7 @@ def test_two_peers_with_one_identity(tmp_path: Path, organiser: Organiser) -> No
     refused(answer, "another process in this swarm is using the identity", "--identity-path")
 
 
-def test_an_output_folder_that_is_taken_or_cannot_be(tmp_path: Path, organiser: Organiser) -> None:
-    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    refused(organiser.join(tmp_path), f"{tmp_path} already holds a run", "--resume", "--output")
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path, organiser: Organiser) -> None:
     (tmp_path / "file").write_text("")
     refused(organiser.join(tmp_path / "file" / "peer"), "cannot be created: Not a directory", "--output")
 
@@ -170,7 +168,7 @@ def test_the_folder_of_another_run_is_as_it_was(tmp_path: Path, organiser: Organ
     data.mkdir()
     for name in ("catalogue", "pieces.bin", "numbers.bin"):
         (data / name).write_text(f"{name} of the other run")
-    refused(organiser.join(tmp_path, "--resume"), "holds another run", "--output", code=3)
+    refused(organiser.join(tmp_path), "holds another run", "--output", code=3)
     for path in data.iterdir():
         assert path.read_text() == f"{path.name} of the other run"
 

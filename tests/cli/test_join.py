@@ -62,21 +62,26 @@ def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, servi
     assert "round 2: step 6, 1.5k tokens from 1 peer" in said
 
 
-def test_a_folder_goes_on_only_with_its_own_run_and_only_when_asked_to(tmp_path: Path, serving: Serve) -> None:
+def test_the_same_command_goes_on_and_only_with_the_run_and_identity_of_its_folder(
+    tmp_path: Path, serving: Serve
+) -> None:
     peer = tmp_path / "peer"
     with serving() as organiser:
         data = ("--data", str(organiser.data))
         assert organiser.join(peer, *data, "--rounds", "1").exit_code == 0
-        refused(organiser.join(peer, *data), "already holds a run", "--resume")
+        stranger = ("--identity-path", str(tmp_path / "other.key"))
+        refused(organiser.join(peer, *data, *stranger), "belongs to peer Qm", "--identity-path", code=3)
         newest = max((peer / "checkpoints").iterdir())
         (newest / "metadata.json").write_text("{")
-        assert organiser.join(peer, *data, "--rounds", "2", "--resume").exit_code == 0
+        again = organiser.join(peer, *data, "--rounds", "2")
+        assert again.exit_code == 0
+        assert f"continuing the run that is kept in {peer}" in again.output
     assert [event.round for event in rounds(peer)] == [1, 2]
     (warning,) = [event for event in events(peer) if isinstance(event, Warning)]
     assert f"{newest.name} is damaged" in warning.message
     assert "continuing from step-00000000" in warning.message
     with serving("run.seed=7", name="another") as other:
-        refused(other.join(peer, *data, "--resume"), "holds another run", "--output", code=3)
+        refused(other.join(peer, *data), "holds another run", "--output", code=3)
 
 
 def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config(
@@ -89,7 +94,7 @@ def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config
         assert "it continues at round 1, step 3" in again.said
         assert again.command.split("--run-id")[1] == organiser.command.split("--run-id")[1]
         assert Chain(tmp_path / "organiser" / "run" / "chain").commit(0) == genesis
-        answer = again.join(tmp_path / "peer", "--data", str(tokens), "--rounds", "2", "--resume")
+        answer = again.join(tmp_path / "peer", "--data", str(tokens), "--rounds", "2")
         assert answer.exit_code == 0
     folder = tmp_path / "organiser"
     common = ("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(folder), "--host-maddrs", LOOPBACK)
@@ -100,7 +105,7 @@ def test_who_has_fetched_its_data_goes_on_with_it(tmp_path: Path, serving: Serve
     with serving() as organiser:
         assert organiser.join(tmp_path / "peer", "--rounds", "1").exit_code == 0
         first = sum(event.data_bytes_received for event in rounds(tmp_path / "peer"))
-        assert organiser.join(tmp_path / "peer", "--rounds", "2", "--resume").exit_code == 0
+        assert organiser.join(tmp_path / "peer", "--rounds", "2").exit_code == 0
         again = sum(event.data_bytes_received for event in rounds(tmp_path / "peer")) - first
     assert again < first  # nothing that was here is fetched again
     assert (tmp_path / "peer" / "data" / "pieces.bin").stat().st_size > 0

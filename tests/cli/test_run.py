@@ -34,7 +34,7 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         answer = spes_p2p("run", "stop", "--yes", "-o", str(organiser.folder), "--after-round", "3")
         assert answer.exit_code == 0, answer
         assert "ends with round 3" in answer.output
-        ended = organiser.join(stranger, "--data", str(tokens), "--resume")
+        ended = organiser.join(stranger, "--data", str(tokens))
         assert ended.exit_code == 0, ended
         assert [event.round for event in rounds(stranger)] == [1, 2, 3]
         assert "the organiser has ended the run: this peer saves and exits after round 3" in ended.output

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.errors import ConfigError, StateError
-from spes_p2p.ids import sha256
-from spes_p2p.peer.folder import claim_folder, holds_run, make_folder, open_archive, prepare_folder
+from spes_p2p.errors import ConfigError, PermanentError, StateError
+from spes_p2p.ids import PeerId, sha256
+from spes_p2p.peer.folder import claim_folder, holds_run, make_folder, open_archive
 from spes_p2p.sync.chain import Chain
 from tests.sync.chains import MadeRun
+
+ME, OTHER = PeerId("QmMe"), PeerId("QmOther")
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +27,19 @@ def begun(output: Path, run: MadeRun) -> Path:
 
 
 def test_a_new_folder_is_made_and_has_nothing_to_resume(tmp_path: Path) -> None:
-    assert prepare_folder(tmp_path / "a" / "b", resume=False) is False
-    assert prepare_folder(tmp_path / "a" / "b", resume=True) is False
+    make_folder(tmp_path / "a" / "b")
+    assert not holds_run(tmp_path / "a" / "b")
 
 
-def test_a_folder_with_a_run_wants_resume(tmp_path: Path, run: MadeRun) -> None:
-    begun(tmp_path, run)
-    with pytest.raises(ConfigError, match="already holds a run") as caught:
-        prepare_folder(tmp_path, resume=False)
-    assert "--resume" in caught.value.fix
-    assert prepare_folder(tmp_path, resume=True) is True
+def test_the_folder_of_another_identity_is_refused(tmp_path: Path, run: MadeRun) -> None:
+    folder = tmp_path / "run"
+    claim_folder(folder, run.info, run.layout, OTHER)
+    claim_folder(folder, run.info, run.layout, ME)  # nothing had begun
+    assert holds_run(begun(tmp_path, run))
+    claim_folder(folder, run.info, run.layout, ME)
+    with pytest.raises(PermanentError, match=f"belongs to peer {ME}, but this peer is {OTHER}") as caught:
+        claim_folder(folder, run.info, run.layout, OTHER)
+    assert "--identity-path" in caught.value.fix
 
 
 def test_checkpoints_alone_are_a_run_too(tmp_path: Path) -> None:
@@ -43,9 +48,9 @@ def test_checkpoints_alone_are_a_run_too(tmp_path: Path) -> None:
 
 
 def test_waiting_in_vain_leaves_no_run_behind(tmp_path: Path, run: MadeRun) -> None:
-    claim_folder(tmp_path / "run", run.info, run.layout)
+    claim_folder(tmp_path / "run", run.info, run.layout, ME)
     run.store(tmp_path / "run" / "state").close()
-    assert prepare_folder(tmp_path, resume=False) is False
+    assert not holds_run(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
@@ -56,28 +61,28 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path, run: MadeRun) -> None:
     begun(tmp_path, run)
-    claim_folder(tmp_path / "run", run.info, run.layout)
+    claim_folder(tmp_path / "run", run.info, run.layout, ME)
     other = replace(run.info, run_id="other")
     with pytest.raises(ConfigError, match=f"holds another run: its fingerprint is {run.info.fingerprint.hex()[:16]}"):
-        claim_folder(tmp_path / "run", other, run.layout)
+        claim_folder(tmp_path / "run", other, run.layout, ME)
 
 
 def test_an_initial_state_of_another_run_that_never_began_is_not_kept(tmp_path: Path, run: MadeRun) -> None:
     folder = tmp_path / "run"
-    claim_folder(folder, run.info, run.layout)
+    claim_folder(folder, run.info, run.layout, ME)
     run.store(folder / "state").close()
-    claim_folder(folder, run.info, run.layout)
+    claim_folder(folder, run.info, run.layout, ME)
     assert (folder / "state").exists()
-    claim_folder(folder, replace(run.info, run_id="other"), run.layout)
+    claim_folder(folder, replace(run.info, run_id="other"), run.layout, ME)
     assert not (folder / "state").exists()
 
 
 def test_nothing_is_removed_while_another_process_writes_there(tmp_path: Path, run: MadeRun) -> None:
     folder = tmp_path / "run"
-    claim_folder(folder, run.info, run.layout)
+    claim_folder(folder, run.info, run.layout, ME)
     store = run.store(folder / "state")
     with pytest.raises(StateError):
-        claim_folder(folder, replace(run.info, run_id="other"), run.layout)
+        claim_folder(folder, replace(run.info, run_id="other"), run.layout, ME)
     assert (folder / "state").exists()
     store.close()
 

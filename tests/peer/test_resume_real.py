@@ -21,8 +21,8 @@ def test_killed_and_terminated_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
         swarm.bootstrap("tiny", data, ALONE)
         codes = [
             end_at_step(swarm.peer("peer", data), 20, signal.SIGKILL),
-            end_at_step(swarm.peer("peer", data, ["--resume"]), 24, signal.SIGTERM),
-            swarm.peer("peer", data, ["--resume", *ROUNDS]).wait(WAIT_SECONDS),
+            end_at_step(swarm.peer("peer", data, []), 24, signal.SIGTERM),
+            swarm.peer("peer", data, ROUNDS).wait(WAIT_SECONDS),
         ]
     assert codes == [-signal.SIGKILL, 0, 0]
     assert whole.exit_code == 0

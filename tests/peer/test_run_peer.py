@@ -18,7 +18,7 @@ run = partial(run_script, "run_peer.sh")
 
 def test_an_address_is_enough(tmp_path: Path) -> None:
     result = run(tmp_path, SPES_INITIAL_PEERS="/ip4/1.2.3.4/tcp/1/p2p/Qm")
-    wanted = ["join", "--output", "peer", "--resume", "--initial-peers", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
+    wanted = ["join", "--output", "peer", "--initial-peers", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
     assert result.stdout.splitlines() == wanted
 
 
@@ -36,7 +36,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         SPES_CLIENT_MODE="1",
     )
     assert result.stdout.splitlines() == [
-        *("join", "--output", "/node", "--resume", "--initial-peers", "/a", "--initial-peers", "/b"),
+        *("join", "--output", "/node", "--initial-peers", "/a", "--initial-peers", "/b"),
         *("--data", "/srv/my tokens", "--run-id", "small", "--fingerprint", "ab12"),
         *("--host-maddrs", "/ip4/0.0.0.0/tcp/4001", "--announce-maddrs", "/c", "--announce-maddrs", "/d"),
         *("--client-mode", "--max-experts", "4", "output.tensorboard=true"),

@@ -714,7 +714,7 @@ def test_who_waits_is_told_for_what(story: Story) -> None:
     story.loop._explain_waiting()
     story.loop._explain_waiting()
     assert "has the state of round 7" in story.said[-1]
-    assert "--resume" in story.said[-1]
+    assert "a former peer comes back" in story.said[-1]
     assert len(story.said) == 2
 
 

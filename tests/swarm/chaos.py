@@ -139,11 +139,11 @@ class Chaos:
     def _up(self) -> list[str]:
         return [name for name in self._names if self._swarm.processes[name].exit_code is None]
 
-    def _start(self, name: str, data: Path, resume: bool = False) -> None:
+    def _start(self, name: str, data: Path) -> None:
         faults = list(FAULTS) if name != self._names[0] else []
         if self._options.step_seconds:
             faults.append(Fault(INNER_STEP, SLOW, times=0, seconds=self._options.step_seconds))
-        arguments = [*(["--resume"] if resume else []), *self._meeting, *LOCAL]
+        arguments = [*self._meeting, *LOCAL]
         self._swarm.peer(name, data, arguments, faults=faults)
         self._lives.append(Life(name, time.time()))
 
@@ -168,7 +168,7 @@ class Chaos:
                 if wiped:
                     shutil.rmtree(self._options.folder / name / "run")
                     shutil.rmtree(self._options.folder / name / "checkpoints", ignore_errors=True)
-                self._start(name, data, resume=not wiped)
+                self._start(name, data)
 
     def _strike(self, round: int) -> None:
         """Breaks what the seed draws for this round; the same seed draws the same faults."""

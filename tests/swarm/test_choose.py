@@ -43,9 +43,9 @@ def part(swarm: LocalSwarm, tokens: Path) -> None:
     swarm.processes[ALONE].end()
     stood = max(newest(swarm, name) for name in TWO)
     for name in TWO:
-        swarm.peer(name, tokens, [*LOCAL, "--resume"], faults=[SLOW_STEPS])
+        swarm.peer(name, tokens, LOCAL, faults=[SLOW_STEPS])
     swarm.wait_for_round(stood + 2, TWO)
-    swarm.peer(ALONE, tokens, [*LOCAL, "--resume"])
+    swarm.peer(ALONE, tokens, LOCAL)
 
 
 def test_the_organiser_settles_a_run_that_has_gone_on_twice(tmp_path: Path, tokens: Path) -> None:

@@ -72,7 +72,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path, temporary: Pat
 
         swarm.processes["p1"].end()
         told.damaged = damage(told.folder / "p1")
-        swarm.peer("p1", tokens, [*LOCAL, "--resume"])
+        swarm.peer("p1", tokens, LOCAL)
         swarm.wait_until(lambda: lives(swarm.processes["p1"]) == 2, "p1 again", NAMES, 180.0)
         swarm.wait_for_round(last_round(swarm.processes["p0"]) + 2, NAMES, 180.0)
 

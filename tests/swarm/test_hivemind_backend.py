@@ -500,7 +500,7 @@ def test_a_daemon_that_ends_again_and_again_is_given_up(thread: NetworkThread, m
             with pytest.raises(NetworkError, match="ended 1 times") as caught:
                 async with asyncio.timeout(WAIT_SECONDS):
                     await only.keep_alive(lambda text: None)
-            assert "--resume" in caught.value.fix
+            assert "start again" in caught.value.fix
 
     thread.run(scenario())
 

@@ -227,12 +227,12 @@ def newest(swarm: LocalSwarm, names: list[str]) -> int:
 
 
 def come_back(swarm: LocalSwarm, told: Story, tokens: Path) -> None:
-    """All that were killed, with `--resume`; returns when a round has counted them all."""
+    """All that were killed, again; returns when a round has counted them all."""
     chain_folder = told.folder / up(swarm)[0] / "run" / "chain"
     back = {told.ids[name] for name in NAMES if name not in up(swarm)}
     for name in NAMES:
         if told.ids[name] in back:
-            swarm.peer(name, tokens, ["--resume", *LOCAL], faults=FAULTS)
+            swarm.peer(name, tokens, LOCAL, faults=FAULTS)
 
     def counted() -> bool:
         chain = Chain(chain_folder)

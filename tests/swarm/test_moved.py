@@ -66,7 +66,7 @@ def test_the_run_goes_on_without_its_first_node(tmp_path: Path, tokens: Path) ->
         two.send(signal.SIGTERM)
         assert two.wait(30.0) == 0
         mirror = swarm.mirror("mirror", word, ["--archive", str(tmp_path / "archive")])
-        two = swarm.peer("two", tokens, [*LOCAL, "--resume"])  # by the address of the node that is gone
+        two = swarm.peer("two", tokens, LOCAL)  # by the address of the node that is gone
         swarm.wait_for_round(max(event.round for event in one.rounds()) + 2, ["one", "two", "late"])
         swarm.wait_until(lambda: has_data(mirror.folder, tokens), "the data at the mirror", ["mirror"])
 
@@ -83,5 +83,5 @@ def test_the_run_goes_on_without_its_first_node(tmp_path: Path, tokens: Path) ->
         lone = swarm.peer("lone", None, LOCAL, initial_peer=word)
         swarm.wait_until(lambda: reached(lone) > 0, "all that a newcomer needs, from the mirror alone", ["lone"])
         for peer in (one, two, late):  # whoever was the last has the vote
-            swarm.peer(peer.name, tokens, [*LOCAL, "--resume"], initial_peer=word)
+            swarm.peer(peer.name, tokens, LOCAL, initial_peer=word)
         swarm.wait_for_round(reached(lone) + 2, ["one", "two", "late", "lone"])

@@ -36,7 +36,7 @@ def test_a_killed_peer_trains_again(tmp_path: Path, tokens: Path) -> None:
         swarm.processes["p1"].end()
         swarm.processes["p1"].read_events()
         before = len(swarm.processes["p1"].seen)
-        swarm.peer("p1", tokens, ["--resume", *LOCAL])
+        swarm.peer("p1", tokens, LOCAL)
 
         def came() -> list[int]:
             swarm.processes["p1"].read_events()

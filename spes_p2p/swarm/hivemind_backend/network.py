@@ -275,7 +275,7 @@ class HivemindNetwork:
             if len(ends) > MOST_RESTARTS:
                 raise NetworkError(
                     f"the libp2p daemon ended {len(ends)} times in {now - ends[0]:.0f} s",
-                    fix="find out what ends it (out of memory?), then start again with --resume",
+                    fix="find out what ends it (out of memory?), then start again",
                 )
             try:
                 await self.restart()

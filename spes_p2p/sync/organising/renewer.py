@@ -148,7 +148,7 @@ class Renewer:
         tip, kept, seconds = monitor.tip, self._seat.kept, monitor.wait_seconds(is_lost)
         text = f"no node that answers can continue from round {tip.round}"
         if is_lost:
-            text += f", and its state is lost unless a former peer comes back with --resume ({_addition(kept)})"
+            text += f", and its state is lost unless a former peer comes back ({_addition(kept)})"
         if goes_on:
             text += f"; after {seconds:.0f} s of silence the waiting peers become the new members"
         if goes_on and is_lost and kept is not None:
