@@ -87,6 +87,19 @@ def test_two_ranks_resume_bit_for_bit(two_ranks: LocalRanks) -> None:
     assert len(set(resumed.value_hashes())) == 1
 
 
+def test_two_ranks_leave_their_devices_and_come_back_bit_for_bit(two_ranks: LocalRanks) -> None:
+    config, losses, hashes = small_config(), list[list[float]](), list[list[str]]()
+    for parks in (False, True):
+        trainer = trainer_of(config, ranks=two_ranks.ranks)
+        trainer.train_step(batch_of(0))
+        if parks:
+            trainer.park()
+        losses.append([trainer.train_step(batch_of(seed)).loss for seed in (1, 2)])
+        hashes.append(trainer.value_hashes())
+    assert losses[0] == losses[1]
+    assert len({one for found in hashes for one in found}) == 1
+
+
 def test_two_ranks_with_small_moments_and_gradients_agree_and_resume(two_ranks: LocalRanks) -> None:
     """bf16 gradients are averaged without DDP; codes of 8 bits go to the other rank as they are."""
     wide = "model.d_model=64", "model.expert_ffn=64", "optimizer.load_balancing_weight=0.0"
