@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 MADDR = "MADDR"
 
 
-def optional(text: str, metavar: str, *names: str) -> Any:
+LIMITS = "Limits"
+NETWORK = "Network"
+ADVANCED = "Advanced"
+"""Panels of options; what everybody needs is in the first, which has no name of its own."""
+
+
+def optional(text: str, metavar: str, *names: str, panel: str | None = None) -> Any:
     """A typer option that may be left out; its help `text` says what then happens."""
-    return typer.Option(*names, metavar=metavar, help=text, show_default=False)
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False, rich_help_panel=panel)
 
 
 Invitation = Annotated[
@@ -31,30 +37,43 @@ OptionalPeers = Annotated[
         metavar=MADDR,
         help="Address of a live node of the run, in place of an invitation; any peer will do (repeat for more).",
         show_default=False,
+        rich_help_panel=NETWORK,
     ),
 ]
 HostMaddrs = Annotated[
     list[str] | None,
-    optional("Address to listen on (repeat for more; default: all interfaces).", MADDR, "--host-maddrs"),
+    optional("Address to listen on (repeat for more; default: all interfaces).", MADDR, "--host-maddrs", panel=NETWORK),
 ]
 AnnounceMaddrs = Annotated[
     list[str] | None,
     optional(
-        "Address that others should dial, if not one it listens on (repeat for more).", MADDR, "--announce-maddrs"
+        "Address that others should dial, if not one it listens on (repeat for more).",
+        MADDR,
+        "--announce-maddrs",
+        panel=NETWORK,
     ),
 ]
 IdentityPath = Annotated[
-    Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE")
+    Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE", panel=ADVANCED)
 ]
-MaxUpload = Annotated[str | None, optional("Upload limit, such as 20Mbit (default: none).", "RATE")]
-MaxDownload = Annotated[str | None, optional("Download limit, such as 100Mbit (default: none).", "RATE")]
+MaxUpload = Annotated[str | None, optional("Upload limit, such as 20Mbit (default: none).", "RATE", panel=LIMITS)]
+MaxDownload = Annotated[str | None, optional("Download limit, such as 100Mbit (default: none).", "RATE", panel=LIMITS)]
 MetricsPort = Annotated[
     int | None,
-    typer.Option(help="Serve Prometheus metrics on this port (default: off).", min=1, max=65535, show_default=False),
+    typer.Option(
+        help="Serve Prometheus metrics on this port (default: off).",
+        metavar="PORT",
+        min=1,
+        max=65535,
+        show_default=False,
+        rich_help_panel=ADVANCED,
+    ),
 ]
-MetricsHost = Annotated[str, typer.Option(help="Local address to serve the metrics on.")]
-RunId = Annotated[str | None, optional("Name of the run, if several are announced.", "NAME")]
-Fingerprint = Annotated[str | None, optional("Only the run with this fingerprint (its first digits will do).", "HEX")]
+MetricsHost = Annotated[str, typer.Option(help="Local address to serve the metrics on.", rich_help_panel=ADVANCED)]
+RunId = Annotated[str | None, optional("Name of the run, if several are announced.", "NAME", panel=ADVANCED)]
+Fingerprint = Annotated[
+    str | None, optional("Only the run with this fingerprint (its first digits will do).", "HEX", panel=ADVANCED)
+]
 
 
 class Device(StrEnum):

@@ -53,7 +53,7 @@ def doctor(
         listed = [dataclasses.asdict(check) for check in checks]
         typer.echo(json.dumps({"ok": not failed, "checks": listed}, indent=2))
     else:
-        typer.echo(verdict(checks))
+        typer.echo(verdict(checks, invitation))
     if failed:
         raise typer.Exit(1)
 
@@ -66,7 +66,7 @@ def line_of(check: Check, colours: bool = False) -> str:
     return f"{shown} {check.name:<8}{check.text}{fix}"
 
 
-def verdict(checks: list[Check]) -> str:
+def verdict(checks: list[Check], invitation: str | None = None) -> str:
     """The doctor's closing line: whether this machine can train, and which checks failed."""
     failed = [check.name for check in checks if check.level == "failure"]
     warned = sum(check.level == "warning" for check in checks)
@@ -74,5 +74,5 @@ def verdict(checks: list[Check]) -> str:
         return f"\nthis machine cannot train in the run yet: {', '.join(failed)}"
     hints = f", with {warned} {'warning' if warned == 1 else 'warnings'}" if warned else ""
     if any(check.name == "fit" for check in checks):
-        return f"\nthis machine can train in the run{hints}: spes-p2p join INVITE"
+        return f"\nthis machine can train in the run{hints}: spes-p2p join {invitation or 'spes1...'}"
     return f"\nnothing was found that keeps this machine from training{hints}"

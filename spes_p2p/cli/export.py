@@ -22,7 +22,7 @@ class Dtype(StrEnum):
 
 
 DtypeOption = Annotated[Dtype, typer.Option(help="Data type of the exported values; fp32 is exact.")]
-MaxShardSize = Annotated[str, typer.Option(metavar="5GB", help="Largest size of one safetensors file.")]
+MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one safetensors file.")]
 
 
 def export(

@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from spes_p2p.cli.arguments import (
+    ADVANCED,
+    LIMITS,
+    NETWORK,
     AnnounceMaddrs,
     Device,
     DeviceOption,
@@ -47,10 +50,15 @@ def join(
     data: Annotated[
         str | None, typer.Option(help="Folder with a copy of the run's token shards (default: fetch them from peers).")
     ] = None,
-    max_disk: Annotated[str, typer.Option(metavar="SIZE", help="Most disk space for data from other peers.")] = "20GB",
+    max_disk: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most disk space for data from other peers.", rich_help_panel=LIMITS)
+    ] = "20GB",
     web_data: Annotated[
         WebAccess,
-        typer.Option(help="Which of the organiser's web servers to fetch data from: none, public https ones, or any."),
+        typer.Option(
+            help="Which of the organiser's web servers to fetch data from: none, public https ones, or any.",
+            rich_help_panel=NETWORK,
+        ),
     ] = WebAccess.PUBLIC,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for state and metrics; a run that it holds is continued.")
@@ -58,35 +66,61 @@ def join(
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
     owned_experts: Annotated[
-        str | None, typer.Option(help="Expert columns to claim, such as 0,3-5 (default: columns that the others lack).")
+        str | None,
+        typer.Option(
+            help="Expert columns to claim, such as 0,3-5 (default: columns that the others lack).",
+            metavar="LIST",
+            rich_help_panel=ADVANCED,
+        ),
     ] = None,
     max_experts: Annotated[
-        int | None, typer.Option(help="Most expert columns to train (default: as many as fit into memory).", min=0)
+        int | None,
+        typer.Option(
+            help="Most expert columns to train (default: as many as fit into memory).", min=0, rich_help_panel=LIMITS
+        ),
     ] = None,
     device: DeviceOption = Device.AUTO,
-    local_ranks: Annotated[int | None, typer.Option(help="DDP ranks (default: one per visible GPU).", min=1)] = None,
-    rounds: Annotated[int | None, typer.Option(help="Stop when the run has committed this round.", min=1)] = None,
+    local_ranks: Annotated[
+        int | None, typer.Option(help="DDP ranks (default: one per visible GPU).", min=1, rich_help_panel=ADVANCED)
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Stop when the run has committed this round.", min=1, rich_help_panel=ADVANCED)
+    ] = None,
     dump_rounds: Annotated[
-        Path | None, typer.Option(help="Folder to write the inputs and outputs of each round to.")
+        Path | None,
+        typer.Option(help="Folder to write the inputs and outputs of each round to.", rich_help_panel=ADVANCED),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Refuse to join a run that has a different config."),
+        typer.Option(help="Refuse to join a run that has a different config.", rich_help_panel=ADVANCED),
     ] = None,
     identity_path: IdentityPath = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     client_mode: Annotated[
-        bool, typer.Option("--client-mode", help="Do not listen for connections (for use behind NAT).")
+        bool,
+        typer.Option(
+            "--client-mode", help="Do not listen for connections (for use behind NAT).", rich_help_panel=NETWORK
+        ),
     ] = False,
     max_upload: MaxUpload = None,
     max_download: MaxDownload = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="HOURS", help="Train only in these hours, such as 22:00-08:00.", show_default=False),
+        typer.Option(
+            metavar="HOURS",
+            help="Train only in these hours, such as 22:00-08:00.",
+            show_default=False,
+            rich_help_panel=LIMITS,
+        ),
     ] = None,
     pause_on_battery: Annotated[
-        bool, typer.Option("--pause-on-battery", help="Do not train on battery power, where that can be detected.")
+        bool,
+        typer.Option(
+            "--pause-on-battery",
+            help="Do not train on battery power, where that can be detected.",
+            rich_help_panel=LIMITS,
+        ),
     ] = False,
     follow: Annotated[
         str | None,
@@ -94,10 +128,17 @@ def join(
             metavar="HEX",
             help="If the run has split into two histories, follow this one, whatever others choose.",
             show_default=False,
+            rich_help_panel=ADVANCED,
         ),
     ] = None,
     nice: Annotated[
-        int, typer.Option(help="Give way to other programs: 0 (not at all) to 19 (to all of them).", min=0, max=19)
+        int,
+        typer.Option(
+            help="Give way to other programs: 0 (not at all) to 19 (to all of them).",
+            min=0,
+            max=19,
+            rich_help_panel=LIMITS,
+        ),
     ] = 0,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",

@@ -34,6 +34,14 @@ COMMANDS: Mapping[str, str] = {
 }
 """Command to the function behind it, in the order of the help."""
 
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "Join a run": ("quickstart", "join", "doctor"),
+    "Organise a run": ("bootstrap", "invite", "plan", "tokenize", "run"),
+    "Watch a run": ("status", "dashboard"),
+    "Models": ("export", "eval", "import", "upcycle"),
+}
+"""The panels of the help, by who needs the commands."""
+
 GROUPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "run": (
         "For organisers: starts a run, shows its history, chooses one if it has two, or ends the run.\n\n"
@@ -72,15 +80,19 @@ def build(commands: Mapping[str, str], groups: Mapping[str, tuple[str, Mapping[s
     for name, (words, inner) in groups.items():
         group = typer.Typer(no_args_is_help=True, help=words)
         _add(group, inner)
-        app.add_typer(group, name=name)
+        app.add_typer(group, name=name, rich_help_panel=_panel_of(name))
     return app
+
+
+def _panel_of(name: str) -> str | None:
+    return next((panel for panel, names in PANELS.items() if name in names), None)
 
 
 def _add(app: typer.Typer, commands: Mapping[str, str]) -> None:
     for name, target in commands.items():
         module, _, function = target.partition(":")
         command = getattr(importlib.import_module(module), function)
-        app.command(name)(_with_known_errors(command))
+        app.command(name, rich_help_panel=_panel_of(name))(_with_known_errors(command))
 
 
 def _show_warnings() -> None:

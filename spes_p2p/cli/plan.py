@@ -30,22 +30,26 @@ def plan(
         list[str] | None, typer.Argument(help="Config overrides, such as model.num_layers=8.", show_default=False)
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="24GiB", help="Show what fits into a GPU with this much memory.")
+        str | None, typer.Option(metavar="SIZE", help="Show what fits into a GPU with this much memory, such as 24GiB.")
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="RTX4090",
-            help="Name of a GPU, which sets its memory and a guess at its speed.",
+            metavar="NAME",
+            help="Name of a GPU such as RTX4090, which sets its memory and a guess at its speed.",
         ),
     ] = None,
     owned_experts: Annotated[
         int | None, typer.Option(help="Expert columns to train (default: swarm.experts_per_peer).", min=0)
     ] = None,
-    uplink: Annotated[str | None, typer.Option(metavar="20Mbit", help="Upload speed of a peer.")] = None,
-    downlink: Annotated[str | None, typer.Option(metavar="100Mbit", help="Download speed of a peer.")] = None,
+    uplink: Annotated[str | None, typer.Option(metavar="RATE", help="Upload speed of a peer, such as 20Mbit.")] = None,
+    downlink: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Download speed of a peer, such as 100Mbit.")
+    ] = None,
     peers: Annotated[int | None, typer.Option(help="Peers of the run (default: swarm.min_peers).", min=1)] = None,
-    tokens_per_second: Annotated[float | None, typer.Option(help="Training speed of a peer.", min=0.001)] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(metavar="NUMBER", help="Training speed of a peer.", min=0.001)
+    ] = None,
     local_ranks: Annotated[int, typer.Option(help="GPUs per peer, each with that much memory.", min=1)] = 1,
     tune: Annotated[
         bool, typer.Option("--tune", help="Choose what suits these links and GPUs, say why, and plan with that.")

@@ -61,18 +61,24 @@ def init(
     gpu_memory: Annotated[
         str | None,
         typer.Option(
-            metavar="24GiB", help="Memory of the volunteers' GPUs, to check that the run fits.", show_default=False
+            metavar="SIZE",
+            help="Memory of the volunteers' GPUs, such as 24GiB, to check that the run fits.",
+            show_default=False,
         ),
     ] = None,
     uplink: Annotated[
-        str | None, typer.Option(metavar="20Mbit", help="Upload speed of the volunteers.", show_default=False)
+        str | None,
+        typer.Option(metavar="RATE", help="Upload speed of the volunteers, such as 20Mbit.", show_default=False),
     ] = None,
     downlink: Annotated[
-        str | None, typer.Option(metavar="100Mbit", help="Download speed of the volunteers.", show_default=False)
+        str | None,
+        typer.Option(metavar="RATE", help="Download speed of the volunteers, such as 100Mbit.", show_default=False),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="RTX4090", help="The volunteers' GPU: its memory and speed.", show_default=False),
+        typer.Option(
+            metavar="NAME", help="The volunteers' GPU, such as RTX4090: its memory and speed.", show_default=False
+        ),
     ] = None,
     tokens_per_second: Annotated[
         float | None, typer.Option(help="Training speed of a volunteer.", min=0.001, show_default=False)

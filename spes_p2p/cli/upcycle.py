@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from spes_p2p.cli.arguments import ADVANCED
 from spes_p2p.cli.export import Dtype, DtypeOption, MaxShardSize
 from spes_p2p.cli.showing import shown_bytes
 
@@ -26,16 +27,23 @@ def upcycle(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
     experts: Annotated[int, typer.Option(help="Experts of each layer.", min=1)] = 8,
     top_k: Annotated[int, typer.Option(help="Experts per token.", min=1)] = 2,
-    noise_std: Annotated[float, typer.Option(help="Standard deviation of the noise on expert weights.")] = 0.02,
-    noise_fraction: Annotated[float, typer.Option(help="Share of the weights that get noise.")] = 0.5,
+    noise_std: Annotated[
+        float, typer.Option(metavar="NUMBER", help="Standard deviation of the noise on expert weights.")
+    ] = 0.02,
+    noise_fraction: Annotated[float, typer.Option(metavar="SHARE", help="Share of the weights that get noise.")] = 0.5,
     router_init: Annotated[
         RouterInit,
-        typer.Option(help="normal (sigma 1), scaled_normal (0.02), from_mlp (as the down projection) or zeros."),
+        typer.Option(
+            metavar="WAY", help="normal (sigma 1), scaled_normal (0.02), from_mlp (as the down projection) or zeros."
+        ),
     ] = RouterInit.FROM_MLP,
     norm_topk: Annotated[
-        bool, typer.Option("--norm-topk/--no-norm-topk", help="Scale the top-k weights to add up to one.")
+        bool,
+        typer.Option(
+            "--norm-topk/--no-norm-topk", help="Scale the top-k weights to add up to one.", rich_help_panel=ADVANCED
+        ),
     ] = True,
-    seed: Annotated[int, typer.Option(help="Seed for the noise and the routers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the noise and the routers.", rich_help_panel=ADVANCED)] = 0,
     dtype: DtypeOption = Dtype.FP32,
     max_shard_size: MaxShardSize = "5GB",
 ) -> None:

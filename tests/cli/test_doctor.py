@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.cli.doctor import verdict
 from spes_p2p.peer import doctor, machine
-from spes_p2p.peer.checks import Disk
+from spes_p2p.peer.checks import Check, Disk
 from tests.cli.conftest import LOOPBACK, Answer, Organiser, serve, spes_p2p
 from tests.cli.test_errors import NOBODY, refused
 
@@ -71,3 +72,8 @@ def test_the_folder_of_a_peer_counts_its_files_once(tmp_path: Path) -> None:
     (tmp_path / "two").hardlink_to(tmp_path / "one")
     assert machine.find_disk(tmp_path).held_bytes == held >= 100_000
     assert machine.find_disk(tmp_path / "not" / "there").path == str(tmp_path)
+
+
+def test_what_it_prints_can_be_typed_as_it_stands() -> None:
+    fits = [Check("fit", "ok", "4 columns fit")]
+    assert verdict(fits, "spes1abc").endswith(": spes-p2p join spes1abc")

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spes_p2p import __version__
-from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, build
+from spes_p2p.cli.main import COMMANDS, GROUPS, INTERRUPTED, PANELS, build
 from tests.cli.conftest import Organiser
 
 SAMPLE = build(
@@ -113,3 +113,22 @@ def test_a_bootstrap_node_answers_prometheus(organiser: Organiser) -> None:
         text = answer.read().decode()
     assert re.search(r'^spes_p2p_bootstrap_data_pieces\{peer="Qm\w+",run_id="tiny"\} [1-9]', text, re.MULTILINE)
     assert "spes_p2p_bootstrap_round{" not in text  # it has not begun
+
+
+NAMES = [
+    (),
+    *((name,) for name in (*COMMANDS, *GROUPS)),
+    *((group, name) for group, (_, inner) in GROUPS.items() for name in inner),
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=" ".join)
+def test_the_help_fits_80_columns(names: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(build(COMMANDS), [*names, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    assert "…" not in result.stdout
+
+
+def test_every_command_has_a_panel() -> None:
+    assert sorted(name for names in PANELS.values() for name in names) == sorted((*COMMANDS, *GROUPS))
