@@ -186,12 +186,12 @@ def to_json(time: float, event: Event) -> str:
 
 def from_json(line: str | bytes) -> tuple[float, Event]:
     """(time, event) of one line. Raises ValueError where it is not an event that this version knows."""
-    values = json.loads(line)
     try:
+        values = json.loads(line)
         kind = KINDS[values.pop("event")]
         time = float(values.pop("time"))
         return time, kind(**{name: _typed(name, value) for name, value in values.items()})
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not an event: {line!r:.200}") from error
 
 

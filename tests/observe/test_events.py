@@ -86,6 +86,12 @@ def test_what_is_no_event_is_refused(text: str) -> None:
         from_json(text)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, f'{{"event": "warning", "time": 1{"0" * 400}, "message": ""}}'])
+def test_deep_lists_and_long_numbers_are_no_event(text: str) -> None:
+    with pytest.raises(ValueError, match="not an event"):
+        from_json(text)
+
+
 def test_a_failing_sink_is_reported_once_and_dropped() -> None:
     good, bad = Recorder(), Recorder(RuntimeError("cable cut"))
     bus = EventBus(bad, good)
