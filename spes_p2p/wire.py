@@ -213,5 +213,8 @@ def _scalar_reader(kind: Any) -> _Reader:
 
 
 def _brief(plain: Any) -> str:
-    text = repr(plain)
+    try:
+        text = repr(plain)
+    except RecursionError:
+        return "lists nested too deeply"
     return text if len(text) < 60 else f"{type(plain).__name__} of {len(text)} characters"

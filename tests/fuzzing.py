@@ -195,9 +195,9 @@ def _other_value(rng: random.Random, data: bytes) -> bytes:
     """Packed values with one of them exchanged: such messages get past the checks of their shape."""
     try:
         tree = msgpack.unpackb(data, raw=False)
-    except (ValueError, msgpack.exceptions.UnpackException):
+        places = list(_places(tree))
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError):  # no longer packed, or nested too deeply
         return _other_byte(rng, data)
-    places = list(_places(tree))
     if not places:
         return data
     holder, at = rng.choice(places)
@@ -229,7 +229,9 @@ def _doubled(rng: random.Random, data: bytes) -> bytes:
 
 def _nested(rng: random.Random, data: bytes) -> bytes:
     """Deep lists, of msgpack or of a text; long numbers."""
-    piece = rng.choice((b"\x91" * 3000, b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"1e999", b"- " * 500))
+    piece = rng.choice(
+        (b"\x91" * 3000, b"\x91" * 1000, b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"1e999", b"- " * 500)
+    )
     at = rng.choice((0, rng.randrange(len(data) + 1)))
     return data[:at] + piece + data[at:]
 

@@ -185,3 +185,9 @@ def test_lists_of_numbers_are_looked_at_one_by_one(plain: object, complaint: str
         unpack(Numbers, msgpack.packb([plain]))
     for good in (Numbers(()), Numbers((-(2**63), 2**63 - 1))):
         assert unpack(Numbers, pack(good)) == good
+
+
+@pytest.mark.parametrize("depth", [900, 1000, 1020])
+def test_lists_nested_too_deeply_to_be_shown_are_refused(depth: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        unpack(str, b"\x91" * depth + b"\x01")

@@ -85,10 +85,12 @@ def unpack_plain(data: bytes) -> Any:
     """Raises StateError for what `pack_plain` never wrote."""
     try:
         return _value(msgpack.unpackb(data, raw=False, strict_map_key=True))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RemoteProtocolError) as error:
-        raise StateError(f"not a recorded protocol state: {error!r}", fix="use another recording") from error
-    except msgpack.exceptions.UnpackException as error:
-        raise StateError(f"not a recorded protocol state: {error!r}", fix="use another recording") from error
+    except (
+        ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError,
+        RemoteProtocolError, msgpack.exceptions.UnpackException,
+    ) as error:  # fmt: skip
+        what = f"{type(error).__name__}: {error}"  # its repr may hold all that was read, nested too deeply to be shown
+        raise StateError(f"not a recorded protocol state: {what}", fix="use another recording") from error
 
 
 def _plain(value: Any) -> Any:
