@@ -19,7 +19,7 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
-from spes_p2p.sync.coding import check_fit, stage_tile
+from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
 from spes_p2p.sync.outer import OuterSteps
 
@@ -110,8 +110,7 @@ class CandidateState:
         """Stages wire tiles that came from elsewhere. Raises UnfitTile for one that is not finite."""
         staging = self._opened()
         for tile_id, data, tile_hash in tiles:
-            check_fit(staging, self._outer, tile_id, data)
-            stage_tile(staging, self._outer, tile_id, data, tile_hash)
+            stage_tile(staging, self._outer, tile_id, data, tile_hash, is_foreign=True)
 
     def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
         """Stages exactly these wire tiles from anywhere on this disk. Returns those that are not here, by id."""

@@ -41,47 +41,52 @@ def changed_values(codec: Codec, data: bytes | memoryview, before: Values) -> Va
 
 
 def stage_tile(
-    staging: Staging, outer: OuterSteps | None, tile_id: int, data: TileData, tile_hash: Hash | None = None
+    staging: Staging,
+    outer: OuterSteps | None,
+    tile_id: int,
+    data: TileData,
+    tile_hash: Hash | None = None,
+    *,
+    is_foreign: bool = False,
 ) -> Hash:
     """Stages what a round handed out of a tile, with its new values and momentum where they are not just that.
 
     `outer`: the round's steps of the outer optimizer. `tile_hash`: as for `Staging.write_tile`, whose result is given
-    back.
+    back. `is_foreign`: another peer made it; raises UnfitTile where it stands for values that are not finite, which
+    follows from the bytes and the committed state alone: all honest peers say the same of the same tile.
     """
     layout = staging.layout
-    block = layout.tiles[tile_id].block
-    codec = layout.codec_of(block)
-    if codec == "fp32" and outer is None:
+    codec = layout.codec_of(layout.tiles[tile_id].block)
+    if codec == "fp32" and outer is None:  # needs nothing committed, which may be damaged
+        if is_foreign:
+            _check_finite(tile_id, data if isinstance(data, np.ndarray) else np.frombuffer(data, DTYPE))
         return staging.write_tile(tile_id, data, tile_hash)
-    before = np.frombuffer(staging.areas.parent_tile(tile_id), DTYPE)
-    values, momentum = _values_of(tile_id, codec, data, before), None
-    if outer is not None:
-        velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
-        values, momentum = outer.of(block).step(values, before, velocity)
+    values, momentum = _made_of(staging, outer, tile_id, data)
+    if is_foreign:
+        _check_finite(tile_id, values)
+        if momentum is not None:
+            _check_finite(tile_id, momentum)
     return staging.write_tile(tile_id, data, tile_hash, values, momentum)
 
 
-def check_fit(staging: Staging, outer: OuterSteps | None, tile_id: int, data: TileData) -> None:
-    """Raises UnfitTile where what a reducer handed out of a tile makes values that are not finite.
-
-    Follows from the bytes and the committed state alone: all honest peers say the same of the same tile.
-    """
-    layout = staging.layout
-    block = layout.tiles[tile_id].block
-    before = np.frombuffer(staging.areas.parent_tile(tile_id), DTYPE)
-    values = _values_of(tile_id, layout.codec_of(block), data, before)
-    made = [values]
-    if outer is not None:
-        velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
-        made += outer.of(block).step(values, before, velocity)
-    if not all(np.isfinite(part).all() for part in made):
+def _check_finite(tile_id: int, values: Values) -> None:
+    if not np.isfinite(values).all():
         raise UnfitTile(f"tile {tile_id} was handed out with values that are not finite")
 
 
-def _values_of(tile_id: int, codec: Codec, data: TileData, before: Values) -> Values:
-    """The values that a wire tile stands for."""
+def _made_of(staging: Staging, outer: OuterSteps | None, tile_id: int, data: TileData) -> tuple[Values, Values | None]:
+    """The values that a wire tile stands for, after the outer optimizer's step, and its momentum."""
+    layout = staging.layout
+    block = layout.tiles[tile_id].block
+    codec = layout.codec_of(block)
+    before = np.frombuffer(staging.areas.parent_tile(tile_id), DTYPE)
     if codec == "fp32":
-        return data if isinstance(data, np.ndarray) else np.frombuffer(data, DTYPE)
-    if isinstance(data, np.ndarray):
+        values: Values = data if isinstance(data, np.ndarray) else np.frombuffer(data, DTYPE)
+    elif isinstance(data, np.ndarray):
         raise LocalProtocolError(f"tile {tile_id} was staged as values, but travels as {codec}")
-    return changed_values(codec, data, before)
+    else:
+        values = changed_values(codec, data, before)
+    if outer is None:
+        return values, None
+    velocity = np.frombuffer(staging.areas.parent_tile(layout.momentum_tile(tile_id)), DTYPE)
+    return outer.of(block).step(values, before, velocity)

@@ -13,8 +13,10 @@ from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.candidate_state import CandidateState, staged_state, whole_state, wire_tiles
+from spes_p2p.sync.coding import UnfitTile
 from spes_p2p.sync.merge import nearest_experts
 from tests.state.small import file_size_limit, new_values, small_layout, small_store
+from tests.state.test_mending import flip
 
 A = PeerId("a")
 LAYOUT = small_layout()
@@ -89,6 +91,25 @@ def test_what_is_missing_is_named_and_can_be_added(tmp_path: Path) -> None:
     assert missing == dict(zip(piece(2).tile_ids, hashes, strict=True))
     made.bench.add((tile_id, tile.tobytes(), missing[tile_id]) for tile_id, tile in zip(missing, tiles(values, 2)))
     assert np.array_equal(made.state(made.bench.compute(None))[2], values)
+
+
+def test_whole_values_from_elsewhere_replace_a_damaged_tile(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    made.bench.gather(*made.write(1, 0, 1, 3))
+    values = new_values(LAYOUT, 1)[2]
+    first = piece(2).first_tile
+    flip(made.store.version(0), first)
+    made.bench.add((first + at, tile.tobytes(), hash_tile(tile.tobytes())) for at, tile in enumerate(tiles(values, 2)))
+    assert np.array_equal(made.state(made.bench.compute(None))[2], values)
+
+
+def test_what_is_not_finite_is_not_added(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    made.bench.gather(*made.write(1, 0))
+    first = LAYOUT.tile_ids_of(2)[0]
+    values = np.full(LAYOUT.tiles[first].size, np.nan, np.float32)
+    with pytest.raises(UnfitTile, match=f"tile {first} was handed out with values that are not finite"):
+        made.bench.add([(first, values.tobytes(), hash_tile(values.tobytes()))])
 
 
 def test_tiles_are_found_on_this_disk_by_their_hash(tmp_path: Path) -> None:
