@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 import pytest
@@ -13,7 +12,8 @@ SECONDS = 20.0
 
 
 def test_only_known_errors_come_out_of_any_parser() -> None:
-    done = fuzzing.run(SECONDS, first=random.randrange(10**9))
+    """From the same seed each time: what no run has seen is for scripts/fuzz.py."""
+    done = fuzzing.run(SECONDS, first=0)
     assert set(done) == set(fuzzing.targets())
 
 
