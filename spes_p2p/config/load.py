@@ -144,6 +144,8 @@ def _parse(text: str, origin: str) -> Any:
         raise ConfigError(
             f"{origin} is not valid YAML: {' '.join(str(error).split())}", fix="correct that line"
         ) from error
+    except ValueError as error:  # a number of thousands of digits, or a date that is none
+        raise ConfigError(f"{origin} has a value that cannot be read: {error}", fix="correct that value") from error
     except RecursionError as error:
         raise ConfigError(f"{origin} is nested too deeply", fix="write sections of plain values") from error
 
@@ -175,12 +177,19 @@ def _explained(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     by_key: dict[str, list[Any]] = {}
     for details in sorted(error.errors(), key=lambda details: details["type"] != "extra_forbidden"):
         by_key.setdefault(".".join(map(str, details["loc"][:2])), []).append(details)
-    mistakes = [_mistake(key, errors, tree) for key, errors in by_key.items()]
+    mistakes = [_mistake(key, errors, tree) for key, errors in by_key.items() if not _is_filled_in(key, errors, tree)]
     shown = mistakes[:_MOST_MISTAKES_SHOWN]
     message = "; ".join(map(str, shown))
     if len(mistakes) > len(shown):
         message += f"; and {len(mistakes) - len(shown)} more mistakes"
     return ConfigError(message, fix="; ".join(mistake.fix for mistake in shown))
+
+
+def _is_filled_in(key: str, errors: list[Any], tree: Mapping[str, Any]) -> bool:
+    """Whether nobody wrote that value: it was taken from another key, whose mistake it is."""
+    section, _, name = key.partition(".")
+    keys = tree.get(section)
+    return bool(name) and errors[0]["type"] != "missing" and isinstance(keys, Mapping) and name not in keys
 
 
 def _mistake(key: str, errors: list[Any], tree: Mapping[str, Any]) -> ConfigError:

@@ -100,10 +100,13 @@ def test_guests_are_refused_where_they_make_no_sense(overrides: tuple[str, ...],
     [
         ("a: [", "is not valid YAML"),
         ("[" * 5000, "is nested too deeply"),
+        ("run: " + "9" * 5000, "has a value that cannot be read: Exceeds the limit (4300 digits)"),
+        ("run: 2026-02-31", "has a value that cannot be read: day is out of range"),
         ("3", "has no sections"),
         ("model: 3", "model is 3, not a section"),
         ("model:\n  d_model: 3\n  d_model: 4", "d_model appears twice"),
         ("3: 4", "unknown key 3"),
+        ("optimizer: {lr: 0.001, batch_sequences: null}", "optimizer.batch_sequences is None"),
         ("{}", "model is missing; data is missing; optimizer is missing; and 3 more mistakes"),
     ],
 )
