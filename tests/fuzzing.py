@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import msgpack
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
 from spes_p2p.config.load import bundled_config, config_from_text
-from spes_p2p.consensus.messages import Commit
+from spes_p2p.consensus.messages import Commit, Seal
 from spes_p2p.data.manifest import Manifest as DataManifest
 from spes_p2p.data.pieces import Catalogue
 from spes_p2p.errors import SpesError
@@ -37,6 +37,7 @@ from spes_p2p.sync.chain import Chain, check_links
 from spes_p2p.sync.organiser_words import Words, ending
 from spes_p2p.sync.organiser_words import checked as checked_words
 from spes_p2p.sync.plain import pack_plain, unpack_plain
+from spes_p2p.sync.receipts import Receipt, check_receipt
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.wire import pack, unpack
 from tests.sync.chains import MadeRun
@@ -154,8 +155,15 @@ def _chains() -> dict[str, Target]:
         "commits": Target(follow, [child]),
         "genesis": Target(first, [genesis]),
         "chain files": Target(on_disk, [genesis, child], every=10),
+        "receipts": Target(partial(check_receipt, check=_Believing().verify), [pack(_receipt(run))]),
         "recorded states": Target(unpack_plain, [pack_plain([before, LEASES, {"a": 1}])]),
     }
+
+
+def _receipt(run: MadeRun) -> Receipt:
+    tally = replace(examples()["Tally"], fingerprint=run.info.fingerprint, round=9, rounds=5, tokens=7, run_tokens=8)
+    signed = run.sealer(run.info.organiser).seal(tally)
+    return Receipt(run.info, None, tally, (Seal(signed.author, signed.public_key, signed.signature),))
 
 
 def _texts() -> dict[str, Target]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from spes_p2p.errors import RemoteProtocolError
-from spes_p2p.ids import Hash
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.wire import pack, unpack
 
 MAX_TILES_AT_ONCE = 64
@@ -121,6 +121,15 @@ class PiecesRequest:
             raise ValueError(f"a request must not be for {len(self.numbers)} pieces of data")
 
 
+@dataclass(frozen=True)
+class TallyRequest:
+    """A signed sum of what was counted of a peer's work up to manifest `head`; the newest where `round` is negative."""
+
+    peer: PeerId
+    round: int
+    head: Hash
+
+
 DataRequest = CatalogueRequest | SourcesRequest | PiecesRequest
 Request = (
     RunRequest
@@ -132,9 +141,13 @@ Request = (
     | MomentsRequest
     | MomentsTaken
     | DataRequest
+    | TallyRequest
 )
 RUN, CHAIN, VALUES, TILES, HASHES = "run", "chain", "values", "tiles", "hashes"
-_NAMES = (RUN, CHAIN, VALUES, TILES, HASHES, "wires", "moments", "moments taken", "catalogue", "sources", "pieces")
+_NAMES = (
+    RUN, CHAIN, VALUES, TILES, HASHES, "wires", "moments", "moments taken", "catalogue", "sources", "pieces",
+    "tally",
+)  # fmt: skip
 _TYPES = dict(zip(_NAMES, get_args(Request), strict=True))
 _NAME_OF = {kind: name for name, kind in _TYPES.items()}
 

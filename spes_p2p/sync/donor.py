@@ -24,6 +24,7 @@ from spes_p2p.exchange.requests import (
     Request,
     RunRequest,
     SourcesRequest,
+    TallyRequest,
     TilesRequest,
     ValuesRequest,
     WiresRequest,
@@ -48,11 +49,14 @@ class Serving:
         inputs: Callable[[Hash, int, int], memoryview | bytes | None],
         moments: MomentStore | None = None,
         data: Callable[[DataRequest], Blob] | None = None,
+        tally: Callable[[TallyRequest], Blob] | None = None,
     ) -> None:
         """`inputs(parent, first tile, count)` gives own contributed values as bytes, or None.
 
-        `data` answers what is asked of the run's data; None where there is none here.
+        `data` answers what is asked of the run's data; None where there is none here. `tally` signs what the chain
+        has counted; None before a run has begun.
         """
+        self._tally = tally
         self._moments = moments
         self._data = data
         self._info = info
@@ -85,6 +89,10 @@ class Serving:
                 if self._data is None:
                     raise RemoteProtocolError("this peer has no data of the run")
                 return self._data(request)
+            case TallyRequest():
+                if self._tally is None:
+                    raise RemoteProtocolError("nothing has been counted yet")
+                return self._tally(request)
 
     def _values(self, request: ValuesRequest) -> Blob:
         data = self._inputs(request.parent, request.first_tile, request.count)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
@@ -34,6 +35,7 @@ from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.outbox import Outbox
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.outgoing import Outgoing
+from spes_p2p.sync.receipts import Ledger, signed_tally
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.scrub import Scrubber, TileRepairer
@@ -90,7 +92,10 @@ class Driver:
         self._committer: Committer[Fetched] = Committer(
             self._dispatcher, disk.votes, self._history, self._lock, clock.now, hooks.notice, self._choices
         )
-        self._serving = Serving(run.info, disk.chain, disk.store, outgoing.serve, disk.moments, disk.data)
+        self._serving = Serving(
+            run.info, disk.chain, disk.store, outgoing.serve, disk.moments, disk.data,
+            partial(signed_tally, Ledger(disk.chain), node.sealer),
+        )  # fmt: skip
         self.answers = Answers(
             self._dispatcher, run.info, self._history, self._outbox, self._serving, self._retention, self._tasks
         )

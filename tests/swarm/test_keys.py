@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from spes_p2p import wire
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend.hello import NOT_SERVING, HelloHandler, HelloReply, HelloRequest
-from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, peer_id_of
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner
 from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler, DialBackReply, DialBackRequest
+from spes_p2p.swarm.keys import RsaVerifier, peer_id_of
 
 DATA = b"what was said"
 

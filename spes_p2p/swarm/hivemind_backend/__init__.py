@@ -14,9 +14,9 @@
 Importing it takes seconds (hivemind imports torch): do so inside commands.
 """
 
-from spes_p2p.swarm.hivemind_backend.identity import RsaSigner, RsaVerifier
+from spes_p2p.swarm.hivemind_backend.identity import RsaSigner
 from spes_p2p.swarm.hivemind_backend.network import HivemindNetwork
 from spes_p2p.swarm.hivemind_backend.reach import Reach
 from spes_p2p.swarm.hivemind_backend.thread import NetworkThread
 
-__all__ = ["HivemindNetwork", "NetworkThread", "Reach", "RsaSigner", "RsaVerifier"]
+__all__ = ["HivemindNetwork", "NetworkThread", "Reach", "RsaSigner"]

@@ -1,34 +1,23 @@
-"""The libp2p identity of a peer: its key file, the lock that keeps it to one process, signing and verifying.
+"""The libp2p identity of a peer: its key file, the lock that keeps it to one process, signing.
 
-A peer id is the multihash of the public key, so a signature proves who signed without any list of keys. Leaves out
-every other use of keys: encryption is libp2p's.
+Leaves out checking of signatures (`swarm/keys.py`), and encryption, which is libp2p's.
 """
 
 from __future__ import annotations
 
-import hashlib
-from functools import lru_cache
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import padding, rsa
-from cryptography.hazmat.primitives.asymmetric.utils import Prehashed
+from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.message import DecodeError
-from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
 from spes_p2p.errors import ConfigError, IdentityInUse, StorageFull
 from spes_p2p.files import write_whole
-from spes_p2p.ids import PeerId
 from spes_p2p.swarm.hivemind_backend.locks import FileLock
-
-_SHA256_MULTIHASH = b"\x12\x20"
-_PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
-_MAX_KEY_BYTES = 1024
-_RSA_BITS = range(2048, 4097)
-_RSA_EXPONENT = 65537
+from spes_p2p.swarm.keys import PADDING, packed_key, peer_id_of
 
 
 class IdentityFile:
@@ -100,11 +89,6 @@ def signer_of(path: Path) -> RsaSigner:
     return RsaSigner(_load(path))
 
 
-def peer_id_of(public_key: bytes) -> PeerId:
-    """The libp2p id of a public key in its protobuf form (longer than 42 bytes, as RSA keys are)."""
-    return PeerId(PeerID(_SHA256_MULTIHASH + hashlib.sha256(public_key).digest()).to_base58())
-
-
 class RsaSigner:
     """Signer with the peer's own libp2p key: RSA-PSS over SHA-256."""
 
@@ -113,44 +97,8 @@ class RsaSigner:
         encoded = key.public_key().public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
-        self.public_key: bytes = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=encoded).SerializeToString()
+        self.public_key = packed_key(encoded)
         self.peer_id = peer_id_of(self.public_key)
 
     def sign(self, data: bytes) -> bytes:
-        return self._key.sign(data, _PADDING, hashes.SHA256())
-
-
-class RsaVerifier:
-    """Verifier of RsaSigner's signatures."""
-
-    def verify(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
-        if len(public_key) > _MAX_KEY_BYTES or len(signature) > _MAX_KEY_BYTES or peer_id_of(public_key) != peer:
-            return False
-        return _verified(public_key, hashlib.sha256(data).digest(), signature)
-
-
-@lru_cache(maxsize=4096)
-def _verified(public_key: bytes, digest: bytes, signature: bytes) -> bool:
-    """Remembered, since a record of the directory comes back with every read and from every node."""
-    key = _public_key(public_key)
-    try:
-        if key is not None:
-            key.verify(signature, digest, _PADDING, Prehashed(hashes.SHA256()))
-    except InvalidSignature:
-        return False
-    return key is not None
-
-
-@lru_cache(maxsize=1024)
-def _public_key(public_key: bytes) -> rsa.RSAPublicKey | None:
-    """None for what is no RSA key of a usual size: odd ones could make verifying slow."""
-    try:
-        message = crypto_pb2.PublicKey.FromString(public_key)
-        if message.key_type != crypto_pb2.KeyType.RSA:
-            return None
-        key = serialization.load_der_public_key(message.data)
-    except (DecodeError, ValueError, TypeError, UnsupportedAlgorithm):
-        return None
-    if not isinstance(key, rsa.RSAPublicKey) or key.key_size not in _RSA_BITS:
-        return None
-    return key if key.public_numbers().e == _RSA_EXPONENT else None
+        return self._key.sign(data, PADDING, hashes.SHA256())

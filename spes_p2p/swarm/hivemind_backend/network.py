@@ -35,11 +35,12 @@ from spes_p2p.swarm.hivemind_backend.daemon import (
 from spes_p2p.swarm.hivemind_backend.dial import is_listing, parse_address
 from spes_p2p.swarm.hivemind_backend.directory import DHT_OPTIONS, EnvelopeValidator, HivemindDirectory
 from spes_p2p.swarm.hivemind_backend.hello import HelloHandler
-from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, RsaVerifier, in_use
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, RsaSigner, in_use
 from spes_p2p.swarm.hivemind_backend.join import Reached, meet
 from spes_p2p.swarm.hivemind_backend.reach import DialBackHandler, Reach, find_reach
 from spes_p2p.swarm.hivemind_backend.storage import bound
 from spes_p2p.swarm.hivemind_backend.transport import HivemindTransport
+from spes_p2p.swarm.keys import RsaVerifier
 from spes_p2p.swarm.stream_server import DEFAULT_LIMITS, StreamLimits
 
 DHTProtocol.node_info = dht_pb2.NodeInfo()  # hivemind takes calls before it has set it: until then it has no id to give

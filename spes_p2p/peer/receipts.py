@@ -1,0 +1,42 @@
+"""Gets a receipt for the peer of a folder from the nodes of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.files import write_whole
+from spes_p2p.ids import PeerId
+from spes_p2p.peer.folder import OWNER, RUN
+from spes_p2p.peer.kept_invite import kept_invite
+from spes_p2p.peer.options import JoinTarget, meeting
+from spes_p2p.peer.visiting import visit
+from spes_p2p.swarm.hivemind_backend import HivemindNetwork
+from spes_p2p.sync.joining import find_and_load
+from spes_p2p.sync.receipts import fetch_receipt
+
+RECEIPT_FILE = "receipt.spes"
+ANSWER_SECONDS = 15.0
+
+
+def get_receipt(output: Path) -> tuple[Path, bytes]:
+    """Where in `output` the receipt of that folder's peer now lies, and its bytes. The peer may be running.
+
+    Raises ConfigError where no run has begun there, NetworkError where nobody signs one, and Stopped on Ctrl-C.
+    """
+    run = meeting((kept_invite(output),), ())
+    try:
+        peer = PeerId((output / RUN / OWNER).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{output} holds no run of a peer ({error.strerror})", fix="give the folder of a peer with --output"
+        ) from error
+    data = visit(run, lambda network: _fetch(network, run, peer))
+    path = output / RECEIPT_FILE
+    write_whole(path, data)
+    return path, data
+
+
+async def _fetch(network: HivemindNetwork, run: JoinTarget, peer: PeerId) -> bytes:
+    info, _ = await find_and_load(network, run.run_id, run.fingerprint, ANSWER_SECONDS)
+    return await fetch_receipt(network, info, peer, ANSWER_SECONDS)
