@@ -116,7 +116,12 @@ class Peer:
         """
         words = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         run = meeting((), words, options.pop("run_id", None), options.pop("fingerprint", None))
-        options |= {"run_id": run.run_id, "fingerprint": run.fingerprint, "organiser": run.organiser}
+        options |= {
+            "run_id": run.run_id,
+            "fingerprint": run.fingerprint,
+            "organiser": run.organiser,
+            "token": run.token,
+        }
         network = NetworkOptions(run.addresses, host_maddrs)
         if options.get("data") is not None:
             options["data"] = str(options["data"])

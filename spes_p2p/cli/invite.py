@@ -18,6 +18,15 @@ def invite(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of a bootstrap node or of a peer.")] = Path(
         "bootstrap-node"
     ),
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="PEER",
+            help="For this peer alone, with the organiser's key: it may vote as soon as it has joined.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Prints the newest invitation that a node on this machine kept; given an old one, makes one from the live nodes.
 
@@ -26,9 +35,15 @@ def invite(
     if not initial_peers and invitation is None:
         from spes_p2p.peer.kept_invite import kept_invite
 
-        typer.echo(kept_invite(output))
-        return
-    from spes_p2p.cli.arguments import met
-    from spes_p2p.peer.inviting import fresh_invite
+        word = kept_invite(output)
+    else:
+        from spes_p2p.cli.arguments import met
+        from spes_p2p.peer.inviting import fresh_invite
 
-    typer.echo(fresh_invite(met(invitation, initial_peers, run_id, fingerprint)))
+        word = fresh_invite(met(invitation, initial_peers, run_id, fingerprint))
+    if peer is not None:
+        from spes_p2p.peer.inviting import invite_for
+        from spes_p2p.peer.organising import checked_peers
+
+        word = invite_for(word, output / "identity.key", *checked_peers([peer]))
+    typer.echo(word)

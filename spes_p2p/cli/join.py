@@ -192,6 +192,7 @@ def join(
         config_path=config,
         max_disk=parse_disk(max_disk),
         organiser=found.organiser,
+        token=found.token,
         schedule=None if schedule is None else Schedule.parse(schedule),
         pause_on_battery=pause_on_battery,
         metrics_port=metrics_port,

@@ -49,6 +49,7 @@ from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import WORDS_FILE, OrganiserWatch, Words
 from spes_p2p.sync.organising.organiser import Organiser
 from spes_p2p.sync.organising.seat import Duty, Seat
+from spes_p2p.sync.passes import PASSES_FILE, Doorkeeper
 from spes_p2p.sync.web_sources import SourceKeeper
 
 Say = Callable[[str], None]
@@ -257,6 +258,9 @@ async def _organise(
         await stack.enter_async_context(_measuring(options, info.run_id, network, look, say))
         ready(join_command(network.transport.addresses, info))
         chores = [_report_commits(chain, say), network.keep_alive(say)]
+        if network.signer.peer_id == info.organiser and config.swarm.electors == "vouched":
+            keeper_of_passes = Doorkeeper(info, node.checker.check, node.sealer, folder / PASSES_FILE)
+            chores.append(_admit(keeper_of_passes, announcer, watch))
         if mirror is not None:
             chores += [mirror.await_genesis(organiser, store), mirror.copy_data(announcer)]
             if data is not None:
@@ -326,6 +330,13 @@ async def _report_commits(chain: Chain, say: Say) -> None:
             for line in genesis_lines(commit.manifest) if before is None else commit_lines(commit, before):
                 say(line)
         told = chain.length
+        await asyncio.sleep(HERALD_SECONDS)
+
+
+async def _admit(keeper: Doorkeeper, announcer: Announcer, watch: OrganiserWatch) -> None:
+    """Vouches for the peers that bring a pass, for ever."""
+    while True:
+        watch.take(keeper.admitted(watch.known, {peer: record.token for peer, record in announcer.known.items()}))
         await asyncio.sleep(HERALD_SECONDS)
 
 

@@ -74,7 +74,7 @@ class Connection:
         self.wishes = Wishes(gate.wish, lambda: has_company(self.others()))
         self.data = DataSupply(network, found, options, data_traffic, gate.notice, gate.failed)
         self.presence = Presence(
-            self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause
+            self.info.run_id, network, found.contacts, self.data, lambda: self.wishes.asked_to_pause, options.token
         )
         self._node = Node(network, MonotonicClock(), say)
         self._beside = Tasks(gate.failed)

@@ -17,12 +17,14 @@ from spes_p2p.peer.contacts import Contacts, kept_addresses
 from spes_p2p.peer.folder import RUN, claim_folder
 from spes_p2p.peer.options import NetworkOptions, PeerOptions, check_columns, column_budget, config_path
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, Reach
+from spes_p2p.swarm.ports import Network
 from spes_p2p.swarm.stream_server import StreamLimits
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.joining import load_run
 from spes_p2p.sync.node import Run
 from spes_p2p.sync.organiser_words import Words, read_words, together
+from spes_p2p.sync.passes import read_pass
 from spes_p2p.sync.sealing import EnvelopeChecker
 
 ANSWER_SECONDS = 15.0
@@ -97,6 +99,8 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     contacts = Contacts(options.output, info, network.signer.peer_id, addresses)
     words = await _organiser_words(network, info)
     _check_open(words, info, group.round, network.signer.peer_id)
+    if options.token:
+        check_own_pass(options.token, info, network)
     if options.rounds is not None and group.round > options.rounds:
         raise PermanentError(
             f"the run is already at round {group.round}, but --rounds says to stop at round {options.rounds}",
@@ -116,9 +120,24 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     run = Run(info, config, layout)
     say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()[:16]}")
     if not words.admission(run.rules).may_vote(network.signer.peer_id):
-        say(f"this peer trains, but has no vote; the organiser gives it one with: "
-            f"spes-p2p run vouch {network.signer.peer_id}")  # fmt: skip
+        say(_no_vote(network.signer.peer_id, options.token))
     return FoundRun(run, tuple(group.addresses()), group.round, contacts)
+
+
+def _no_vote(me: PeerId, token: bytes) -> str:
+    if token:
+        return "this peer's invitation gives it a vote, as soon as the organiser's node has seen it"
+    return f"this peer trains, but has no vote; the organiser gives it one with: spes-p2p run vouch {me}"
+
+
+def check_own_pass(token: bytes, info: RunInfo, network: Network) -> None:
+    """Raises ConfigError where it is for another peer, RemoteProtocolError where the organiser did not sign it."""
+    named, me = read_pass(token, info, network.verifier.verify).peer, network.signer.peer_id
+    if named != me:
+        raise ConfigError(
+            f"the invitation is for peer {named} alone, but this peer is {me}",
+            fix=f"join with that peer's folder, or ask the organiser for: spes-p2p invite --for {me}",
+        )
 
 
 async def _organiser_words(network: HivemindNetwork, info: RunInfo) -> Words:

@@ -5,19 +5,39 @@ The format is in `swarm/invite.py`; the one that a node keeps, in `peer/contacts
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.ids import PeerId
 from spes_p2p.peer.contacts import invite_of
 from spes_p2p.peer.entrance import ANSWER_SECONDS
 from spes_p2p.peer.options import JoinTarget
 from spes_p2p.peer.visiting import visit
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork
-from spes_p2p.swarm.invite import invited_to
+from spes_p2p.swarm.hivemind_backend.identity import signer_of
+from spes_p2p.swarm.invite import decode, encode, invited_to
 from spes_p2p.swarm.records import parse_all, parse_peer, peers_key
 from spes_p2p.sync.joining import find_and_load
+from spes_p2p.sync.passes import make_pass
+from spes_p2p.sync.sealing import KeySealer
 
 
 def fresh_invite(meeting: JoinTarget) -> str:
     """One with the addresses of nodes that live now. Raises NetworkError, ConfigError, and Stopped on Ctrl-C."""
     return visit(meeting, lambda network: _read(network, meeting))
+
+
+def invite_for(word: str, identity: Path, peer: PeerId) -> str:
+    """The invitation `word` with a token for one peer. Raises ConfigError where that is not the organiser's key."""
+    invite, signer = decode(word), signer_of(identity)
+    if signer.peer_id != invite.organiser:
+        raise ConfigError(
+            f"{identity} is the key of {signer.peer_id}, but the organiser of {invite.run_id} is {invite.organiser}",
+            fix="give the folder of the run's bootstrap node with --output",
+        )
+    return encode(replace(invite, token=make_pass(invite.fingerprint, peer, KeySealer(signer), time.time_ns())))
 
 
 async def _read(network: HivemindNetwork, meeting: JoinTarget) -> str:

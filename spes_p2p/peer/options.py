@@ -44,12 +44,13 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class JoinTarget:
-    """Where a run is found, and which one is meant; `organiser` None: whoever the run names."""
+    """Where a run is found, and which one is meant; `organiser` None: whoever the run names. `token`: see `Invite`."""
 
     addresses: tuple[str, ...] = ()
     run_id: str | None = None
     fingerprint: str | None = None
     organiser: PeerId | None = None
+    token: bytes = b""
 
 
 def meeting(
@@ -70,7 +71,8 @@ def meeting(
         _check_one_run(one, found[0], run_id, fingerprint)
     addresses += [address for one in found for address in one.addresses]
     longer = max((fingerprint or "").lower(), found[0].fingerprint.hex(), key=len)
-    return JoinTarget(tuple(dict.fromkeys(addresses)), found[0].run_id, longer, found[0].organiser)
+    token = next((one.token for one in found if one.token), b"")
+    return JoinTarget(tuple(dict.fromkeys(addresses)), found[0].run_id, longer, found[0].organiser, token)
 
 
 def _check_one_run(invite: Invite, first: Invite, run_id: str | None, fingerprint: str | None) -> None:
@@ -100,7 +102,8 @@ class PeerOptions:
     """Everything about one peer that is not the run's.
 
     `fingerprint`: hexadecimal digits with which the run's fingerprint must begin. `organiser`: whose key genesis must
-    be signed with (None: whom the run names, which its fingerprint covers). `owned_experts`: columns to claim
+    be signed with (None: whom the run names, which its fingerprint covers). `token`: of an invitation for this peer
+    alone. `owned_experts`: columns to claim
     (None: none by number). `max_experts`: most columns that it ever owns (None: what fits into memory). `rounds`: stop
     once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
     out of each round. `config_path`: the run must have this config. `model`: the model of one's own that the run
@@ -126,6 +129,7 @@ class PeerOptions:
     model: Model | None = None
     max_disk: int = DEFAULT_MAX_DISK
     organiser: PeerId | None = None
+    token: bytes = b""
     schedule: Schedule | None = None
     pause_on_battery: bool = False
     metrics_port: int | None = None

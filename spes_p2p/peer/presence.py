@@ -40,7 +40,9 @@ class Presence:
         contacts: Contacts,
         data: DataSupply,
         is_paused: Callable[[], bool],
+        token: bytes = b"",
     ) -> None:
+        self._token = token
         self.progress = Progress()
         self.vitals = VitalsKeeper()
         self._run_id = run_id
@@ -95,6 +97,7 @@ class Presence:
             data_pieces=self._data.pieces if core else 0,
             held=self._data.held() if core else Held(),
             vitals=self.vitals.now(self._phase()),
+            token=self._token,
         )
 
     def _phase(self) -> str:

@@ -1,10 +1,11 @@
 """An invitation: one string with everything that a newcomer must know about a run, so that nobody copies addresses.
 
 `spes1` and base58 (letters and digits that cannot be taken for each other, so that a double click selects all) of a
-packed record and its checksum. It holds no secret. The run's fingerprint covers config, dataset and organiser; the
-organiser stands in it beside that, and is compared with what the run says of itself before genesis is checked with it.
-Its addresses are those of several nodes, so that it is good as long as one of them is there. Names outlive machines:
-`/dns4/` and `/dns6/` that of one node, `/dnsaddr/` that of whatever nodes its TXT records list.
+packed record and its checksum; `spes2` where a token for one peer comes with it. It holds no secret. The run's
+fingerprint covers config, dataset and organiser; the organiser stands in it beside that, and is compared with what the
+run says of itself before genesis is checked with it. Its addresses are those of several nodes, so that it is good as
+long as one of them is there. Names outlive machines: `/dns4/` and `/dns6/` that of one node, `/dnsaddr/` that of
+whatever nodes its TXT records list.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from spes_p2p.errors import ConfigError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.records import PeerRecord
 
-VERSION = 1
+VERSION, WITH_TOKEN = 1, 2
 MARK = "spes"
 FINGERPRINT_BYTES = 16
 """Of the run's fingerprint: finding another run with the same would take 2^128 tries."""
@@ -47,12 +48,16 @@ _FIX = "copy the whole invitation again; whoever runs the bootstrap node can pri
 
 @dataclass(frozen=True)
 class Invite:
-    """`fingerprint`: the first 16 bytes of the run's. `addresses`: multiaddresses, with /p2p/ id but for /dnsaddr/."""
+    """`fingerprint`: the first 16 bytes of the run's. `addresses`: multiaddresses, with /p2p/ id but for /dnsaddr/.
+
+    `token`: what the organiser has signed for one peer (`sync/passes.py`); b"" in an invitation for everybody.
+    """
 
     run_id: str
     fingerprint: bytes
     organiser: PeerId
     addresses: tuple[str, ...]
+    token: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,12 @@ class _Record:
     fingerprint: bytes
     organiser: bytes
     nodes: tuple[_Node, ...]
+
+
+@dataclass(frozen=True)
+class _WithToken:
+    record: _Record
+    token: bytes
 
 
 def looks_like_invite(word: str) -> bool:
@@ -96,7 +107,8 @@ def _word(invite: Invite) -> str:
         places.setdefault(_id_bytes(PeerId(peer)), []).append(_packed_address(base))
     nodes = tuple(_Node(b"" if peer == organiser else peer, tuple(found)) for peer, found in places.items())
     record = _Record(invite.run_id, invite.fingerprint[:FINGERPRINT_BYTES], organiser, nodes)
-    return f"{MARK}{VERSION}" + base58.b58encode_check(wire.pack(record)).decode()
+    version, packed = (WITH_TOKEN, _WithToken(record, invite.token)) if invite.token else (VERSION, record)
+    return f"{MARK}{version}" + base58.b58encode_check(wire.pack(packed)).decode()
 
 
 def decode(word: str) -> Invite:
@@ -104,19 +116,20 @@ def decode(word: str) -> Invite:
     found = _SHAPE.fullmatch("".join(word.split()))
     if found is None or len(word) > MAX_CHARACTERS:
         raise ConfigError(f"{word[:24]!r} is not an invitation: those begin with {MARK}{VERSION}", fix=_FIX)
-    if int(found[1]) != VERSION:
+    version = int(found[1])
+    if version not in (VERSION, WITH_TOKEN):
         raise ConfigError(
-            f"this invitation has version {found[1]}, but this program reads version {VERSION}", fix=_upgrade(found)
+            f"this invitation has version {version}, but this program reads versions {VERSION} and {WITH_TOKEN}",
+            fix="upgrade spes-p2p" if version > WITH_TOKEN else "ask for a new one: spes-p2p invite prints it",
         )
     try:
-        record = wire.unpack(_Record, base58.b58decode_check(found[2]), MAX_CHARACTERS)
-        return _invite(record)
+        data = base58.b58decode_check(found[2])
+        if version == VERSION:
+            return _invite(wire.unpack(_Record, data, MAX_CHARACTERS))
+        both = wire.unpack(_WithToken, data, MAX_CHARACTERS)
+        return replace(_invite(both.record), token=both.token)
     except (ValueError, RemoteProtocolError) as error:
         raise ConfigError("the invitation is mistyped or cut short: its checksum is wrong", fix=_FIX) from error
-
-
-def _upgrade(found: re.Match[str]) -> str:
-    return "upgrade spes-p2p" if int(found[1]) > VERSION else "ask for a new one: spes-p2p invite prints it"
 
 
 def _invite(record: _Record) -> Invite:

@@ -30,6 +30,7 @@ MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 256
 MAX_HEAD_BYTES = 32
 MAX_CERTIFICATE_BYTES = 192 * 2**10
+MAX_TOKEN_BYTES = 2**10
 MAX_MANIFEST_BYTES = 288 * 2**10
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PEER_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_PEER_ID}}}")
@@ -63,7 +64,7 @@ _RUNS = KeyBounds(6 * 2**10, 2**19)
 _OF_A_RUN = {
     "peers": KeyBounds(20 * 2**10, 2**20),
     "heads": KeyBounds(MAX_CERTIFICATE_BYTES + MAX_MANIFEST_BYTES + 2**10, 2**22),
-    "words": KeyBounds(8 * 2**10, 2**18),
+    "words": KeyBounds(20 * 2**10, 2**18),
 }
 MAX_VALUE_BYTES = max(bounds.record_bytes for bounds in (_RUNS, *_OF_A_RUN.values()))
 
@@ -130,6 +131,8 @@ class PeerRecord:
     held: Held = Held()  # noqa: RUF009 (frozen)
     """Which pieces of the dataset it holds, as spans of the data that is trained on next."""
     vitals: Vitals = Vitals()  # noqa: RUF009 (frozen)
+    token: bytes = b""
+    """Of its invitation, for the organiser (`sync/passes.py`)."""
 
     def __post_init__(self) -> None:
         _matches("run_id", self.run_id, _RUN_ID)
@@ -144,6 +147,7 @@ class PeerRecord:
         _between("written_at_seconds", self.written_at_seconds, 0, 2**40)
         _between("data_pieces", self.data_pieces, 0, MAX_COUNT)
         _columns(self.owned)
+        _between("the length of token", len(self.token), 0, MAX_TOKEN_BYTES)
         if self.role not in ROLES:
             raise ValueError(f"role is {self.role!r}, not one of {ROLES}")
 

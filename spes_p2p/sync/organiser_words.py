@@ -216,12 +216,13 @@ class OrganiserWatch:
     async def look(self) -> None:
         """Once; what the network refuses is tried again with the next look."""
         with contextlib.suppress(NetworkError):
-            self._take(together((await read_words(self._directory, self._info, self._check)).values()))
+            self.take(together((await read_words(self._directory, self._info, self._check)).values()))
         if self.known != Words():
             with contextlib.suppress(NetworkError):
                 await self._directory.publish(words_key(self._info.run_id), pack(self.known), TTL_SECONDS)
 
-    def _take(self, found: Words) -> None:
+    def take(self, found: Words) -> None:
+        """Heard of these, which were checked; they are repeated with the next look."""
         if self.known.has(found):
             return
         self.known = self.known.merged(found)

@@ -36,6 +36,15 @@ def test_what_goes_in_comes_out() -> None:
     assert decode(f" {broken.replace(MARK, 'Spes', 1)} ") == INVITE
 
 
+def test_a_token_goes_with_it() -> None:
+    word = encode(replace(INVITE, token=bytes(range(256)) * 3))
+    assert decode(word) == replace(INVITE, token=bytes(range(256)) * 3)
+    assert word.startswith("spes2")
+    assert looks_like_invite(word)
+    with pytest.raises(ConfigError, match="mistyped or cut short"):
+        decode(word.replace("spes2", "spes1", 1))
+
+
 def test_one_address_makes_a_short_word_that_a_double_click_selects() -> None:
     word = encode(Invite("spes-7b", bytes([255]) * 16, ORGANISER, INVITE.addresses[:1]))
     assert len(word) <= 125
@@ -58,9 +67,9 @@ def test_a_word_that_was_cut_short_is_told(cut: int) -> None:
         decode(encode(INVITE)[:-cut])
 
 
-@pytest.mark.parametrize(("word", "fix"), [("spes2", "upgrade spes-p2p"), ("spes0", "spes-p2p invite prints it")])
+@pytest.mark.parametrize(("word", "fix"), [("spes3", "upgrade spes-p2p"), ("spes0", "spes-p2p invite prints it")])
 def test_another_version_says_who_must_do_something(word: str, fix: str) -> None:
-    with pytest.raises(ConfigError, match=f"version {word[-1]}, but this program reads version 1") as caught:
+    with pytest.raises(ConfigError, match=f"version {word[-1]}, but this program reads versions 1 and 2") as caught:
         decode(encode(INVITE).replace("spes1", word, 1))
     assert fix in caught.value.fix
 

@@ -114,7 +114,7 @@ def test_one_flipped_bit_spoils_an_envelope(place: int, bit: int) -> None:
         (records.RUNS_KEY, 6 * 2**10),
         (records.peers_key("tiny"), 20 * 2**10),
         (records.heads_key("tiny"), 481 * 2**10),
-        (records.words_key("tiny"), 8 * 2**10),
+        (records.words_key("tiny"), 20 * 2**10),
         ("spes-p2p/tiny/songs", -1),
         ("spes-p2p/tiny", -1),
         ("spes-p2p/no id!/peers", -1),

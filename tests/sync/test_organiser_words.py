@@ -9,12 +9,15 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 
+from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED
 from spes_p2p.consensus.messages import Choice, DecayOrder
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.swarm.hivemind_backend import RsaSigner
 from spes_p2p.swarm.memory_backend import MemoryNetwork
-from spes_p2p.swarm.records import words_key
+from spes_p2p.swarm.records import bounds_of, words_key
 from spes_p2p.sync.organiser_words import (
     LOOK_SECONDS,
     MAX_BYTES,
@@ -30,6 +33,7 @@ from spes_p2p.sync.organiser_words import (
     ending,
     load_orders,
     read_words,
+    roll,
     together,
 )
 from spes_p2p.sync.sealing import KeySealer
@@ -154,6 +158,23 @@ def test_they_go_from_one_to_the_other_and_outlive_who_said_them_first(tmp_path:
             await watch.stop()
 
     run_virtual(main())
+
+
+def test_the_longest_words_have_room_in_the_directory() -> None:
+    sealer = KeySealer(RsaSigner(rsa.generate_private_key(65537, 2048)))
+    names = [PeerId(f"Qm{number:044}") for number in range(MAX_VOUCHED + MAX_BANNED)]
+    longest = together(
+        [
+            ending(RUN.info, 7, sealer),
+            decay(RUN.info, 50, sealer),
+            roll(RUN.info, Words(), sealer, vouched=names[:MAX_VOUCHED], banned=names[MAX_VOUCHED:]),
+            *(choice(RUN.info, sha256(bytes([at])), ONE, at, sealer) for at in range(MOST_CHOICES)),
+        ]
+    )
+    bounds = bounds_of(words_key(RUN.info.run_id))
+    assert bounds is not None
+    assert len(longest.choices) == MOST_CHOICES
+    assert 8 * 2**10 < len(pack(longest)) <= bounds.record_bytes
 
 
 def test_what_was_heard_is_told_again_after_a_restart(tmp_path: Path) -> None:

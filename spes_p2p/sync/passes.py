@@ -1,0 +1,93 @@
+"""Passes: what the organiser signs for one peer that is yet to come, and how its node vouches for who brings one.
+
+A pass travels in an invitation (`Invite.token`) to the one peer that it names, and from there in that peer's record in
+the DHT to the organiser's node, which signs the next roll. It is used up by that: who is forgotten or banned later is
+not vouched for again by the same pass. Others may read and repeat it, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.consensus.certificate import CheckSignature
+from spes_p2p.consensus.membership import MAX_VOUCHED
+from spes_p2p.consensus.messages import Sealer, Signed, signing_bytes
+from spes_p2p.errors import RemoteProtocolError
+from spes_p2p.files import write_whole
+from spes_p2p.ids import PeerId
+from spes_p2p.swarm.records import MAX_TOKEN_BYTES
+from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.organiser_words import Words, roll
+from spes_p2p.wire import pack, unpack
+
+PASSES_FILE = "passes"
+"""In `run/` of the organiser's folder: a peer a line, with the number of its newest pass that was used."""
+LEAST_RUN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Pass:
+    """`run`: the first bytes of its fingerprint, as in an invitation. Of a peer's passes a later one has a higher
+    `number`.
+    """  # fmt: skip
+
+    run: bytes
+    peer: PeerId
+    number: int
+
+
+def make_pass(run: bytes, peer: PeerId, sealer: Sealer, number: int) -> bytes:
+    """With the organiser's key."""
+    return pack(sealer.seal(Pass(run, peer, number)))
+
+
+def read_pass(token: bytes, info: RunInfo, check: CheckSignature) -> Pass:
+    """Raises RemoteProtocolError where it is for another run, or the organiser did not sign it."""
+    signed = unpack(Signed[Pass], token, MAX_TOKEN_BYTES)
+    said = signed.value
+    if len(said.run) < LEAST_RUN_BYTES or not info.fingerprint.startswith(said.run):
+        raise RemoteProtocolError("the invitation's token is for another run")
+    is_good = check(signed.author, signed.public_key, signing_bytes(said), signed.signature)
+    if signed.author != info.organiser or not is_good:
+        raise RemoteProtocolError(f"the invitation's token is not signed by the organiser {info.organiser}")
+    return said
+
+
+class Doorkeeper:
+    """The organiser's node as it meets passes. `path`: where it keeps which were used."""
+
+    def __init__(self, info: RunInfo, check: CheckSignature, sealer: Sealer, path: Path) -> None:
+        self._info, self._check, self._sealer, self._path = info, check, sealer, path
+        self._used: dict[PeerId, int] = {}
+        with contextlib.suppress(FileNotFoundError):
+            lines = (line.split() for line in path.read_text().splitlines())
+            self._used = {PeerId(peer): int(number) for peer, number in lines}
+
+    def admitted(self, known: Words, tokens: Mapping[PeerId, bytes]) -> Words:
+        """The organiser's next roll, for those who bring a good pass by now; no words where there is nothing new.
+
+        A pass is used once a roll that is in force names its peer: another one may take the place of ours until then.
+        Raises StorageFull.
+        """
+        vouched = () if known.roll is None else known.roll.value.vouched
+        new = self._new(known, tokens)
+        used = {peer: number for peer, number in new.items() if peer in vouched}
+        if used:
+            self._used |= used
+            write_whole(self._path, "".join(f"{peer} {number}\n" for peer, number in self._used.items()).encode())
+        wanted = sorted(new.keys() - used.keys())[: MAX_VOUCHED - len(vouched)]
+        return roll(self._info, known, self._sealer, vouched=wanted) if wanted else Words()
+
+    def _new(self, known: Words, tokens: Mapping[PeerId, bytes]) -> dict[PeerId, int]:
+        found = {}
+        for peer, token in tokens.items():
+            if not token or known.is_banned(peer):
+                continue
+            with contextlib.suppress(RemoteProtocolError):  # anybody may bring anything
+                said = read_pass(token, self._info, self._check)
+                if said.peer == peer and said.number > self._used.get(peer, -1):
+                    found[peer] = said.number
+        return found
