@@ -1,4 +1,4 @@
-"""Encodes the answer to a small call: a payload, or a refusal with its reason.
+"""The serving side of small calls: how many a caller may make, and how the answer or a refusal is encoded.
 
 Both backends send answers in this form, so that a handler's reason reaches the caller instead of the text that a
 network library makes of an exception. How the bytes are sent is not decided here.
@@ -7,10 +7,12 @@ network library makes of an exception. How the bytes are sent is not decided her
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from spes_p2p.errors import LocalProtocolError, PeerClosed, RemoteProtocolError
 from spes_p2p.ids import PeerId, short
-from spes_p2p.swarm.ports import Handler
+from spes_p2p.swarm.door import Door, DoorLimits, Rate
+from spes_p2p.swarm.ports import Handler, anybody
 
 MAX_CALL_BYTES = 2 * 2**20
 """Bound of a request and of an answer; whatever is larger goes through `fetch`."""
@@ -19,7 +21,27 @@ _ANSWER, _REFUSAL = b"\0", b"\1"
 NOT_SERVING = b"\2"
 """The answer of a peer that is in the network but has no handler yet."""
 
+CALLS = DoorLimits(Rate(100.0, 1000.0), Rate(50.0, 200.0), Rate(200.0, 1000.0))
+"""Calls; peers of a round of one second make 12 a second."""
+CALL_BYTES = DoorLimits(
+    Rate(8 * 2.0**20, 64 * 2.0**20), Rate(256 * 2.0**10, 4 * 2.0**20), Rate(2 * 2.0**20, 16 * 2.0**20)
+)
 logger = logging.getLogger(__name__)
+
+
+class CallServer:
+    """Answers calls through `handler`, of each caller as many as it may make."""
+
+    def __init__(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
+        self._handler = handler
+        self._doors = Door(CALLS, is_member), Door(CALL_BYTES, is_member)
+
+    async def answer(self, caller: PeerId, request: bytes) -> bytes:
+        """What the handler says to the call, framed; see `answer`."""
+        calls, sizes = self._doors
+        if not (calls.admits(caller) and sizes.admits(caller, len(request))):
+            return refusal("too many calls in too short a time")
+        return await answer(self._handler, caller, request)
 
 
 def check_request(request: bytes) -> None:

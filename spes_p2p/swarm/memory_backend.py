@@ -136,10 +136,9 @@ class MemoryPeer:
 
     def stop(self) -> None:
         self.alive = False
-        self.transport.handler = None
         for task in list(self._tasks):
             task.cancel()
-        self.transport.end_streams()
+        self.transport.end_serving()
 
 
 class MemoryTransport:
@@ -147,7 +146,7 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork, owner: MemoryPeer, limits: StreamLimits) -> None:
         self._network, self._owner, self._limits = network, owner, limits
-        self.handler: Handler | None = None
+        self._calls: calls.CallServer | None = None
         self._server: StreamServer | None = None
         self._traffic = limits.traffic()
         self._streams: dict[MemoryStream, None] = {}
@@ -176,7 +175,7 @@ class MemoryTransport:
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
         self._require_life()
-        self.handler = handler
+        self._calls = calls.CallServer(handler, is_member)
         self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
@@ -223,14 +222,14 @@ class MemoryTransport:
 
     async def handle(self, caller: PeerId, request: bytes) -> bytes:
         """Carries out a call that has arrived here; PeerClosed when this process ends in the middle of it."""
-        if self.handler is None:
+        if self._calls is None:
             return calls.NOT_SERVING
         answers: list[bytes] = []
         self._traffic.count_received(len(request))
-        handler = self.handler
+        served = self._calls
 
         async def answer() -> None:
-            answers.append(await calls.answer(handler, caller, request))
+            answers.append(await served.answer(caller, request))
 
         await asyncio.wait((self._owner.spawn(answer()),))
         if not answers:
@@ -276,11 +275,11 @@ class MemoryTransport:
         for old in [old for old in self._streams if old.closed]:
             del self._streams[old]
 
-    def end_streams(self) -> None:
+    def end_serving(self) -> None:
         for stream in list(self._streams):
             stream.close()
         self._streams.clear()
-        self._server = None
+        self._calls = self._server = None
 
     def _shape_to(self, peer: PeerId) -> LinkShape:
         return self._network.roads.shape(self.peer_id, peer)

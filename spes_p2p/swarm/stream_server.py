@@ -21,6 +21,7 @@ from spes_p2p.errors import NetworkError, RemoteProtocolError
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.calls import MAX_WORDS
+from spes_p2p.swarm.door import Door, DoorLimits, Rate
 from spes_p2p.swarm.pacing import Pacer
 from spes_p2p.swarm.ports import CHUNK_BYTES, Blob, Handler, anybody
 from spes_p2p.swarm.streams import (
@@ -40,6 +41,7 @@ from spes_p2p.swarm.streams import (
 )
 
 KEEPALIVE_SECONDS = 1.0
+STREAMS = DoorLimits(Rate(200.0, 2000.0), Rate(50.0, 500.0), Rate(200.0, 2000.0))
 NOBODY = PeerId("")
 _CHECKED_PER_TURN = 16
 _NO_WORDS = 2
@@ -103,6 +105,7 @@ class StreamServer:
     ) -> None:
         self._handler, self._traffic, self._limits, self._me = handler, traffic, limits, me
         self._is_member = is_member
+        self._door = Door(STREAMS, is_member)
         self._slots = asyncio.Semaphore(limits.max_streams)
         self._members = _Places(limits.max_streams, limits.max_waiting, limits.max_patient)
         self._strangers = _Places(limits.max_strangers, limits.max_strangers_waiting, limits.max_patient)
@@ -119,7 +122,7 @@ class StreamServer:
         places.open += 1
         try:
             if crowd < _NO_WORDS:
-                await self._serve(caller, stream, places, crowd < 1)
+                await self._serve(caller, stream, places, self._door.admits(caller) and crowd < 1)
         except (NetworkError, RemoteProtocolError, TimeoutError) as error:
             self.lost += 1
             logger.debug("a stream to %s ended early: %s", caller, error)
@@ -139,7 +142,7 @@ class StreamServer:
                     raise RemoteProtocolError(f"got a frame of kind {kind!r} where a request was expected")
                 request = wire.unpack(FetchRequest, body)
                 if not has_place:
-                    raise RemoteProtocolError("too many streams are waiting")
+                    raise RemoteProtocolError("too many streams are waiting, or came in too short a time")
                 async with self._slot(caller, stream, places, request.patient):
                     blob = await self._found(caller, stream, request)
                     if not request.patient:

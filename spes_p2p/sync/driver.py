@@ -21,6 +21,7 @@ from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
+from spes_p2p.swarm.door import Door
 from spes_p2p.sync.answers import Answers
 from spes_p2p.sync.candidate_state import CandidateState
 from spes_p2p.sync.catch_up import CatchUp, Fetched, HeadersOnly
@@ -39,6 +40,7 @@ from spes_p2p.sync.receipts import Ledger, signed_tally
 from spes_p2p.sync.round_executor import RoundExecutor
 from spes_p2p.sync.round_log import RoundLog
 from spes_p2p.sync.scrub import Scrubber, TileRepairer
+from spes_p2p.sync.sealing import SIGNATURES
 from spes_p2p.sync.surroundings import Disk, Hooks, Role
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.sync.tensor_work import RoundDisk, TensorWork
@@ -64,6 +66,7 @@ class Driver:
         self._outbox = Outbox(
             transport, checker, self._tasks, lambda: pace.suspect_seconds,
             lambda answer: self.answers.hear(answer), hooks.notice,
+            Door(SIGNATURES, lambda peer: self.answers.knows(peer), clock),
         )  # fmt: skip
         self._fetchers = Fetchers(core, transport, layout, clock, self._tell)
         self._candidate = CandidateState(

@@ -16,6 +16,7 @@ from spes_p2p.consensus.messages import Envelope
 from spes_p2p.errors import LocalProtocolError, NetworkError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
+from spes_p2p.swarm.door import Door
 from spes_p2p.swarm.ports import Transport
 from spes_p2p.sync.sealing import EnvelopeChecker
 from spes_p2p.sync.tasks import Tasks
@@ -45,7 +46,10 @@ class Outbox:
         timeout_seconds: Callable[[], float],
         heard: Callable[[Envelope], None],
         notice: Callable[[Notice], None],
+        door: Door | None = None,
     ) -> None:
+        """`door`: how many new signatures each peer may send, in calls and in answers."""
+        self._door = door
         self._transport = transport
         self._checker = checker
         self._tasks = tasks
@@ -64,7 +68,7 @@ class Outbox:
 
     def open(self, peer: PeerId, data: bytes) -> Envelope:
         """What `peer` sent. Raises RemoteProtocolError where it is not well-formed, or not signed as it should be."""
-        return self._checker.open(peer, data)
+        return self._checker.open(peer, data, self._door)
 
     def answer(self, peer: PeerId, envelope: Envelope) -> bytes:
         """The bytes to answer a call of `peer` with; what does not fit follows in calls of our own."""

@@ -12,6 +12,7 @@ from spes_p2p.consensus.statements import ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
+from spes_p2p.swarm.door import Door, DoorLimits, Rate
 from spes_p2p.swarm.ports import Signer, Verifier
 from spes_p2p.wire import unpack
 
@@ -29,6 +30,10 @@ MAX_PARTS = {
 MAX_KEY_BYTES = 4096
 MAX_SIGNATURE_BYTES = 2048
 _REMEMBERED = 8192
+SIGNATURES = DoorLimits(Rate(1000.0, 16_384.0), Rate(50.0, 4096.0), Rate(200.0, 8192.0))
+"""New signatures: a burst has room for any call. Each takes 26 us, and 64 us with RSA-4096; a thread would not help,
+since checking one keeps all other threads of Python waiting.
+"""
 
 
 class KeySealer:
@@ -54,26 +59,37 @@ class EnvelopeChecker:
         self._good: OrderedDict[Hash, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def open(self, sender: PeerId, data: bytes) -> Envelope:
-        """Raises RemoteProtocolError for anything but a well-formed envelope of `sender` with good signatures."""
+    def open(self, sender: PeerId, data: bytes, door: Door | None = None) -> Envelope:
+        """Raises RemoteProtocolError for anything but a well-formed envelope of `sender` with good signatures.
+
+        `door`: refuses senders with too many signatures that are new.
+        """
         envelope = unpack(Envelope, data, max_bytes=MAX_CALL_BYTES)
         if envelope.sender != sender:
             raise RemoteProtocolError(f"{short(sender)} sent an envelope of {short(envelope.sender)}")
         for name, limit in MAX_PARTS.items():
             if len(getattr(envelope, name)) > limit:
                 raise RemoteProtocolError(f"{short(sender)} sent {len(getattr(envelope, name))} {name} at once")
-        for signed in _signed_parts(envelope):
-            if not self.check(signed.author, signed.public_key, signing_bytes(signed.value), signed.signature):
+        parts = [(signed, signing_bytes(signed.value)) for signed in _signed_parts(envelope)]
+        if door is not None:
+            new = sum(not self._is_known(_name(s.author, s.public_key, data, s.signature)) for s, data in parts)
+            if not door.admits(sender, new):
+                raise RemoteProtocolError(f"{short(sender)} sent too many signatures in too short a time")
+        for signed, said in parts:
+            if not self.check(signed.author, signed.public_key, said, signed.signature):
                 kind = type(signed.value).__name__
                 raise RemoteProtocolError(f"{short(sender)} sent a {kind} without a valid signature of its author")
         return envelope
+
+    def _is_known(self, name: Hash) -> bool:
+        with self._lock:
+            return name in self._good
 
     def check(self, peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> bool:
         """Whether `signature` over `data` was made with `public_key`, and that key is the peer's."""
         if len(public_key) > MAX_KEY_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
             return False
-        lengths = f"{len(public_key)} {len(signature)} {peer}\0"  # or another split of the same bytes would pass
-        name = sha256(lengths.encode(), public_key, signature, data)
+        name = _name(peer, public_key, data, signature)
         with self._lock:
             if name in self._good:
                 self._good.move_to_end(name)
@@ -85,6 +101,11 @@ class EnvelopeChecker:
             if len(self._good) > _REMEMBERED:
                 self._good.popitem(last=False)
         return True
+
+
+def _name(peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> Hash:
+    lengths = f"{len(public_key)} {len(signature)} {peer}\0"  # or another split of the same bytes would pass
+    return sha256(lengths.encode(), public_key, signature, data)
 
 
 def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:

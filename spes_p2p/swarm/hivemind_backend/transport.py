@@ -102,7 +102,7 @@ class HivemindTransport:
         self.connections = Connections(p2p, daemon_ended, self._background)
         self._traffic = limits.traffic()
         self._speed_handler = SpeedHandler(self._traffic)
-        self._handler: Handler | None = None
+        self._calls: calls.CallServer | None = None
         self._is_member: Callable[[PeerId], bool] = lambda peer: False
         self._server: StreamServer | None = None
 
@@ -150,12 +150,13 @@ class HivemindTransport:
         self.connections.book.learn(peer, addresses)
 
     async def serve(self, handler: Handler, is_member: Callable[[PeerId], bool] = anybody) -> None:
-        self._handler, self._is_member = handler, is_member
+        self._is_member = is_member
+        self._calls = calls.CallServer(handler, is_member)
         self._server = StreamServer(handler, self._traffic, self._limits, self.peer_id, is_member)
 
     async def close(self) -> None:
         """Ends what is being served; the daemon is the network's to end."""
-        self._handler = self._server = None
+        self._calls = self._server = None
         await self._background.stop()
 
     # ---- asking ----
@@ -197,11 +198,11 @@ class HivemindTransport:
 
     async def answer(self, caller: PeerId, request: bytes) -> bytes:
         self.connections.heard(caller)
-        handler = self._handler
-        if handler is None:
+        served = self._calls
+        if served is None:
             return calls.NOT_SERVING
         self._traffic.count_received(len(request))
-        reply = await calls.answer(handler, caller, request)
+        reply = await served.answer(caller, request)
         self._traffic.count_sent(len(reply))
         return reply
 

@@ -19,6 +19,7 @@ from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.requests import unpack_request
 from spes_p2p.ids import PeerId, short
 from spes_p2p.ownership.assign import OwnershipRequest
+from spes_p2p.swarm.door import Door
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.donor import Serving
 from spes_p2p.sync.genesis import RunInfo, check_same_run, sign_genesis
@@ -26,6 +27,7 @@ from spes_p2p.sync.node import Node, Run, RunFiles
 from spes_p2p.sync.organiser_words import Words
 from spes_p2p.sync.organising.renewer import Renewer, members_of, wishes_of
 from spes_p2p.sync.organising.seat import VOUCH_FIX, Duty, Seat
+from spes_p2p.sync.sealing import SIGNATURES
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
 
@@ -51,6 +53,7 @@ class Organiser:
         self._waiting: dict[PeerId, _Waiting] = {}
         self._has_asked = False
         self._seat = seat
+        self._door = Door(SIGNATURES, self.chain.names, node.clock)
         self._tasks = Tasks(seat.fatal)
         self._renewer = Renewer(run, node, files, seat)
         self._serving = Serving(run.info, self.chain, files.store, lambda parent, first, count: None, data=files.data)
@@ -85,7 +88,7 @@ class Organiser:
 
     async def on_call(self, caller: PeerId, request: bytes) -> bytes:
         """Takes a status; answers with genesis, or with the newest commit."""
-        envelope = self._node.checker.open(caller, request)
+        envelope = self._node.checker.open(caller, request, self._door)
         check_same_run(envelope, self._run.info)
         for status in said_by(caller, envelope, self._run.info):
             if self.chain.length == 0 and self._has_key:
