@@ -43,13 +43,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = arguments.data or _made_data(folder)
-        configs = [_config(arguments, seed, data) for seed in range(arguments.seeds)]
-        clean = [_trial(arguments, config, folder, "") for config in configs]
+        clean: dict[tuple[str, ...], list[Trial]] = {}
         if not arguments.json:
             print("| attack | loss | without liars | worse by | longest stall | banned | banned honest |")
             print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
         for attack in arguments.attacks:
-            found = _summary(attack, [_trial(arguments, config, folder, attack) for config in configs], clean)
+            needed = ATTACKS[attack].overrides
+            configs = [_config(arguments, seed, data, needed) for seed in range(arguments.seeds)]
+            if needed not in clean:
+                clean[needed] = [_trial(arguments, config, folder, "") for config in configs]
+            lying = [_trial(arguments, config, folder, attack) for config in configs]
+            found = _summary(attack, lying, clean[needed])
             print(json.dumps(found) if arguments.json else _row(found), flush=True)
 
 
@@ -79,8 +83,8 @@ def _row(found: dict[str, str | float | None]) -> str:
     return f"| {' | '.join(map(str, [*cells, found['banned'], found['banned_honest']]))} |"
 
 
-def _config(arguments: argparse.Namespace, seed: int, data: Path) -> Config:
-    overrides = (*SMALL, f"data.path={data}", f"run.seed={seed}", *arguments.overrides)
+def _config(arguments: argparse.Namespace, seed: int, data: Path, needed: Sequence[str]) -> Config:
+    overrides = (*SMALL, *needed, f"data.path={data}", f"run.seed={seed}", *arguments.overrides)
     return load_config(config_path(Path("tiny")), overrides)
 
 

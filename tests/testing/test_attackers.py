@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from spes_p2p.config.load import bundled_config, load_config
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import Work
-from spes_p2p.data.loader import open_dataset
+from spes_p2p.data.loader import Batch, open_dataset
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
+from spes_p2p.sync.catch_up import CatchUp
 from spes_p2p.sync.clipping import opposed
 from spes_p2p.sync.reduce import NORM_LIMIT
+from spes_p2p.sync.sealing import EnvelopeChecker
+from spes_p2p.sync.surroundings import Applied
 from spes_p2p.testing.attackers.attack import Scene
-from spes_p2p.testing.attackers.trial import ATTACKS, run_trial
+from spes_p2p.testing.attackers.trial import ATTACKS, Trial, run_trial
+from spes_p2p.testing.pretend_peer import PretendPeer
 from tests.peer.real import SMALL, make_tokens
 
 
@@ -66,6 +72,107 @@ def named(values: Sequence[Values]) -> dict[PeerId, Values]:
 def test_claims_go_as_far_as_the_rules_let_them() -> None:
     claimed = ATTACKS["claimed-work"]().work(Work(ready=True, tokens=800, steps=10, sequences=20), most_steps=80)
     assert (claimed.steps, claimed.tokens, claimed.sequences) == (80, 6400, 160)
+
+
+def test_flipped_labels_are_tokens_from_the_other_end_of_the_vocabulary() -> None:
+    batch = Batch(np.array([[0, 3, 9]]), np.array([True]), np.array([0]))
+    assert ATTACKS["label-flip"]().batch(batch, 10).tokens.tolist() == [[9, 6, 0]]
+
+
+def test_a_sole_owner_is_honest_where_others_own_too() -> None:
+    seen = scene()
+    alone = replace(seen, honest=())
+    assert np.array_equal(ATTACKS["sole-owner"]().values(seen), seen.trained)
+    assert cosine(ATTACKS["sole-owner"]().values(alone) - alone.base, alone.change) < -0.99
+
+
+def test_who_names_honest_peers_lost_takes_liars() -> None:
+    attack, liars = ATTACKS["names-lost"](), {PeerId("liar")}
+    assert [attack.takes(PeerId(name), liars) for name in ("liar", "honest")] == [True, False]
+
+
+class Seen:
+    """What a run with a liar showed on the way."""
+
+    def __init__(self) -> None:
+        self.tips: list[Manifest] = []
+        self.asked_for_chain = 0
+        self.checked = 0
+
+
+def trial_with(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, rounds: int = 3
+) -> tuple[Trial, Seen]:
+    """A run of three honest peers and a liar."""
+    data, seen = make_tokens(folder / "corpus", 4_000), Seen()
+    common = ("swarm.experts_per_peer=8", "swarm.target_replicas=4", "sync.steps_per_round=2", "sync.merge_alpha=0")
+    chosen = (*SMALL, *common, "swarm.faults=byzantine", f"data.path={data}", *ATTACKS[name].overrides, *overrides)
+    config = load_config(bundled_config("tiny"), chosen)
+    applied, check, chain = PretendPeer.applied, EnvelopeChecker.check, CatchUp.headers
+
+    def told(self: PretendPeer, event: Applied) -> None:
+        seen.tips.append(event.commit.manifest)
+        applied(self, event)
+
+    def checked(self: EnvelopeChecker, peer: PeerId, *rest: Any) -> bool:
+        seen.checked += " makes " in peer
+        return check(self, peer, *rest)
+
+    async def headers(self: CatchUp, *rest: Any, **named: Any) -> Any:
+        seen.asked_for_chain += 1
+        return await chain(self, *rest, **named)
+
+    monkeypatch.setattr(PretendPeer, "applied", told)
+    monkeypatch.setattr(EnvelopeChecker, "check", checked)
+    monkeypatch.setattr(CatchUp, "headers", headers)
+    return run_trial(config, folder / "run", open_dataset(config), rounds, ATTACKS[name](), 4, 1), seen
+
+
+@pytest.mark.timeout(300)
+def test_an_endless_chain_is_asked_for_and_moves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, seen = trial_with("endless-chain", tmp_path, monkeypatch)
+    assert trial.rounds >= 3
+    assert seen.asked_for_chain > 0
+    assert trial.longest_stall_deadlines < 10
+    assert all(manifest.roster for manifest in seen.tips[3:])
+
+
+@pytest.mark.timeout(300)
+def test_a_flood_of_signatures_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, seen = trial_with("signature-flood", tmp_path, monkeypatch)
+    assert trial.rounds >= 3
+    assert seen.checked > 0
+    assert trial.longest_stall_deadlines < 10
+
+
+@pytest.mark.timeout(300)
+def test_fifty_keys_come_in_and_get_no_vote_where_electors_are_vouched_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, seen = trial_with("stranger-keys", tmp_path, monkeypatch, "swarm.electors=vouched", rounds=5)
+    assert trial.rounds >= 5
+    strangers = [m for tip in seen.tips for m in tip.members if " key " in m.peer]
+    assert strangers
+    assert not any(member.elector for member in strangers)
+
+
+@pytest.mark.timeout(300)
+def test_a_sole_owner_has_a_column_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, seen = trial_with("sole-owner", tmp_path, monkeypatch)
+    assert trial.rounds >= 3
+    assert {tip.ownership[0] for tip in seen.tips} == {(PeerId("peer-003"),)}
+
+
+@pytest.mark.timeout(300)
+def test_a_reducer_that_names_honest_peers_lost_leaves_them_out_and_nobody_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, seen = trial_with("names-lost", tmp_path, monkeypatch)
+    liar = PeerId("peer-003")
+    made = [piece for tip in seen.tips for piece in tip.slices if piece.reducer == liar and len(tip.roster) == 4]
+    assert made
+    assert {piece.contributors for piece in made} == {(liar,)}
+    assert (trial.banned, trial.banned_honest) == (0, 0)
 
 
 def test_one_of_a_hundred_tiles_is_altered() -> None:

@@ -1,14 +1,19 @@
-"""What a liar may choose: the values it hands in, the work it claims, the tiles it hands out as a reducer."""
+"""What a liar may choose: what it trains on, hands in and claims, what it does as a reducer, what it says beside."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from spes_p2p.consensus.messages import Work
+from spes_p2p.data.loader import Batch
+from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
+from spes_p2p.swarm.memory_backend import MemoryNetwork
+from spes_p2p.sync.driver import Driver
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,29 @@ class Scene:
         return np.stack([values - self.base for values in self.honest] or [self.change])
 
 
+@dataclass(frozen=True)
+class Liar:
+    """A lying peer as it goes on, with all that it may use."""
+
+    name: PeerId
+    driver: Driver
+    network: MemoryNetwork
+    honest: tuple[PeerId, ...]
+    heartbeat_seconds: float
+
+
 class Attack:
     """An honest peer. Each attack changes what it must."""
 
     name: ClassVar[str]
+    overrides: ClassVar[tuple[str, ...]] = ()
+    """What of the run's config must be so for there to be something to attack."""
+    claims_column: ClassVar[bool] = False
+    """Whether each liar claims an expert column, another one each."""
+
+    def batch(self, batch: Batch, vocab_size: int) -> Batch:
+        """What is trained on."""
+        return batch
 
     def values(self, scene: Scene) -> Values:
         """What is handed in of a block."""
@@ -47,6 +71,13 @@ class Attack:
     def work(self, work: Work, most_steps: int) -> Work:
         """What is claimed for it; of more than `most_steps` inner steps the rules count none."""
         return work
+
+    def takes(self, peer: PeerId, liars: Collection[PeerId]) -> bool:
+        """Whether it asks a contributor for its values; else it reports it as lost."""
+        return True
+
+    async def beside(self, liar: Liar) -> None:
+        """What it does beside the rounds, for ever."""
 
     def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
         """What is handed out as the mean of a tile. `rng`: of this liar, round and slice."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from spes_p2p.consensus.messages import Work
+from spes_p2p.data.loader import Batch
 from spes_p2p.state.layout import Values
 from spes_p2p.testing.attackers.attack import Attack, Scene
 
@@ -14,8 +15,8 @@ UNNOTICED = 10.0
 """How many times an honest change the large ones are: half of what reducers refuse (`NORM_LIMIT`)."""
 ALIE_DEVIATIONS = 1.5
 """Standard deviations from the honest mean, as in the experiments of arXiv 1902.06156."""
-
-
+SPOILT = 100.0
+"""How many times its own change a sole owner goes the other way: nobody compares it with another's."""
 DISGUISE = 0.7
 """The honest part of a disguised change, in parts of the noise: then its cosine with the honest mean is 0.57."""
 
@@ -115,6 +116,26 @@ class ClaimedFlip(Idle):
 
     def values(self, scene: Scene) -> Values:
         return scene.base - scene.change
+
+
+class LabelFlip(Attack):
+    """Trains honestly, on text in which the first token of the vocabulary stands for the last one, and so on."""
+
+    name = "label-flip"
+
+    def batch(self, batch: Batch, vocab_size: int) -> Batch:
+        return replace(batch, tokens=vocab_size - 1 - batch.tokens)
+
+
+class SoleOwner(Attack):
+    """Spoils the columns that nobody else owns, and is honest in all else."""
+
+    name = "sole-owner"
+    overrides = ("swarm.target_replicas=1",)
+    claims_column = True
+
+    def values(self, scene: Scene) -> Values:
+        return scene.trained if scene.honest else scene.base - np.float32(SPOILT) * scene.change
 
 
 class Copy(Attack):

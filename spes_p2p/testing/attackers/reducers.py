@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
+from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
-from spes_p2p.testing.attackers.attack import Attack
+from spes_p2p.testing.attackers.attack import Attack, Scene
 
 ALTERED_SHARE = 0.01
 
@@ -27,6 +30,18 @@ class NoisyTiles(Attack):
     def reduced(self, tile_id: int, values: Values, rng: np.random.Generator) -> Values:
         size = float(np.linalg.norm(values)) / np.sqrt(len(values))
         return values + np.float32(size) * rng.standard_normal(len(values), np.float32)
+
+
+class NamesLost(Attack):
+    """Says of all honest contributors that they were lost, and averages what liars have handed in."""
+
+    name = "names-lost"
+
+    def takes(self, peer: PeerId, liars: Collection[PeerId]) -> bool:
+        return peer in liars
+
+    def values(self, scene: Scene) -> Values:
+        return scene.base - scene.change
 
 
 class NotFiniteTiles(Attack):

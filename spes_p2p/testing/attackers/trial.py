@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,14 +17,19 @@ import numpy as np
 import torch
 
 from spes_p2p.config.schema import Config
-from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.messages import Work
+from spes_p2p.consensus.manifest import Contribution, Manifest
+from spes_p2p.consensus.messages import Intent, Work
+from spes_p2p.consensus.reducing import LOST
 from spes_p2p.consensus.rules import MOST_ROUNDS
+from spes_p2p.data.loader import Batch
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
-from spes_p2p.testing.attackers.attack import Attack, Scene
+from spes_p2p.sync.organiser_words import Words, roll
+from spes_p2p.sync.round_executor import Take
+from spes_p2p.sync.sealing import KeySealer
+from spes_p2p.testing.attackers.attack import Attack, Liar, Scene
 from spes_p2p.testing.attackers.contributions import (
     ALittleIsEnough,
     ClaimedFlip,
@@ -32,13 +37,16 @@ from spes_p2p.testing.attackers.contributions import (
     Disguised,
     Idle,
     InnerProduct,
+    LabelFlip,
     Noise,
     NotFinite,
     SignFlip,
+    SoleOwner,
     Thousandfold,
 )
-from spes_p2p.testing.attackers.reducers import AlteredTile, NoisyTiles, NotFiniteTiles
-from spes_p2p.testing.pretend_peer import PretendPeer
+from spes_p2p.testing.attackers.reducers import AlteredTile, NamesLost, NoisyTiles, NotFiniteTiles
+from spes_p2p.testing.attackers.talkers import EndlessChain, Flood, StrangerKeys
+from spes_p2p.testing.pretend_peer import ORGANISER, PretendPeer, PretendWork
 from spes_p2p.testing.training_swarm import LOOK_SECONDS, Measure, TrainingPeer, TrainingSwarm
 from spes_p2p.testing.virtual_time import run_virtual
 
@@ -46,7 +54,8 @@ ATTACKS: Mapping[str, type[Attack]] = {
     kind.name: kind
     for kind in (
         NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Disguised, Idle, ClaimedFlip,
-        Copy, AlteredTile, NoisyTiles, NotFiniteTiles,
+        Copy, LabelFlip, SoleOwner, AlteredTile, NoisyTiles, NotFiniteTiles, NamesLost, StrangerKeys, EndlessChain,
+        Flood,
     )
 }  # fmt: skip
 PATIENCE_DEADLINES = 30.0
@@ -61,6 +70,7 @@ class TrialPeer(TrainingPeer):
 
     async def start(self) -> None:
         await super().start()
+        self.driver.obey(cast(TrialSwarm, self.swarm).words)
         attack = self._attack
         if attack is None:
             return
@@ -78,8 +88,23 @@ class TrialPeer(TrainingPeer):
         def claimed(work: Work) -> None:
             ready(attack.work(work, MOST_ROUNDS * self._present.turn.manifest.steps_per_round))
 
+        executor, loader = self.driver._executor, self.learner._loader
+        asked, next_batch = executor._asked, loader.next_batch if loader is not None else None
+        swarm = cast(TrialSwarm, self.swarm)
+
+        async def taken(entry: Contribution, parent: Hash, take: Take) -> str:
+            return await asked(entry, parent, take) if attack.takes(entry.peer, swarm.liars) else LOST
+
+        def altered_batch(sequences: int) -> Batch:
+            assert next_batch is not None
+            return attack.batch(next_batch(sequences), swarm.config.model.vocab_size)
+
         vars(candidate)["write"] = written
         vars(self.driver)["ready"] = claimed
+        vars(executor)["_asked"] = taken
+        vars(loader)["next_batch"] = altered_batch
+        honest = tuple(peer for peer in swarm.peers if peer not in swarm.liars)
+        self.net.spawn(attack.beside(Liar(self.name, self.driver, swarm.network, honest, swarm.run.heartbeat_seconds)))
 
     @property
     def _attack(self) -> Attack | None:
@@ -109,6 +134,24 @@ class TrialSwarm(TrainingSwarm):
 
     peer_class = TrialPeer
     liars: Mapping[PeerId, Attack] = {}
+    words = Words()
+    """The organiser's."""
+
+    async def start_organiser(self) -> None:
+        await super().start_organiser()
+        self.organiser.obey(self.words)
+
+    async def add(self, name: str, work: PretendWork | None = None, intent: Intent | None = None) -> PretendPeer:
+        attack = self.liars.get(PeerId(name))
+        if attack is not None and attack.claims_column:
+            claims = (sorted(self.liars).index(PeerId(name)),)
+            intent = Intent(joining=True, max_columns=self.config.swarm.experts_per_peer, claims=claims)
+        return await super().add(name, work, intent)
+
+    def vouch_for(self, names: Sequence[PeerId]) -> None:
+        """Before it starts: with swarm.electors=vouched these may vote, liars too, and nobody else."""
+        if self.run.rules.by_vouch:
+            self.words = roll(self.info, Words(), KeySealer(self.network.keys.signer(ORGANISER)), vouched=names)
 
     def honest_values(self, manifest: Manifest, block: int) -> tuple[Values, ...]:
         """What those that do not lie have trained of a block by now, in the order of their names."""
@@ -147,6 +190,7 @@ def run_trial(
     async def play() -> Trial:
         swarm = TrialSwarm(settled, folder, dataset, torch.device("cpu"), Measure(NEVER, NEVER))
         swarm.liars = {} if attack is None else dict.fromkeys(lying, attack)
+        swarm.vouch_for(present)
         await swarm.start(present)
         first = cast(TrainingPeer, swarm.peers[names[0]])
         trial = await _watched(swarm, first, rounds)
