@@ -18,7 +18,7 @@ import torch
 from spes_p2p.config.schema import Config
 from spes_p2p.data.pieces import PieceGrid
 from spes_p2p.data.web_url import WebAccess, WebFolder, needs_consent
-from spes_p2p.errors import ClockSkewed, ConfigError, NetworkError, RemoteProtocolError, SpesError
+from spes_p2p.errors import ClockSkewed, ConfigError, IdentityInUse, NetworkError, RemoteProtocolError, SpesError
 from spes_p2p.exchange.piece_fetcher import fetch_catalogue
 from spes_p2p.ids import NO_HASH, PeerId, short
 from spes_p2p.peer.checks import (
@@ -34,11 +34,13 @@ from spes_p2p.peer.checks import (
 from spes_p2p.peer.devices import choose_cards
 from spes_p2p.peer.entrance import open_network
 from spes_p2p.peer.fitting import eight_bit_would_help, fit_config, measure, wanted_columns
+from spes_p2p.peer.folder import make_folder
 from spes_p2p.peer.machine import find_disk, find_machine
 from spes_p2p.peer.options import JoinTarget, PeerOptions
 from spes_p2p.peer.web_data import absent_on_web
 from spes_p2p.planning.budget import Device
 from spes_p2p.swarm.hivemind_backend import HivemindNetwork, NetworkThread, Reach
+from spes_p2p.swarm.hivemind_backend.identity import IdentityFile, signer_of
 from spes_p2p.swarm.records import RunGroup, parse_all, parse_peer, peers_key
 from spes_p2p.sync.finding import find_run
 from spes_p2p.sync.genesis import RunInfo
@@ -82,11 +84,26 @@ def run_checks(options: PeerOptions, meeting: JoinTarget, device: torch.device, 
     if found.config is not None:
         for check in fit_checks(found.config, options, device):
             note(check)
+        if found.config.swarm.electors == "vouched":
+            note(_votes_check(options.output))
         if found.speed is not None:
             up, down, peer = found.speed
             owned = wanted_columns(found.config, options)
             note(speed_check(up, down, short(peer), found.config, owned, found.peers + 1))
     return checks
+
+
+def _votes_check(output: Path) -> Check:
+    """Who this peer will be, for its organiser to know; its key is made now."""
+    path = output / "identity.key"
+    try:
+        if not path.exists():
+            make_folder(output)
+            IdentityFile(path).release()
+        me = signer_of(path).peer_id
+    except (ConfigError, IdentityInUse) as error:
+        return of_error("votes", error)
+    return Check("votes", "ok", f"trains without a vote; an invitation with one: spes-p2p invite --for {me}")
 
 
 def fit_checks(config: Config, options: PeerOptions, device: torch.device) -> list[Check]:

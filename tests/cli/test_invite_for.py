@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +71,21 @@ def test_the_organisers_node_vouches_for_the_peer_that_brings_it(tmp_path: Path,
 
     with NetworkThread() as thread:
         assert thread.run(show()) == (me,)
+
+
+def doctored(node: Organiser, output: Path) -> Any:
+    said = spes_p2p("doctor", "--initial-peers", node.address, "--output", str(output), "--json").output
+    return json.loads(said)["checks"]
+
+
+def test_the_doctor_says_what_the_organiser_must_know(
+    tmp_path: Path, vouching: Organiser, organiser: Organiser
+) -> None:
+    checks = doctored(vouching, tmp_path / "peer")
+    [votes] = [check for check in checks if check["name"] == "votes"]
+    assert votes["text"].endswith(f"spes-p2p invite --for {new_peer(tmp_path / 'peer')}")
+    assert "votes" not in {check["name"] for check in doctored(organiser, tmp_path / "b")}
+    assert not (tmp_path / "b" / "identity.key").exists()
 
 
 def test_another_peer_is_told_that_it_is_not_for_it(tmp_path: Path, vouching: Organiser) -> None:
