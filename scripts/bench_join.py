@@ -11,16 +11,20 @@ from __future__ import annotations
 import argparse
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.peer.kept_invite import kept_invite
 from spes_p2p.swarm.invite import decode, encode
 from spes_p2p.testing.processes import LocalSwarm, Process
+from tests.fork_server import ForkedSwarm
 
 NOBODY = ("QmSoLV4Bbm51jM9C4gDYZQ9Cy3U6aXMJDAbzgu2fzaDs64", "QmY8BDyJuRjjFuKsmgcCQefNchDB5GHyWr5HxtUJimPuPd")
 RUN = ("swarm.min_peers=1", "swarm.experts_per_peer=8", "swarm.heartbeat_seconds=0.3", "sync.steps_per_round=8")
@@ -52,7 +56,7 @@ def main() -> None:
             "refused, silent, no host": (refused, silent, f"/ip4/10.255.255.1/tcp/31337/p2p/{NOBODY[1]}"),
         }
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
-        with LocalSwarm(folder / "swarm", forked=True) as swarm:
+        with ForkedSwarm(folder / "swarm") as swarm:
             swarm.bootstrap("tiny", folder / "tokens", RUN)
             first = swarm.peer("first", folder / "tokens")
             swarm.wait_for_round(1, ["first"])

@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import signal
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from spes_p2p.data.corpus import build_stdlib_corpus
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.observe.events import Round, Step
-from spes_p2p.testing.processes import LocalSwarm, Process
+from spes_p2p.testing.processes import Process
+from tests.fork_server import ForkedSwarm
 
 NAMES = ("one", "two", "three")
 RUN = ("swarm.min_peers=3", "swarm.experts_per_peer=4", "sync.steps_per_round=20", "eval.every_rounds=0")
@@ -30,7 +34,7 @@ KILLED_AT = 2
 
 def speeds(folder: Path, tokens: Path, killed: tuple[str, ...], rounds: int) -> Iterator[tuple[float, float]]:
     """Of each peer that is left (tokens per second by the clock, those of its median step) over `rounds` rounds."""
-    with LocalSwarm(folder, forked=True) as swarm:
+    with ForkedSwarm(folder) as swarm:
         node = swarm.bootstrap("tiny", tokens, RUN)
         peers = {name: swarm.peer(name, None, ["eval.every_rounds=0"]) for name in NAMES}
         left = [peer for name, peer in peers.items() if name not in killed]

@@ -6,7 +6,6 @@ by its pid at the latest when the swarm is closed, and by the kernel when whoeve
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -17,16 +16,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+
+import psutil
 
 from spes_p2p.errors import SpesError
 from spes_p2p.observe.events import Event, Round
 from spes_p2p.observe.sinks import EventReader
 from spes_p2p.testing.faults import JUMP, ArmedFaults, Fault, in_environment
-from spes_p2p.testing.fork_server import Child, ForkServer, children
 
 PROGRAM = "spes_p2p.cli.main"
 BOOTSTRAP = "bootstrap"
@@ -61,6 +60,17 @@ class Host:
 LOOPBACK = Host()
 
 
+class Running(Protocol):
+    """A process as `subprocess.Popen` shows it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 @dataclass
 class Process:
     """One `spes-p2p` process; its output goes to `log`."""
@@ -68,7 +78,7 @@ class Process:
     name: str
     folder: Path
     log: Path
-    popen: subprocess.Popen[bytes] | Child
+    popen: Running
     events: EventReader
     seen: list[tuple[float, Event]] = field(default_factory=list)
 
@@ -134,6 +144,11 @@ class Process:
         self.popen.wait()
 
 
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started and that still run, with theirs."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
 def stop_process(pid: int, timeout_seconds: float = 30.0) -> None:
     """SIGSTOP, and waits until it took effect: on a busy machine a thread may go on for a while.
 
@@ -164,23 +179,16 @@ class LocalSwarm:
     def __init__(
         self,
         folder: Path,
-        threads: int = 1,
         environment: Mapping[str, str] | None = None,
         hosts: Mapping[str, Host] | None = None,
-        forked: bool = False,
     ) -> None:
-        """`threads`: CPU threads of each process. `hosts`: where each process runs, by name, if not on loopback.
-
-        `forked`: processes are forked from one that has imported the program (see `fork_server`).
-        """
+        """`hosts`: where each process runs, by name, if not on loopback. Each has one CPU thread by default."""
         self._hosts = hosts or {}
-        self._threads = threads
-        self._forked = forked
         self.folder = folder
         self.processes: dict[str, Process] = {}
         self.address = ""
         self.armed_faults = ArmedFaults(folder / "faults")
-        self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
 
     def bootstrap(self, config: str | Path, data: Path | None = None, overrides: Sequence[str] = ()) -> Process:
         """Starts the bootstrap node, or the same again, and waits until peers can come.
@@ -227,7 +235,7 @@ class LocalSwarm:
         """What a short command such as `status` prints. Raises SpesError where it fails, or takes too long."""
         with tempfile.TemporaryDirectory() as folder:
             output, errors = Path(folder) / "output", Path(folder) / "errors"
-            asked = self._launch(PROGRAM, arguments, self._environment, output, errors)
+            asked = self.launch(PROGRAM, arguments, self._environment, output, errors)
             try:
                 code: int | None = asked.wait(timeout_seconds)
             except subprocess.TimeoutExpired:
@@ -283,12 +291,8 @@ class LocalSwarm:
 
         self.wait_until(ended, "the end", names, timeout_seconds, fine=(None, 0))
 
-    def close(self, leave_seconds: float = 0.0) -> list[int]:
-        """Ends what still runs: SIGTERM, a few seconds, SIGKILL.
-
-        Gives what runs `leave_seconds` later nevertheless, of all swarms of this program that fork theirs: it was
-        left behind by one of their processes.
-        """
+    def close(self) -> None:
+        """Ends what still runs: SIGTERM, a few seconds, SIGKILL."""
         for process in self.processes.values():
             process.send(signal.SIGTERM)
         until = time.monotonic() + 12.0
@@ -296,10 +300,6 @@ class LocalSwarm:
             while process.exit_code is None and time.monotonic() < until:
                 time.sleep(0.05)
             process.end()
-        until = time.monotonic() + leave_seconds
-        while (left := _fork_server(self._threads).running() if self._forked else []) and time.monotonic() < until:
-            time.sleep(0.05)
-        return left
 
     def __enter__(self) -> Self:
         return self
@@ -319,14 +319,14 @@ class LocalSwarm:
         arguments = [*arguments, "--host-maddrs", maddr]
         more = in_environment(name, self.armed_faults, faults) if faults else {}
         fresh = any(fault.action == JUMP for fault in faults)
-        popen = self._launch(module, arguments, self._environment | more, log, log, host, fresh)
+        popen = self.launch(module, arguments, self._environment | more, log, log, host, fresh)
         before = self.processes.get(name)
         events = before.events if before else EventReader(folder / "metrics.jsonl")
         process = Process(name, folder, log, popen, events, before.seen if before else [])
         self.processes[name] = process
         return process
 
-    def _launch(
+    def launch(
         self,
         module: str,
         arguments: Sequence[str],
@@ -335,10 +335,11 @@ class LocalSwarm:
         errors: Path,
         host: Host = LOOPBACK,
         fresh: bool = False,
-    ) -> subprocess.Popen[bytes] | Child:
-        """`fresh`: never forked."""
-        if self._forked and not fresh:
-            return _fork_server(self._threads).start(module, arguments, environment, output, errors, host.namespace)
+    ) -> Running:
+        """Runs `python -m module arguments`, for a class that starts processes in another way to override.
+
+        `fresh`: as here in any case, since the process must not share anything.
+        """
         with open(output, "ab") as stream, open(errors, "ab") as error_stream:
             return subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", module, *arguments],
@@ -347,19 +348,11 @@ class LocalSwarm:
                 stderr=error_stream,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_leave_with(os.getpid()),
+                preexec_fn=leave_with(os.getpid()),
             )
 
 
-@cache
-def _fork_server(threads: int) -> ForkServer:
-    """One for all swarms of this process; it ends with it."""
-    fork_server = ForkServer(os.environ | {"OMP_NUM_THREADS": str(threads)}, _leave_with(os.getpid()))
-    atexit.register(fork_server.close)
-    return fork_server
-
-
-def _leave_with(parent: int) -> Callable[[], None] | None:
+def leave_with(parent: int) -> Callable[[], None] | None:
     """Makes a child ask itself to leave when we are gone without having said so (the kernel does it, on Linux)."""
     if not sys.platform.startswith("linux"):
         return None

@@ -15,7 +15,8 @@ from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.observe.events import Step
 from spes_p2p.state.store import StateStore
-from spes_p2p.testing.processes import LocalSwarm, Process
+from spes_p2p.testing.processes import Process
+from tests.fork_server import ForkedSwarm
 
 SMALL = (
     "model.d_model=32",
@@ -91,7 +92,7 @@ def state_hash(folder: Path, config: Config) -> str:
 
 def alone(folder: Path, data: Path, *arguments: str) -> Process:
     """A swarm of one peer that runs to its end."""
-    with LocalSwarm(folder, forked=True) as swarm:
+    with ForkedSwarm(folder) as swarm:
         swarm.bootstrap("tiny", data, ALONE)
         peer = swarm.peer("peer", data, arguments)
         peer.wait(WAIT_SECONDS)

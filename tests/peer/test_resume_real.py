@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.testing.processes import LocalSwarm
+from tests.fork_server import ForkedSwarm
 from tests.peer.real import ALONE, WAIT_SECONDS, alone, config_of, end_at_step, losses, make_tokens, state_hash
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -17,7 +17,7 @@ ROUNDS = ("--rounds", "3")
 def test_killed_and_terminated_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
     data, config = make_tokens(tmp_path), config_of(ALONE)
     whole = alone(tmp_path / "whole", data, *ROUNDS)
-    with LocalSwarm(tmp_path / "cut", forked=True) as swarm:
+    with ForkedSwarm(tmp_path / "cut") as swarm:
         swarm.bootstrap("tiny", data, ALONE)
         codes = [
             end_at_step(swarm.peer("peer", data), 20, signal.SIGKILL),

@@ -29,8 +29,8 @@ from spes_p2p.state.hashes import hash_tiles
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.testing.faults import LEADER_STEPS, MEMBER_STEPS, SLOW, Fault
-from spes_p2p.testing.fork_server import children
-from spes_p2p.testing.processes import BOOTSTRAP, LocalSwarm, Process
+from spes_p2p.testing.processes import BOOTSTRAP, Process, children
+from tests.fork_server import ForkedSwarm
 from tests.swarm.chaos_report import ChaosOptions, Findings, Sample, judge
 
 MODEL = (
@@ -94,7 +94,7 @@ class Chaos:
         """From the first process to the last, and the stores looked through."""
         began, found = time.monotonic(), self._findings
         data = _tokens(self._options.folder)
-        with LocalSwarm(self._options.folder, forked=True) as swarm:
+        with ForkedSwarm(self._options.folder) as swarm:
             self._swarm = swarm
             swarm.bootstrap("tiny", data, self._overrides)
             for name in self._names:
@@ -105,7 +105,8 @@ class Chaos:
             self._break_and_watch(data)
             self._settle()
             self._end()
-            found.left_over = [f"{pid} {command_of(pid)}" for pid in swarm.close(LEAVE_SECONDS)]
+            swarm.close()
+            found.left_over = [f"{pid} {command_of(pid)}" for pid in swarm.left_behind(LEAVE_SECONDS)]
         found.seconds = time.monotonic() - began
         self._look_through_stores()
         _count_times([self._swarm.processes[name] for name in self._names], found)

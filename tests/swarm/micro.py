@@ -23,6 +23,7 @@ from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.testing.processes import Host, LocalSwarm, Process
+from tests.fork_server import ForkedSwarm
 
 E = TypeVar("E", bound=Event)
 MICRO = (
@@ -90,7 +91,7 @@ def nothing_left() -> Iterator[dict[str, str]]:
 @contextmanager
 def local_swarm(folder: Path, hosts: Mapping[str, Host] | None = None) -> Iterator[LocalSwarm]:
     """A swarm of which no process is left afterwards, daemons and ranks included, whatever happens in between."""
-    with nothing_left() as mark, LocalSwarm(folder, environment=mark, hosts=hosts, forked=True) as swarm:
+    with nothing_left() as mark, ForkedSwarm(folder, environment=mark, hosts=hosts) as swarm:
         try:
             yield swarm
         finally:

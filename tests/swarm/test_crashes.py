@@ -17,8 +17,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Warning
 from spes_p2p.state.store import StateStore
 from spes_p2p.sync.chain import Chain
-from spes_p2p.testing.fork_server import children
-from spes_p2p.testing.processes import LocalSwarm, Process
+from spes_p2p.testing.processes import LocalSwarm, Process, children
 from tests.swarm.micro import LOCAL, MICRO, config_of, layout_of, local_swarm, peer_id_of
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]

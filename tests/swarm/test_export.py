@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spes_p2p.testing.processes import LocalSwarm
+from tests.fork_server import ForkedSwarm
 from tests.peer.real import ALONE, WAIT_SECONDS, make_tokens
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 def test_a_live_run_and_a_checkpoint_give_the_same_model(tmp_path: Path) -> None:
     data, live, saved = make_tokens(tmp_path), tmp_path / "live", tmp_path / "saved"
-    with LocalSwarm(tmp_path / "swarm", forked=True) as swarm:
+    with ForkedSwarm(tmp_path / "swarm") as swarm:
         swarm.bootstrap("tiny", data, ALONE)
         peer = swarm.peer("peer", data)
         swarm.wait_for_round(1, ["peer"], WAIT_SECONDS)

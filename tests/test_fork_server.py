@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.testing.fork_server import ForkServer
+from tests.fork_server import ForkServer
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 LEAVES_A_CHILD = "import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)"

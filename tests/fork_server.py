@@ -4,13 +4,15 @@ Importing costs seconds of CPU time a process, most of what a small swarm costs.
 every other way: process group, output, environment, network namespace, exit code, end by signal. What it cannot show is
 how the program starts, and its command line says `fork_server`. Linux only.
 
-`ForkServer` is the side that asks; `python -m spes_p2p.testing.fork_server` answers, a JSON line for each: asked to
-start a program, the pid; of a process that ended, its exit code (negative: the signal). It leaves with its input, and
-its processes with it. What these leave behind becomes a child of it, too, and so can be found.
+`ForkedSwarm` starts its processes this way. `ForkServer` is the side that asks; `python -m tests.fork_server` answers,
+a JSON line for each: asked to start a program, the pid; of a process that ended, its exit code (negative: the signal).
+It leaves with its input, and its processes with it. What these leave behind becomes a child of it, too, and so can be
+found.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -22,12 +24,15 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import SpesError
+from spes_p2p.testing.processes import LOOPBACK, Host, LocalSwarm, Running, children, leave_with
 
 _PRELOADED = ("numpy.random", "spes_p2p.cli.join", "spes_p2p.peer.run", "spes_p2p.peer.bootstrap")
 START_SECONDS = 90.0
@@ -45,11 +50,12 @@ class ForkServer:
         self._codes: dict[int, int] = {}
         self._started: list[int] = []
         self._rest = b""
+        paths = [str(Path(__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
         self._server = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=dict(environment),
+            env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
             preexec_fn=before_exec,
         )
@@ -140,17 +146,37 @@ class Child:
         return code
 
 
-def children(pid: int) -> list[int]:
-    """Processes that `pid` started and that still run, with theirs (from /proc: Linux only)."""
-    found: list[int] = []
-    for place in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            words = place.read_text().split()
-        except OSError:  # the thread has just ended
-            continue
-        for word in words:
-            found += [int(word), *children(int(word))]
-    return found
+class ForkedSwarm(LocalSwarm):
+    """A swarm whose processes are forked from one that has imported the program, one for all swarms of this process."""
+
+    def launch(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path,
+        host: Host = LOOPBACK,
+        fresh: bool = False,
+    ) -> Running:
+        if fresh:
+            return super().launch(module, arguments, environment, output, errors, host, fresh)
+        return _fork_server().start(module, arguments, environment, output, errors, host.namespace)
+
+    def left_behind(self, patience_seconds: float) -> list[int]:
+        """What still runs after so long, of all swarms of this process: one of their processes has left it behind."""
+        until = time.monotonic() + patience_seconds
+        while (left := _fork_server().running()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
+
+
+@cache
+def _fork_server() -> ForkServer:
+    """It ends with this process."""
+    fork_server = ForkServer(os.environ | {"OMP_NUM_THREADS": "1"}, leave_with(os.getpid()))
+    atexit.register(fork_server.close)
+    return fork_server
 
 
 # ---- the server ----
@@ -230,6 +256,7 @@ def _become(order: dict[str, Any], server: int) -> None:
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # what the server has read of its own environment, and may be gone by now
     np.random.seed()
     sys.argv = ["", *order["arguments"]]
 
