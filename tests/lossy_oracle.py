@@ -96,6 +96,8 @@ class Ledger:
     sent: dict[Key, Values] = field(default_factory=dict)
     handed: dict[Key, Values] = field(default_factory=dict)
     decay: float = 1.0
+    audited: bool = False
+    """Reducers take their own values as others get them, and keep nothing of a mean, but for their own columns."""
 
     def round(self, parent: Any, child: Any, before: Mapping[int, Values], brought: Mapping[Any, Any]) -> list[Values]:
         """The blocks after manifest `child`, before its merge, from the blocks `before`.
@@ -110,7 +112,8 @@ class Ledger:
                 block, start, stop = self.tiles[tile_id]
                 part = slice(start, stop)
                 old = before[block][part]
-                values = [self._heard(peer, piece, tile_id, old, brought) for peer in piece.contributors]
+                exact = "" if self.audited and not sole else piece.reducer
+                values = [self._heard(peer, exact, tile_id, old, brought) for peer in piece.contributors]
                 mean = self._mean(values, [weights[peer] for peer in piece.contributors])
                 after[block][part] = self._handed_out(piece, tile_id, mean, old, sole)
         self._follow(parent.ownership, child.ownership)
@@ -143,14 +146,14 @@ class Ledger:
                 unsent = self.sent.get((old[0], tile_id))
                 self.sent[old[0], tile_id] = ahead if unsent is None else ahead + unsent
 
-    def _heard(self, peer: str, piece: Any, tile_id: int, before: Values, brought: Mapping[Any, Any]) -> Values:
-        """A peer's values, as the reducer has them."""
+    def _heard(self, peer: str, exact: str, tile_id: int, before: Values, brought: Mapping[Any, Any]) -> Values:
+        """A peer's values, as the reducer has them; those of `exact` are not rounded."""
         block, start, stop = self.tiles[tile_id]
         values = np.array(brought[peer][block][start:stop])
         if self.codecs[block] == "fp32":
             return values
         kept = self.sent.pop((peer, tile_id), np.zeros_like(values)) * np.float32(self.decay)
-        if peer == piece.reducer:
+        if peer == exact:
             return values + kept
         change = (values - before) + kept
         arrives = THROUGH[self.codecs[block]](change)
@@ -171,13 +174,14 @@ class Ledger:
             return mean
         kept = self.handed.get((piece.reducer, tile_id))
         change = mean - before
-        if kept is not None and not sole:
+        if kept is not None and not sole and not self.audited:
             change = change + kept
         arrives = THROUGH[codec](change)
         for peer, at in list(self.handed):
             if at == tile_id:
                 del self.handed[peer, at]
-        self.handed[piece.reducer, tile_id] = change - arrives
+        if sole or not self.audited:
+            self.handed[piece.reducer, tile_id] = change - arrives
         return arrives + before
 
     def ahead(self, peer: str, block: int, committed: Values) -> Values:

@@ -6,10 +6,14 @@ even published with the run, since it says something about the organiser's machi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Schedule = tuple[tuple[Natural, Positive], ...]
 
 
 class Section(BaseModel):

@@ -22,8 +22,8 @@ from spes_p2p.config.sections import (
     RunConfig,
     SchedulerConfig,
     SwarmConfig,
-    SyncConfig,
 )
+from spes_p2p.config.sync import SyncConfig
 from spes_p2p.errors import ConfigError
 
 __all__ = [

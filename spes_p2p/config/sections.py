@@ -5,18 +5,12 @@ Checks across sections are in `schema`. Symbols in the descriptions: E experts, 
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from spes_p2p.codecs.sizes import CODECS, Codec, DenseCodec
-from spes_p2p.config.fields import Section, agreed, local
+from spes_p2p.config.fields import Natural, Positive, Section, agreed, local
 from spes_p2p.errors import ConfigError
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Schedule = tuple[tuple[Natural, Positive], ...]
 
 
 class RunConfig(Section):
@@ -284,126 +278,6 @@ class SchedulerConfig(Section):
                 fix=f"set it to at most {self.total_steps - self.warmup_steps}",
             )
         return self
-
-
-class SyncConfig(Section):
-    """The exchange that ends each round."""
-
-    enabled: bool = agreed("False: peers never exchange anything (only for a control experiment).", True)
-    steps_per_round: Positive | Schedule = agreed(
-        "H, or a schedule [[until step, H], ..., [0, H]], where 0 means until the end."
-    )
-    codec: Codec = agreed(
-        "How values are sent: fp32 sends them as they are; the others send changes, rounded to bf16, to 8 or 4 bits in "
-        "small blocks, or only the largest 3% (topk; topk2: 1.6%, in 2 bits), and send later what was left out.",
-        "fp32",
-    )
-    expert_codec: Codec = agreed("Codec for the values of expert columns (default: codec).")
-    residual_decay: float = agreed(
-        "By how much of it is what a contribution left out sent with the next one; SparseLoCo takes 0.95.",
-        1.0,
-        ge=0,
-        le=1,
-    )
-    dense_rounds: Natural = agreed(
-        "First rounds in which everything travels in bf16 instead of topk or topk2, while early weights move fast.", 0
-    )
-    guest_codec: DenseCodec = agreed(
-        "The same for what guests trained (only with model.guest_rank). It is sent once: what rounding loses is lost.",
-        "bf16",
-    )
-    expert_rounds: Positive = agreed(
-        "A column is handed out once in this many rounds, in turns; in between, its owners keep their own values "
-        "and the others keep the last committed ones. Shared parameters are averaged in every round.",
-        1,
-    )
-    overlap: bool = agreed(
-        "Keep training while a round is synced; what was trained since its snapshot is added to the result. At "
-        "most one round is in flight.",
-        False,
-    )
-    overlap_steps: Natural = agreed(
-        "Most inner steps to make while a round is synced; 0 means as many as a round has.", 0
-    )
-    fragments: Positive = agreed(
-        "Syncs that a round is spread over: each averages one part of the shared parameters and of the columns, after "
-        "H / fragments steps. The total number of bytes is the same, but fewer are sent at a time.",
-        1,
-    )
-    aggregate: Literal["mean", "clip"] = agreed(
-        "How contributions become one. mean: the weighted mean of SPES. clip, for runs with peers that nobody knows: "
-        "what points another way than most stays out, changes are clipped around their median, and nobody weighs more "
-        "than twice the median peer; it needs three contributors, else it is the mean.",
-        "mean",
-    )
-    merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
-    merge_alpha: float = agreed(
-        "How far an expert moves towards its neighbours in a merge at step 0; 0 turns merges off.", 0.05, ge=0, le=1
-    )
-    merge_decay_steps: Positive = agreed("Step at which the merge has faded out.", 10_000)
-    merge_kind: Literal["paper", "released", "shrink"] = agreed(
-        "paper: as SPES describes it. For comparison alone, released: with an expert's matrices mixed up, as SPES's "
-        "server does it; shrink: experts become smaller by alpha, and have no neighbours.",
-        "paper",
-    )
-    merge_top_k: Positive = agreed("Neighbours of an expert in a merge (at most E - 1 are taken).", 4)
-    tile_values: Positive = agreed("Values of one tile, the unit of transfer and hashing.", 2**20, le=2**26)
-    slice_tiles: Positive = agreed("Most tiles that are reduced together.", 16)
-    outer: Literal["none", "nesterov"] = agreed(
-        "Outer optimizer for a round's averaged change, as in DiLoCo: none applies it as it is; nesterov is SGD with "
-        "Nesterov momentum, which doubles the size of the state.",
-        "none",
-    )
-    outer_lr: float = agreed("Learning rate of the outer optimizer (only with nesterov).", 0.7, gt=0, le=10)
-    outer_momentum: float = agreed("Momentum of the outer optimizer (only with nesterov).", 0.9, ge=0, lt=1)
-    outer_steps: Natural = agreed(
-        "Inner steps between two of its steps that rate and momentum are meant for: where there are fewer or more, "
-        "both follow, so that as much adds up in as many inner steps; 0: both stay as they are (only with nesterov).",
-        0,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, data: Any) -> Any:
-        codec = data.get("codec", "fp32") if isinstance(data, dict) else None
-        return {"expert_codec": codec} | data if codec in CODECS else data
-
-    @model_validator(mode="after")
-    def _check(self) -> SyncConfig:
-        if isinstance(self.steps_per_round, tuple):
-            _check_schedule(self.steps_per_round)
-        _check_fragments(self.steps_per_round, self.fragments)
-        return self
-
-    @property
-    def column_rounds(self) -> int:
-        """Syncs between two that hand out the same column."""
-        return self.expert_rounds * self.fragments
-
-
-def _check_fragments(steps_per_round: int | tuple[tuple[int, int], ...], fragments: int) -> None:
-    every = (steps_per_round,) if isinstance(steps_per_round, int) else [steps for _, steps in steps_per_round]
-    for steps in every:
-        if steps % fragments:
-            raise ConfigError(
-                f"sync.steps_per_round is {steps}, not a multiple of sync.fragments ({fragments})",
-                fix=f"use {steps // fragments * fragments or fragments} steps, for example",
-            )
-
-
-def _check_schedule(schedule: tuple[tuple[int, int], ...]) -> None:
-    shown = [list(entry) for entry in schedule]
-    if not schedule or schedule[-1][0] != 0:
-        raise ConfigError(
-            f"sync.steps_per_round is {shown}, but a schedule must not end",
-            fix="make the last entry [0, H]: H for ever",
-        )
-    ends = [0, *(until for until, _ in schedule[:-1])]
-    if any(later <= earlier for earlier, later in pairwise(ends)):
-        raise ConfigError(
-            f"sync.steps_per_round is {shown}, but its steps must increase",
-            fix="order it by step, for example [[100, 5], [300, 10], [0, 50]]",
-        )
 
 
 class SwarmConfig(Section):

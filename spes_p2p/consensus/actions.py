@@ -69,6 +69,14 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Audit:
+    """Make the slice of `report`, which is of `plan`, again from what its contributors have, then `SliceAudited`."""
+
+    plan: Signed[Plan]
+    report: Signed[Report]
+
+
+@dataclass(frozen=True)
 class Build:
     """Compute the new state from the staged slices, then `StateBuilt` with its roots and the merge.
 
@@ -135,6 +143,6 @@ class Notice:
     peer: PeerId | None = None
 
 
-Work = Reduce | Fetch | Build | Verify | Adopt | CatchUp
+Work = Reduce | Fetch | Audit | Build | Verify | Adopt | CatchUp
 """What takes long, and needs room on the disk."""
 Action = Send | Persist | Forget | CloseTraining | Notice | Work

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from spes_p2p.consensus.membership import LINK_CLASSES
 from spes_p2p.consensus.messages import Intent, Work
+from spes_p2p.ids import NO_HASH
 
 MAX_COUNT = 2**53
 """Of tokens, steps or sequences that a status tells of."""
@@ -20,6 +21,7 @@ def is_sane_work(work: Work) -> bool:
     counts = (work.tokens, work.steps, work.sequences, work.expected_tokens)
     return (
         0 <= min(counts) <= max(counts) < MAX_COUNT
+        and len(work.commitment) == len(NO_HASH)
         and 0 <= work.seconds <= MAX_TRAINED_SECONDS  # false for NaN
         and 0 <= work.ready_in_seconds <= MAX_STEP_SECONDS
     )

@@ -61,10 +61,19 @@ class SliceReduced:
 
 @dataclass(frozen=True)
 class SliceStaged:
-    """The tiles of a slice are on disk; `hashes` concatenates theirs."""
+    """The tiles of a slice are on disk; `hashes` concatenates theirs. `is_doubtful`: unlike what was trained here."""
 
     key: Key
     hashes: bytes
+    is_doubtful: bool = False
+
+
+@dataclass(frozen=True)
+class SliceAudited:
+    """What another reported of a slice was made again; `is_sound` is None where not all that it takes was to be had."""
+
+    report: Signed[Report]
+    is_sound: bool | None
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,9 @@ class ForkRejected:
 
 @dataclass(frozen=True)
 class CatchUpFailed:
-    """The holder could not serve what it said it has."""
+    """The holder could not serve what it said it has; or, `is_ours`, we broke it off for our own child."""
+
+    is_ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,6 +247,7 @@ Event = (
     | TrainingProgressed
     | SliceReduced
     | SliceStaged
+    | SliceAudited
     | FetchFailed
     | StagingFailed
     | SlicesLost

@@ -139,13 +139,13 @@ class Following:
         self._others.asked_last = None
         self._state.round.following = False
 
-    def catch_up_failed(self, now: float) -> None:
-        """The holder could not serve what it said it has; another is asked."""
-        if self._others.asked_last is not None:
-            self._others.asked_in_vain[self._others.asked_last] += 1
-            if any(member.peer == self._others.asked_last for member in self._state.tip.members):
+    def catch_up_failed(self, now: float, is_ours: bool) -> None:
+        """The holder could not serve what it said it has; another is asked. `is_ours`: no fault of the holder."""
+        asked, self._others.asked_last = self._others.asked_last, None
+        if asked is not None and not is_ours:
+            self._others.asked_in_vain[asked] += 1
+            if any(member.peer == asked for member in self._state.tip.members):
                 self._liveness.failed(now)
-            self._others.asked_last = None
         self._state.round.following = False
 
     def adopt_failed(self) -> None:

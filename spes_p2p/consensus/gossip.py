@@ -12,6 +12,7 @@ from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.members import Members
 from spes_p2p.consensus.messages import (
+    Accusation,
     Content,
     DegradedProposal,
     Envelope,
@@ -122,6 +123,7 @@ class Gossip:
             plan=plan,
             ready=tuple(current.ready[entry] for entry in plan.value.roster) if plan else (),
             reports=self._reports_for(theirs, sent, relay) if current.plan is not None else (),
+            accusations=self._accusations_for(sent, relay) if self._others.evidence else (),
             votes=self._votes_for(theirs, sent, relay),
             contents=self._contents_for(theirs, sent),
             degraded_proposals=self._degraded_proposals_for(theirs, sent, relay),
@@ -171,6 +173,13 @@ class Gossip:
             if self._me in voids and index not in current.reports:
                 wanted.append(voids[self._me])
         return tuple(r for r in wanted if self._once(sent, ("report", r.value.index, r.author)))
+
+    def _accusations_for(self, sent: set[object], relay: bool) -> tuple[Signed[Accusation], ...]:
+        """Ours at once, those of others with each heartbeat; of earlier rounds ours alone."""
+        current = self._state.round
+        now = [one for some in current.accusations.values() for one in some.values() if relay or one.author == self._me]
+        before = [some[self._me] for some in self._others.evidence.values() if relay and self._me in some]
+        return tuple(one for one in (*now, *before) if self._once(sent, ("accusation", one.author, one.value.report)))
 
     def _votes_for(self, theirs: Status, sent: set[object], relay: bool) -> tuple[Votes, ...]:
         """Ours, with what they lack of the newest proposal and polka; and those of electors that do not reach them."""
@@ -225,6 +234,7 @@ def _has_news(envelope: Envelope) -> bool:
     return bool(
         envelope.plan
         or envelope.reports
+        or envelope.accusations
         or envelope.votes
         or envelope.contents
         or envelope.degraded_proposals

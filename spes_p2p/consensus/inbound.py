@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.certificate import check_certificate
 from spes_p2p.consensus.forks import has_quorum
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
+    Accusation,
     Commit,
     Content,
     DegradedProposal,
@@ -58,6 +60,7 @@ class Inbound:
         state: State,
         leadership: Leadership,
         proposals: Proposals,
+        audits: Audits,
         round_plan: RoundPlan,
         voting: Voting,
         statuses: Statuses,
@@ -70,6 +73,7 @@ class Inbound:
         self._me = state.me
         self._leadership = leadership
         self._proposals = proposals
+        self._audits = audits
         self._round_plan = round_plan
         self._voting = voting
         self._statuses = statuses
@@ -89,6 +93,8 @@ class Inbound:
             new |= self._hear_plan(envelope.plan, now)
         for report in envelope.reports:
             new |= self._hear_report(report, now)
+        for accusation in envelope.accusations:
+            new |= self._hear_accusation(accusation)
         for votes in envelope.votes:
             new |= self._voting.hear(votes, now)
         for proposal in envelope.degraded_proposals:
@@ -138,6 +144,26 @@ class Inbound:
     def _hear_report(self, signed: Signed[Report], now: float) -> bool:
         """Takes the first report of a slice; another one only when nobody could give what the first promised."""
         report, current = signed.value, self._state.round
+        if not self._is_of_our_plan(signed) or report.reducer in current.barred:
+            return False
+        if report.index in current.reports or report.reducer in current.empty_reports.get(report.index, {}):
+            return False
+        if not report.contributors:
+            return self._take_empty_report(signed)
+        assert current.plan is not None
+        current.reports[report.index] = signed
+        current.seen[report.reducer] = now
+        self._others.moving_in_vain.discard(report.reducer)
+        current.failed.discard(current.plan.value.slices[report.index].key)
+        self._state.note_progress(now)
+        return True
+
+    def _hear_accusation(self, signed: Signed[Accusation]) -> bool:
+        return self._audits.hear(signed, self._is_of_our_plan(signed.value.report))
+
+    def _is_of_our_plan(self, signed: Signed[Report]) -> bool:
+        """Whether another may report this of a slice of our plan."""
+        report, current = signed.value, self._state.round
         if current.plan is None or report.plan != plan_hash(current.plan.value) or signed.author != report.reducer:
             return False
         plan = current.plan.value
@@ -159,18 +185,7 @@ class Inbound:
         named = [*out, *report.guests]
         if len(set(named)) != len(named) or not (set(out) <= owners | guests and set(report.guests) <= guests):
             return False
-        if any(len(why) > MAX_REASON or not why.isprintable() for _, why in report.left_out):
-            return False
-        if report.index in current.reports or report.reducer in current.empty_reports.get(report.index, {}):
-            return False
-        if not report.contributors:
-            return self._take_empty_report(signed)
-        current.reports[report.index] = signed
-        current.seen[report.reducer] = now
-        self._others.moving_in_vain.discard(report.reducer)
-        current.failed.discard(piece.key)
-        self._state.note_progress(now)
-        return True
+        return all(len(why) <= MAX_REASON and why.isprintable() for _, why in report.left_out)
 
     def _take_empty_report(self, signed: Signed[Report]) -> bool:
         """A reducer found no values that are fit; the next in order tries, unless all were seen and none was fit."""
@@ -219,6 +234,9 @@ class Inbound:
         except RemoteProtocolError as error:  # its hash does not say what it follows from: another may bring it whole
             self._state.notify("refused", str(error), sender)
             return False
+        if self._audits.is_barred(content):
+            current.refused.add(name)
+            return True
         self._proposals.take(content)
         current.failed.clear()
         self._state.note_progress(now)

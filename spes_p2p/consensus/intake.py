@@ -39,8 +39,12 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.round_plan.trained(work, now)
         case on.SliceReduced(report):
             parts.reducing.reduced(report, now)
-        case on.SliceStaged(key, hashes):
+        case on.SliceStaged(key, hashes, is_doubtful):
             parts.staging.staged(key, hashes, now)
+            if is_doubtful:
+                parts.audits.doubt(key)
+        case on.SliceAudited(report, is_sound):
+            parts.audits.audited(report, is_sound, now)
         case on.FetchFailed(key, is_unfit):
             parts.staging.fetch_failed(key, now, is_unfit)
         case on.StagingFailed(key):
@@ -55,8 +59,8 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.staging.verify_failed(now)
         case on.AdoptFailed():
             parts.following.adopt_failed()
-        case on.CatchUpFailed():
-            parts.following.catch_up_failed(now)
+        case on.CatchUpFailed(is_ours):
+            parts.following.catch_up_failed(now, is_ours)
         case _:
             return False
     return True

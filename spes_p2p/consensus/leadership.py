@@ -96,7 +96,7 @@ class Leadership:
         return now - max(current.ready_at + patience, current.progress_at) > deadline
 
     def _is_out(self, leader: PeerId, now: float) -> bool:
-        """Whether the leader of our ballot can not lead: silent, given up, left behind, or without its own proposal."""
+        """Whether the leader of our ballot can not lead: silent, given up, elsewhere, or without its own proposal."""
         current, vote = self._state.round, self._state.round.vote
         proposal = vote.heard.proposal_at(vote.ballot)
         if leader == self._me:
@@ -110,5 +110,5 @@ class Leadership:
         contact = self._state.others.contacts.get(leader)
         if contact is None or contact.status.head == current.tip_hash:
             return False
-        is_behind = contact.status.round <= current.tip.round
-        return is_behind and now - current.started_at > self._state.pace.deadline_seconds(vote.ballot)
+        leads_to = contact.status.round > current.tip.round and (current.following or current.adopting)
+        return not leads_to and now - current.started_at > self._state.pace.deadline_seconds(vote.ballot)

@@ -31,6 +31,8 @@ from spes_p2p.consensus.manifest import (
 from spes_p2p.consensus.messages import (
     Commit,
     Intent,
+    Report,
+    Signed,
     Status,
 )
 from spes_p2p.consensus.parts import PartClasses, Parts
@@ -50,7 +52,7 @@ class Start:
     """What a peer begins with: mostly what it finds on its disk.
 
     `record` is what a restarted elector has bound itself to; `first_sequence` differs in each life of a peer, and
-    rises. `seeds` hear our statuses from the beginning.
+    rises. `seeds` hear our statuses from the beginning. `secret`: what this peer draws follows from it.
     """
 
     incarnation: int
@@ -60,6 +62,7 @@ class Start:
     intent: Intent = field(default_factory=Intent)
     first_sequence: int = 0
     seeds: tuple[PeerId, ...] = ()
+    secret: bytes = b""
 
 
 class Consensus:
@@ -85,7 +88,7 @@ class Consensus:
         name = manifest_hash(start.tip)
         own = Own(
             start.incarnation, start.intent, start.commit,
-            life=start.first_sequence, sequence=start.first_sequence,
+            life=start.first_sequence, sequence=start.first_sequence, secret=start.secret,
         )  # fmt: skip
         others = Others(seeds=start.seeds, told_round=start.tip.round)
         round = RoundState(start.tip, name, new_vote(identity, start.tip), now, now)
@@ -178,6 +181,10 @@ class Consensus:
     def wants_staged(self, key: Key, hashes: bytes) -> bool:
         """Whether tiles that we were asked to fetch may still be written."""
         return self.state.round.fetching.get(key) == hashes
+
+    def wants_audited(self, report: Signed[Report]) -> bool:
+        """Whether it still matters if what another reported of a slice is the mean."""
+        return self.state.round.auditing == report
 
     def wants_built(self, build: Build) -> bool:
         """Whether the state that we were asked to build is still to be proposed."""

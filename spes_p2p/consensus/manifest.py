@@ -7,11 +7,11 @@ from typing import Any
 
 from spes_p2p.consensus.membership import Member, Roll
 from spes_p2p.data.leases import Leases
-from spes_p2p.ids import Hash, PeerId, sha256
+from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
 from spes_p2p.wire import pack
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 @dataclass(frozen=True, order=True)
@@ -19,12 +19,14 @@ class Contribution:
     """One roster entry: the uncounted work that a peer brings into a round.
 
     `tokens` is its weight, `steps` its inner steps, `sequences` how many leased sequences it used, from the front.
+    `commitment` names the values that it brings (see `Inputs`) where a run is audited.
     """
 
     peer: PeerId
     tokens: int
     steps: int
     sequences: int
+    commitment: Hash = NO_HASH
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Manifest:
 
     `column_rounds[e]` is the round that brought column e its present version: its staleness is `round` minus that.
     `ownership`, `members`, `leases` and `steps_per_round` are for the next round. `decay`, once there, stays. `roll` is
-    the organiser's newest that a round has taken up, None where there is none yet.
+    the organiser's newest that a round has taken up, None where there is none yet. `banned` are those of whom a quorum
+    of electors has said that they handed out what is no mean, sorted.
     """
 
     wire_version: int
@@ -93,6 +96,7 @@ class Manifest:
     steps_per_round: int
     decay: Decay | None
     roll: Roll | None
+    banned: tuple[PeerId, ...] = ()
 
 
 def manifest_hash(manifest: Manifest) -> Hash:

@@ -67,7 +67,7 @@ class Members:
             return None
         ready = Ready(
             self._rules.fingerprint, current.tip_hash, self._me, self._own.incarnation,
-            work.tokens, work.steps, work.sequences,
+            work.tokens, work.steps, work.sequences, work.commitment,
         )  # fmt: skip
         if current.own_ready is None or current.own_ready.value != ready:
             current.own_ready = self._state.identity.sealer.seal(ready)

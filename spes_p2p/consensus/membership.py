@@ -23,6 +23,8 @@ MAX_MEMBERS = 1024
 MAX_VOUCHED = 64
 """Places of members that strangers cannot take, too."""
 MAX_BANNED = 128
+MAX_MANIFEST_BANS = 1024
+"""Peers that manifests of a run ban: the list is in each."""
 NOBODY = PeerId("")
 
 
@@ -57,17 +59,22 @@ class Roll:
 
 @dataclass(frozen=True)
 class Admission:
-    """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote."""
+    """Who may take part and who may vote, by the newest roll. `by_vouch` is false where every member may vote.
+
+    `banned`: by a manifest (see `Manifest`); the organiser lifts it for whom it vouches for.
+    """
 
     roll: Roll | None = None
     by_vouch: bool = False
     organiser: PeerId = NOBODY
+    banned: tuple[PeerId, ...] = ()
 
     def may_vote(self, peer: PeerId) -> bool:
         return not self.by_vouch or peer == self.organiser or (self.roll is not None and peer in self.roll.vouched)
 
     def is_banned(self, peer: PeerId) -> bool:
-        return self.roll is not None and peer in self.roll.banned
+        vouched, banned = (self.roll.vouched, self.roll.banned) if self.roll is not None else ((), ())
+        return peer in banned or (peer in self.banned and peer not in vouched)
 
 
 EVERYBODY = Admission()

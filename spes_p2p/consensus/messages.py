@@ -123,7 +123,7 @@ class Work:
     """How far a peer has trained since the last commit that counted it.
 
     `ready_in_seconds` is when a running step will be done (0 when ready); `expected_tokens` what it means to train in a
-    whole round; `seconds` how long it trained in this round.
+    whole round; `seconds` how long it trained in this round. `commitment`: see `Contribution`.
     """
 
     ready: bool = False
@@ -133,6 +133,7 @@ class Work:
     seconds: float = 0.0
     ready_in_seconds: float = 0.0
     expected_tokens: int = 0
+    commitment: Hash = NO_HASH
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Ready:
     tokens: int
     steps: int
     sequences: int
+    commitment: Hash = NO_HASH
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,14 @@ class Report:
         return self.piece.contributors
 
 
+@dataclass(frozen=True)
+class Accusation:
+    """Its author has made a slice again, of what its contributors committed to: the mean is not what was reported."""
+
+    fingerprint: Hash
+    report: Signed[Report]
+
+
 def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:
     """Of each reported slice the hashes of its tiles, joined."""
     return tuple(b"".join(signed.value.wire_hashes) for signed in reports)
@@ -268,7 +278,8 @@ def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:
 class Statements:
     """What a manifest follows from beside its parent: slices from `reports` in their order, the next members and what
     they own from `statuses`, one each, the roster from what these say and, where somebody says something else by now,
-    `ready`. `decay` is beside the manifest that takes it up, and later ones do without; so is `roll`.
+    `ready`. `decay` is beside the manifest that takes it up, and later ones do without; so is `roll`. Who is banned
+    from now on follows from `accusations`.
     """
 
     ready: tuple[Signed[Ready], ...]
@@ -276,6 +287,7 @@ class Statements:
     statuses: tuple[Signed[Status], ...]
     decay: Signed[DecayOrder] | None = None
     roll: Signed[Roll] | None = None
+    accusations: tuple[Signed[Accusation], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -381,6 +393,7 @@ class Envelope:
     plan: Signed[Plan] | None = None
     ready: tuple[Signed[Ready], ...] = ()
     reports: tuple[Signed[Report], ...] = ()
+    accusations: tuple[Signed[Accusation], ...] = ()
     votes: tuple[Votes, ...] = ()
     contents: tuple[Content, ...] = ()
     degraded_proposals: tuple[Signed[DegradedProposal], ...] = ()

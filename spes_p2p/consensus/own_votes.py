@@ -5,7 +5,7 @@ from __future__ import annotations
 from spes_p2p.consensus import vote_record
 from spes_p2p.consensus.messages import Polka, Precommit, Prevote, Proposal, Sealer, Votes
 from spes_p2p.consensus.vote import Vote
-from spes_p2p.consensus.vote_events import Step
+from spes_p2p.consensus.vote_events import StartDeadline, Step
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.ids import Hash
 
@@ -27,7 +27,9 @@ class OwnVotes:
 
     def start_ballot(self, ballot: int) -> None:
         """Lines 11 to 13 of Algorithm 1."""
-        self._vote.ballot, self._vote.step = ballot, Step.PROPOSE
+        vote = self._vote
+        vote.ballot, vote.step = ballot, Step.PROPOSE
+        vote.asked = {one for one in vote.asked if not isinstance(one, StartDeadline) or one.ballot >= ballot}
 
     def propose(self, value: Hash, polka: Polka | None) -> None:
         """Once a ballot."""

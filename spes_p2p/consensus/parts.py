@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.following import Following
@@ -32,6 +33,7 @@ class PartClasses:
     leadership: type[Leadership] = Leadership
     members: type[Members] = Members
     proposals: type[Proposals] = Proposals
+    audits: type[Audits] = Audits
     staging: type[Staging] = Staging
     round_plan: type[RoundPlan] = RoundPlan
     reducing: type[Reducing] = Reducing
@@ -52,13 +54,14 @@ class Parts:
         self.leadership = leadership = classes.leadership(state, contacts)
         self.proposals = proposals = classes.proposals(state, contacts, leadership)
         self.members = members = classes.members(state, contacts, leadership, proposals)
-        self.staging = staging = classes.staging(state, contacts, proposals)
+        self.audits = audits = classes.audits(state, proposals)
+        self.staging = staging = classes.staging(state, contacts, proposals, audits)
         self.round_plan = classes.round_plan(state, contacts, leadership, members)
-        self.reducing = classes.reducing(state, contacts, proposals, staging)
+        self.reducing = classes.reducing(state, contacts, proposals, staging, audits)
         self.voting = voting = classes.voting(state, contacts, leadership, members, proposals)
         self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, staging, voting)
         self.degraded = classes.degraded(state, contacts, leadership, members, proposals, voting)
         self.following = classes.following(state, contacts, proposals, lifecycle)
         self.statuses = statuses = classes.statuses(state, contacts, leadership, self.round_plan, voting)
         self.gossip = classes.gossip(state, contacts, leadership, members, proposals, staging)
-        self.inbound = classes.inbound(state, leadership, proposals, self.round_plan, voting, statuses)
+        self.inbound = classes.inbound(state, leadership, proposals, audits, self.round_plan, voting, statuses)

@@ -115,12 +115,17 @@ class Proposals:
 
     def refuse_with(self, key: Key, hashes: bytes) -> None:
         """Refuses all manifests with these tiles: no honest peer votes for one, and a leader that lies may insist."""
-        current = self._state.round
-        for name, content in list(current.contents.items()):
+        for name, content in list(self._state.round.contents.items()):
             pieces = zip(content.manifest.slices, content.wire_hashes, strict=True)
-            if current.decided is None and any(piece.key == key and own == hashes for piece, own in pieces):
-                del current.contents[name]
-                current.refused.add(name)
+            if any(piece.key == key and own == hashes for piece, own in pieces):
+                self.refuse(name)
+
+    def refuse(self, name: Hash) -> None:
+        """Refuses a manifest that is known, unless it is decided: too late then."""
+        current = self._state.round
+        if current.decided is None:
+            del current.contents[name]
+            current.refused.add(name)
 
     def can_be_had(self, name: Hash, now: float) -> bool:
         """Whether the state of a certified child is here, or somebody who is heard has it."""

@@ -8,6 +8,7 @@ from spes_p2p.consensus.actions import (
     Build,
     Reduce,
 )
+from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -38,7 +39,9 @@ LOST = "lost"
 class Reducing:
     """Reduces slices and builds the new state."""
 
-    def __init__(self, state: State, contacts: Contacts, proposals: Proposals, staging: Staging) -> None:
+    def __init__(
+        self, state: State, contacts: Contacts, proposals: Proposals, staging: Staging, audits: Audits
+    ) -> None:
         self._state = state
         self._others = state.others
         self._own = state.own
@@ -48,6 +51,7 @@ class Reducing:
         self._contacts = contacts
         self._proposals = proposals
         self._staging = staging
+        self._audits = audits
 
     def reduce(self, now: float) -> bool:
         """The first peer in a slice's order that is able to reduces it."""
@@ -93,7 +97,7 @@ class Reducing:
         if voids and sum(_saw_all(void.value, piece) for void in voids.values()) >= SURE:
             return None
         for peer in reducer_order(piece):
-            if (voids and peer in voids) or not self._may_reduce(peer, now):
+            if (voids and peer in voids) or peer in current.barred or not self._may_reduce(peer, now):
                 continue
             if peer == self._me:
                 return peer
@@ -116,7 +120,7 @@ class Reducing:
         """Reports of the slices once every one is staged or beyond hope; a block is whole or not at all."""
         current = self._state.round
         assert current.plan is not None
-        if self._staging.missing():
+        if self._staging.missing() or self._audits.is_pending():
             return None
         lost_blocks: set[int] = set()
         slices = current.plan.value.slices

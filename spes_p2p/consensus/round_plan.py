@@ -5,6 +5,7 @@ from __future__ import annotations
 from spes_p2p.consensus.actions import (
     CloseTraining,
 )
+from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.bounds import told
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.fragments import due_columns, due_tiles
@@ -190,7 +191,7 @@ class RoundPlan:
 
     def _roster(self, now: float) -> tuple[Contribution, ...]:
         works = ((status.peer, status.work) for status in self._members.trainers_here(now) if status.work.ready)
-        said = (Contribution(peer, work.tokens, work.steps, work.sequences) for peer, work in works)
+        said = (Contribution(peer, work.tokens, work.steps, work.sequences, work.commitment) for peer, work in works)
         entries = (capped_tokens(self._rules, self._state.tip, entry) for entry in said)
         return tuple(sorted(entry for entry in entries if entry in self._state.round.ready))
 
@@ -241,6 +242,10 @@ class RoundPlan:
         current.building = None
         current.outcome = None
         current.progress_at = now
+        current.drawn = drawn(self._state, signed.value)
+        current.auditing = None
+        for known in (current.doubted, current.audited, current.accusations, current.barred):
+            known.clear()
 
     def trained(self, work: Work, now: float) -> None:
         """The trainer's progress in this round; `ready` when it stopped."""

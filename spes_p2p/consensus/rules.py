@@ -83,6 +83,8 @@ class RunRules:
     makes a state of what is handed out."""
     clips: bool = False
     """No contribution counts for much more than others do, nor pulls a mean far from where they are."""
+    audited_share: float = 0.0
+    """Of the slices of a round, how many somebody makes again; above 0, everybody commits to what it brings."""
     has_guests: bool = False
     """Peers bring what they trained in columns of others, too."""
     faults: Faults = Faults.CRASH
@@ -99,9 +101,9 @@ class RunRules:
         """Whose seals commit a manifest."""
         return SealRule(self.organiser, self.faults)
 
-    def admission(self, roll: Roll | None) -> Admission:
-        """Who may take part and vote by this roll."""
-        return Admission(roll, self.by_vouch, self.organiser)
+    def admission(self, roll: Roll | None, banned: tuple[PeerId, ...] = ()) -> Admission:
+        """Who may take part and vote by this roll; `banned` as manifests have it."""
+        return Admission(roll, self.by_vouch, self.organiser, banned)
 
     @property
     def num_columns(self) -> int:
@@ -154,7 +156,7 @@ def capped_tokens(rules: RunRules, parent: Manifest, entry: Contribution) -> Con
 
 def counts(rules: RunRules, parent: Manifest, entry: Contribution, work: Work) -> bool:
     """Whether `work` is what a plan counts as `entry`: another life of the same peer may have done other work."""
-    mine = Contribution(entry.peer, work.tokens, work.steps, work.sequences)
+    mine = Contribution(entry.peer, work.tokens, work.steps, work.sequences, work.commitment)
     return capped_tokens(rules, parent, mine) == entry
 
 
@@ -163,7 +165,7 @@ class Outcome:
     """What the leader found in a round: the part of a manifest that is not derived.
 
     `decay_steps`: over how many steps the learning rate falls from now on, 0 where nobody says so. `roll`: whom the
-    organiser vouches for and bans from now on.
+    organiser vouches for and bans from now on; `banned`: whom manifests ban, this one and those before it.
     """
 
     roster: tuple[Contribution, ...]
@@ -173,6 +175,7 @@ class Outcome:
     merge: Merge | None
     decay_steps: int = 0
     roll: Roll | None = None
+    banned: tuple[PeerId, ...] = ()
 
 
 def child_manifest(
@@ -245,6 +248,7 @@ def _derived(
         steps_per_round=rules.steps_per_round(step),
         decay=parent.decay or (Decay(step, outcome.decay_steps) if outcome.decay_steps else None),
         roll=outcome.roll,
+        banned=outcome.banned,
     )
 
 
@@ -292,11 +296,12 @@ def renewed_manifest(
     `state_root` is that of the parent, or of one before it where nobody has the parent's state any more.
     """
     roll = newest_roll(parent.roll, roll)
-    admission = rules.admission(roll)
+    admission = rules.admission(roll, parent.banned)
     allowed = [member for member in sorted(members) if not admission.is_banned(member.peer)]
     named = with_votes(parent.members, allowed[:MAX_MEMBERS], admission)
     theirs = {member.peer: wishes[member.peer] for member in named if member.peer in wishes}
-    return child_manifest(rules, parent, Outcome((), (), sha256(), state_root, None, roll=roll), named, theirs)
+    outcome = Outcome((), (), sha256(), state_root, None, roll=roll, banned=parent.banned)
+    return child_manifest(rules, parent, outcome, named, theirs)
 
 
 def newest_roll(one: Roll | None, other: Roll | None) -> Roll | None:
@@ -310,7 +315,14 @@ def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     _check_members(rules, parent, child)
     decay_steps = 0 if child.decay is None else child.decay.steps
     outcome = Outcome(
-        child.roster, child.slices, child.wire_root, child.state_root, child.merge, decay_steps, child.roll
+        child.roster,
+        child.slices,
+        child.wire_root,
+        child.state_root,
+        child.merge,
+        decay_steps,
+        child.roll,
+        child.banned,
     )
     expected = _derived(rules, parent, outcome, child.members, child.ownership)
     for name in Manifest.__dataclass_fields__:
@@ -326,7 +338,7 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError where `child` names more new peers than a round may. Asked before a vote only: what a
     majority has committed, or the organiser renewed, is followed as it is. Who is vouched for does not count.
     """
-    admission = rules.admission(child.roll)
+    admission = rules.admission(child.roll, child.banned)
     strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}
     new = strangers - {member.peer for member in parent.members}
     most = most_new(len(parent.members))
@@ -343,12 +355,14 @@ def check_plan(rules: RunRules, parent: Manifest, plan: Plan) -> None:
 
 
 def _check_members(rules: RunRules, parent: Manifest, child: Manifest) -> None:
-    admission = rules.admission(child.roll)
+    admission = rules.admission(child.roll, child.banned)
     if newest_roll(parent.roll, child.roll) != child.roll or (child.roll is not None and not child.roll.is_sane()):
         raise RemoteProtocolError(f"manifest of round {child.round}: its roll is older than its parent's, or malformed")
     names = [member.peer for member in child.members]
     if any(map(admission.is_banned, names)):
-        raise RemoteProtocolError(f"manifest of round {child.round}: a member is banned by its roll")
+        raise RemoteProtocolError(f"manifest of round {child.round}: a member is banned")
+    if not set(parent.banned) <= set(child.banned) or [*child.banned] != sorted(set(child.banned)):
+        raise RemoteProtocolError(f"manifest of round {child.round}: whom it bans does not follow from its parent")
     if len(names) > MAX_MEMBERS:
         raise RemoteProtocolError(
             f"manifest of round {child.round}: {len(names)} members, but at most {MAX_MEMBERS} are allowed"

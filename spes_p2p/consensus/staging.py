@@ -8,6 +8,7 @@ from spes_p2p.consensus.actions import (
     Fetch,
     Verify,
 )
+from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.manifest import Slice, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -27,7 +28,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 class Staging:
     """What is wanted, what is missing, and what is staged."""
 
-    def __init__(self, state: State, contacts: Contacts, proposals: Proposals) -> None:
+    def __init__(self, state: State, contacts: Contacts, proposals: Proposals, audits: Audits) -> None:
         self._state = state
         self._liveness = state.liveness
         self._others = state.others
@@ -35,6 +36,7 @@ class Staging:
         self._me = state.me
         self._contacts = contacts
         self._proposals = proposals
+        self._audits = audits
 
     def missing(self) -> dict[Key, Wanted]:
         """Slices that are wanted and not staged."""
@@ -79,6 +81,7 @@ class Staging:
         current.verified.clear()
         current.failed.clear()
         current.verifying = NO_HASH
+        current.auditing = None
         current.building = None
         current.outcome = None
         current.adopting = current.following = False
@@ -161,7 +164,7 @@ class Staging:
         if content is None or current.verifying != NO_HASH or now < current.verify_after:
             return False
         name = manifest_hash(content.manifest)
-        if name in current.verified or self.missing():
+        if name in current.verified or self.missing() or self._audits.is_pending():
             return False
         current.verifying = name
         current.reducing.clear()

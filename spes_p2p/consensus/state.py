@@ -17,6 +17,7 @@ from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
 from spes_p2p.consensus.membership import Admission, Roll
 from spes_p2p.consensus.messages import (
+    Accusation,
     Commit,
     Content,
     DecayOrder,
@@ -97,7 +98,7 @@ class Own:
 
     `commit` is the certificate and manifest of the tip where known. `uplink_bytes_per_second` is measured, 0 while
     unknown. `has_news`: it is the author of something that all should hear at once. `last_broadcast`: a change of it
-    makes this peer speak to all.
+    makes this peer speak to all. `secret`: nobody else can know what this peer draws.
     """
 
     incarnation: int
@@ -109,6 +110,7 @@ class Own:
     status: Signed[Status] | None = None
     last_broadcast: object = None
     has_news: bool = False
+    secret: bytes = b""
 
 
 @dataclass
@@ -123,7 +125,8 @@ class Others:
     whose tiles were asked for in vain; of them one try is enough, until one of theirs comes. `asked`, `asked_last`,
     `asked_in_vain`: whom we asked to catch up with, when, and how often for nothing. `ahead_since` is when somebody
     was first seen on a later manifest. `placed`: whether a tip of others is on another history than ours; `looked_at`:
-    until when such histories, by their tips, are not looked at again.
+    until when such histories, by their tips, are not looked at again. `evidence`: what
+    members say of who has lied as a reducer, by whom they say it of and who does; `false_accusers`: who was wrong.
     """
 
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
@@ -143,6 +146,8 @@ class Others:
     ahead_since: Moment | None = None
     placed: dict[Hash, bool] = field(default_factory=dict)
     looked_at: dict[Hash, Moment] = field(default_factory=dict)
+    evidence: dict[PeerId, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
+    false_accusers: set[PeerId] = field(default_factory=set)
 
 
 @dataclass
@@ -167,6 +172,8 @@ class RoundState:
     `ready` is what members said that they trained, by the roster entry that follows from it, and `own_ready` our own.
     `deadlines`: since when each of the vote's runs. `contents` are manifests that are voted on, by their hashes;
     `refused` those that do not follow from the tip, or name tiles that no mean gives.
+    `drawn` and `doubted` are slices of the plan that we make again, `auditing` the report that we are at, `audited`
+    what is done. `accusations`: by reports, who says that they are false; `barred`: reducers of whom we know it.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
     """
 
@@ -196,6 +203,12 @@ class RoundState:
     fetching: dict[Key, bytes] = field(default_factory=dict)
     failed: set[Key] = field(default_factory=set)
     staged: dict[Key, bytes] = field(default_factory=dict)
+    drawn: frozenset[int] = frozenset()
+    doubted: set[int] = field(default_factory=set)
+    auditing: Signed[Report] | None = None
+    audited: set[Hash] = field(default_factory=set)
+    accusations: dict[Hash, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
+    barred: set[PeerId] = field(default_factory=set)
     building: Build | None = None
     outcome: tuple[Build, Outcome] | None = None
     contents: dict[Hash, Content] = field(default_factory=dict)
@@ -284,7 +297,8 @@ class State:
     def admission(self) -> Admission:
         """Who may take part in the child of our tip and vote on what follows it, by the newest roll that we know."""
         known = self.others.roll
-        return self.rules.admission(newest_roll(self.tip.roll, known.value if known is not None else None))
+        roll = newest_roll(self.tip.roll, known.value if known is not None else None)
+        return self.rules.admission(roll, self.tip.banned)
 
     def is_member(self) -> bool:
         """Whether the tip names this incarnation."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from spes_p2p.consensus.bounds import MAX_COUNT, is_sane_intent
+from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.manifest import (
     Contribution,
     Manifest,
@@ -18,8 +19,19 @@ from spes_p2p.consensus.manifest import (
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import EVERYBODY, Admission, Member, Roll, next_members, rank, trainers
+from spes_p2p.consensus.membership import (
+    EVERYBODY,
+    MAX_MANIFEST_BANS,
+    Admission,
+    Member,
+    Roll,
+    electors,
+    next_members,
+    rank,
+    trainers,
+)
 from spes_p2p.consensus.messages import (
+    Accusation,
     Content,
     DecayOrder,
     Ready,
@@ -38,11 +50,13 @@ def contribution(rules: RunRules, parent: Manifest, ready: Ready) -> Contributio
     trains = {(member.peer, member.incarnation) for member in trainers(parent.members)}
     counts = (ready.tokens, ready.steps, ready.sequences)
     is_sane = min(ready.tokens, ready.steps) > 0 and ready.sequences >= 0 and max(counts) < MAX_COUNT
+    is_sane &= len(ready.commitment) == len(NO_HASH) and (ready.commitment != NO_HASH) == (rules.audited_share > 0)
     if (ready.fingerprint, ready.parent) != (rules.fingerprint, manifest_hash(parent)) or not is_sane:
         return None
     if (ready.peer, ready.incarnation) not in trains:
         return None
-    entry = capped_tokens(rules, parent, Contribution(ready.peer, ready.tokens, ready.steps, ready.sequences))
+    said = Contribution(ready.peer, ready.tokens, ready.steps, ready.sequences, ready.commitment)
+    entry = capped_tokens(rules, parent, said)
     return entry if min(entry.tokens, entry.steps) > 0 else None
 
 
@@ -112,11 +126,12 @@ def content_of(
     newer = statements.roll if is_newer_roll(rules, parent.roll, statements.roll) else None
     roll = parent.roll if newer is None else newer.value
     said = (signed.value for signed in statements.statuses)
-    members, wishes = members_after(parent, said, needed, rules.admission(roll))
+    banned, proven = banned_after(rules, parent, statements.accusations)
+    members, wishes = members_after(parent, said, needed, rules.admission(roll, banned))
     wire_root = sha256(*(tile for signed in statements.reports for tile in signed.value.wire_hashes))
     decay = statements.decay if is_due(rules, parent, statements.decay) else None
     decay_steps = 0 if decay is None else decay.value.steps
-    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll)
+    outcome = Outcome(roster, slices, wire_root, state_root, merge, decay_steps, roll, banned)
     manifest = child_manifest(rules, parent, outcome, members, wishes)
     named = {member.peer for member in (*parent.members, *members)}
     trained = {entry.peer for entry in roster}
@@ -128,8 +143,28 @@ def content_of(
             tuple(signed for signed in statements.statuses if signed.author in named),
             decay,
             newer,
+            proven,
         ),
     )
+
+
+def banned_after(
+    rules: RunRules, parent: Manifest, accusations: Iterable[Signed[Accusation]]
+) -> tuple[tuple[PeerId, ...], tuple[Signed[Accusation], ...]]:
+    """(whom the child of `parent` bans, by whose word): those before it, and whom a quorum of its electors accuses."""
+    electorate = Electorate(tuple(member.peer for member in electors(parent.members)), rules.faults)
+    known: dict[PeerId, dict[PeerId, Signed[Accusation]]] = {}
+    for signed in accusations:
+        if signed.author in electorate.order and signed.value.fingerprint == rules.fingerprint:
+            known.setdefault(signed.value.report.author, {})[signed.author] = signed
+    proven = {
+        peer: [some[author] for author in sorted(some)][: electorate.quorum]
+        for peer, some in sorted(known.items())
+        if peer not in parent.banned and len(some) >= electorate.quorum
+    }
+    room = MAX_MANIFEST_BANS - len(parent.banned)
+    chosen = list(proven)[:room]
+    return tuple(sorted((*parent.banned, *chosen))), tuple(signed for peer in chosen for signed in proven[peer])
 
 
 def is_due(rules: RunRules, parent: Manifest, order: Signed[DecayOrder] | None) -> bool:
@@ -159,8 +194,8 @@ def check_content(rules: RunRules, parent: Manifest, content: Content) -> None:
     _check_reports(manifest_hash(parent), statements, where)
     again = content_of(rules, parent, statements, child.state_root, child.merge)
     kept = again.statements
-    if (len(kept.ready), len(kept.statuses), kept.decay, kept.roll) != (
-        len(statements.ready), len(statements.statuses), statements.decay, statements.roll,
+    if (len(kept.ready), len(kept.statuses), kept.decay, kept.roll, kept.accusations) != (
+        len(statements.ready), len(statements.statuses), statements.decay, statements.roll, statements.accusations,
     ):  # fmt: skip
         raise RemoteProtocolError(f"{where}: it comes with statements that nothing in it follows from")
     for name in Manifest.__dataclass_fields__:
@@ -192,6 +227,7 @@ def ready_of(signed: Signed[Status]) -> Signed[Ready] | None:
     if not work.ready or min(work.tokens, work.steps) <= 0:
         return None
     ready = Ready(
-        status.fingerprint, status.head, status.peer, status.incarnation, work.tokens, work.steps, work.sequences
-    )
+        status.fingerprint, status.head, status.peer, status.incarnation,
+        work.tokens, work.steps, work.sequences, work.commitment,
+    )  # fmt: skip
     return Signed(ready, signed.author, signed.public_key, status.ready_signature)

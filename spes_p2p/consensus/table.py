@@ -55,6 +55,7 @@ RULES = (
     Rule("build", OPEN + VOTER + LEADING + PLANNED, lambda parts: parts.reducing.build),
     Rule("reduce", OPEN + PLANNED + WRITABLE, lambda parts: parts.reducing.reduce),
     Rule("fetch", WRITABLE, lambda parts: parts.staging.fetch),
+    Rule("audit", OPEN + PLANNED + WRITABLE, lambda parts: parts.audits.audit),
     Rule("refetch", TICK, lambda parts: parts.staging.refetch),
     Rule("plan", OPEN + VOTER + LEADING + UNPLANNED, lambda parts: parts.round_plan.plan),
     Rule("stop_training", 0, lambda parts: parts.round_plan.stop_training),

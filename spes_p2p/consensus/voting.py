@@ -167,6 +167,7 @@ class Voting:
                 case vote_on.Tell():
                     self._own.has_news = True
                 case vote_on.StartDeadline(at, step):
+                    current.deadlines = {key: since for key, since in current.deadlines.items() if key[0] >= at}
                     current.deadlines[at, step] = now
                 case vote_on.Accuse(evidence):
                     self._state.notify("lies", "it has signed two different votes in one ballot", evidence.first.author)
@@ -219,7 +220,9 @@ class Voting:
         build, outcome = self._state.round.outcome
         ready = tuple(self._state.round.ready[entry] for entry in build.roster)
         said = tuple(self._members.statuses(now))
-        statements = Statements(ready, build.reports, said, self._state.others.decay, self._state.others.roll)
+        others = self._state.others
+        accusations = tuple(signed for some in others.evidence.values() for signed in some.values())
+        statements = Statements(ready, build.reports, said, others.decay, others.roll, accusations)
         return content_of(self._rules, self._state.tip, statements, outcome.state_root, outcome.merge)
 
     def certify(self, now: float) -> bool:

@@ -91,19 +91,21 @@ class Transfers:
 
     async def values(
         self, peer: PeerId, request: ValuesRequest, size: int, is_wanted: Callable[[], bool] = lambda: True
-    ) -> memoryview:
-        """The `size` bytes that a peer has for a slice, its tiles one after the other; the memory is the caller's.
+    ) -> tuple[bytes, memoryview]:
+        """(how they fit its commitment, the `size` bytes that a peer has for a slice, its tiles one after the other).
+
+        Neither was checked; the memory is the caller's.
 
         A peer that has done other work since, in another life, refuses. Raises NetworkError, RemoteProtocolError or
         WrongSize. `is_wanted` is asked when its turn has come; PeerSilent is raised where it is not any more.
         """
         try:
-            data = await self._ask(peer, request, size, is_wanted)
+            opening, data = await self._ask_blob(peer, request, size, is_wanted)
         except BlobTooLarge as error:
             raise WrongSize(str(error)) from error
         if len(data) != size:
             raise WrongSize(f"{short(peer)} sent {len(data)} bytes for a slice of {size}")
-        return data
+        return opening, data
 
     async def moments(self, peer: PeerId, head: Hash, column: int) -> Moments | None:
         """The optimizer moments of a column that `peer` offers; None where it says that there are none.
@@ -269,10 +271,15 @@ class Transfers:
     async def _ask(
         self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
     ) -> memoryview:
+        return (await self._ask_blob(peer, request, max_bytes, is_wanted))[1]
+
+    async def _ask_blob(
+        self, peer: PeerId, request: Request, max_bytes: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[bytes, memoryview]:
         async with self._turns.turn():
             if not is_wanted():
                 raise PeerSilent(f"{short(peer)} is no longer waited for")
-            return await self._fetch(peer, request, max_bytes)
+            return await self._fetch_blob(peer, request, max_bytes)
 
     async def _fetch(self, peer: PeerId, request: Request, max_bytes: int) -> memoryview:
         return (await self._fetch_blob(peer, request, max_bytes))[1]

@@ -100,7 +100,7 @@ class Peer:
     """Another peer came or went."""
 
     event: ClassVar[str] = "peer"
-    change: Literal["joined", "left", "lost"]
+    change: Literal["joined", "left", "lost", "banned"]
     who: str
     round: int
 

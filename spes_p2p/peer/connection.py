@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from spes_p2p.consensus.actions import Notice
+from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PRIVATE, LINK_PUBLIC
 from spes_p2p.consensus.messages import Commit, Intent, Status
 from spes_p2p.data.feed import Feed
@@ -22,7 +23,7 @@ from spes_p2p.exchange.transfers import Transfers, WrongSize
 from spes_p2p.files import storing
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.peer.data_supply import DataSupply
-from spes_p2p.peer.entrance import FoundRun, Say, banned, find, open_peer_network
+from spes_p2p.peer.entrance import FoundRun, Say, banned, banned_by_electors, find, open_peer_network
 from spes_p2p.peer.folder import CHECKPOINTS, RUN
 from spes_p2p.peer.options import PeerOptions, column_budget
 from spes_p2p.peer.presence import Presence
@@ -209,7 +210,7 @@ class Connection:
         joining = Joining(run, self._node, folder, options.output / CHECKPOINTS)
         place = await joining.enter(intent, announcer.sources)
         ends.callback(place.store.close)
-        disk = self._disk = open_disk(place, folder, run.layout, self.data.answers())
+        disk = self._disk = open_disk(place, run, folder, self.data.answers())
         with storing(folder, 0):
             disk.moments = MomentStore(folder / "moments", run.layout)
         role = Role(intent, tuple(await announcer.sources()), follow=options.follow)
@@ -244,6 +245,11 @@ class Connection:
             link_class=LINK_PRIVATE if self._network.client_mode else LINK_PUBLIC,
             uplink_bytes_per_second=int(options.network.max_upload or 0),
         )
+
+    def heed_ban(self, manifest: Manifest) -> None:
+        """A peer that a manifest bans ends."""
+        if self._run.rules.admission(manifest.roll, manifest.banned).is_banned(self.peer_id):
+            self.gate.failed(banned_by_electors(self.info, self.peer_id))
 
     def _hear_organiser(self, words: Words) -> None:
         before, self._words = self._words, words

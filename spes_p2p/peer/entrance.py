@@ -169,6 +169,14 @@ def banned(info: RunInfo, peer: PeerId) -> PermanentError:
     )
 
 
+def banned_by_electors(info: RunInfo, peer: PeerId) -> PermanentError:
+    """What a peer ends with that a manifest has banned."""
+    return PermanentError(
+        f"the electors of run {info.run_id} have banned this peer: what it handed out as a mean was none",
+        fix=f"check this machine's memory and disk, then ask the organiser to lift it with: spes-p2p run vouch {peer}",
+    )
+
+
 def check_organiser(expected: PeerId | None, info: RunInfo) -> None:
     """Raises RemoteProtocolError where the run is not that of the organiser who invited."""
     if expected not in (None, info.organiser):

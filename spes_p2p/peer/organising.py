@@ -256,7 +256,7 @@ def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Ite
     for at, commit in enumerate(commits):
         manifest, certificate = commit.manifest, commit.certificate
         members = frozenset(member.peer for member in manifest.members)
-        excluded = frozenset(manifest.roll.banned if manifest.roll is not None else ())
+        excluded = frozenset({*manifest.banned, *(manifest.roll.banned if manifest.roll is not None else ())})
         yield HistoryLine(
             round=manifest.round,
             kind=certificate.kind,

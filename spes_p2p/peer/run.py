@@ -292,6 +292,7 @@ def _make_loader(config: Config, info: RunInfo, dataset: AnyDataset, me: PeerId)
 
 def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
     manifest, traffic = event.commit.manifest, connection.data.traffic
+    connection.heed_ban(manifest)
     data_sent, data_received = traffic.take()
     bus.emit(
         Round(
@@ -322,7 +323,8 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
     for peer in sorted(after - before):
         bus.emit(Peer("joined", peer, manifest.round))
     for peer in sorted(before - after):
-        bus.emit(Peer("left" if peer in event.leavers else "lost", peer, manifest.round))
+        is_banned, has_left = peer in manifest.banned, peer in event.leavers
+        bus.emit(Peer("banned" if is_banned else "left" if has_left else "lost", peer, manifest.round))
 
 
 def _note_pause(why: str, connection: Connection, bus: EventBus) -> None:

@@ -68,10 +68,8 @@ class Answers:
         self._require_life()
         asked = unpack_request(request)
         if isinstance(asked, ValuesRequest):
-            slice_tiles = self._core.state.rules.slice_tiles
-            check_asker(
-                self._history.disk.store.layout, slice_tiles, self._core.tip, caller, asked.first_tile, asked.count
-            )
+            rules = self._core.state.rules
+            check_asker(self._history.disk.store.layout, rules, self._core.tip, caller, asked.first_tile, asked.count)
             if not self._core.is_counted(asked.parent, unpack(Contribution, asked.work)):
                 raise RemoteProtocolError("this peer no longer has the requested work")
         reached(failpoints.SERVE + kind_of(asked), peer=self._core.me, round=self._core.tip.round + 1, caller=caller)

@@ -30,6 +30,8 @@ CLIPPINGS = 3
 MEDIAN_STEPS = 16
 """Of Weiszfeld's algorithm; each brings the geometric median several times nearer."""
 OPPOSED = "a change that points another way than the others'"
+_RESOLUTION = 2.0**-24
+"""Of the share of a contribution."""
 _TINY = float(np.finfo(np.float32).tiny)
 Matrix = NDArray[np.float64]
 
@@ -70,6 +72,7 @@ def clipped_mean(values: Sequence[Values], base: Values, weights: Sequence[int],
     for _ in range(CLIPPINGS):
         taken = wanted * np.minimum(1.0, radius / np.maximum(_distances(products, shares), _TINY))
         shares = shares * (1.0 - taken.sum()) + taken
+    shares = np.round(shares / _RESOLUTION) * _RESOLUTION  # the last bits are not the same on all processors
     return weighted_mean(values, [float(share) for share in shares], into)
 
 

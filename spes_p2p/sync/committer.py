@@ -45,6 +45,10 @@ class History(Protocol[S]):
 
     def commit_of(self, round: int) -> Commit: ...
 
+    @property
+    def moving(self) -> AbstractAsyncContextManager[Any]:
+        """A lock that is held while the state of another history comes here, to which we move."""
+
     def being_fetched(self) -> AbstractContextManager[None]:
         """A block in which the work under way may be cancelled."""
 
@@ -92,6 +96,8 @@ def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S])
             return executor.reduce(action)
         case do.Fetch():
             return executor.fetch(action)
+        case do.Audit():
+            return executor.audit(action)
         case do.Build():
             return executor.build(action)
         case do.Verify():
@@ -128,9 +134,11 @@ class Committer(Generic[S]):
         """Manifests after which another final history than ours goes on, and of which a person was told."""
 
     async def adopt(self, commit: Commit) -> None:
-        """The state that was made here becomes the committed one."""
+        """The state that was made here becomes the committed one, unless we are about to move to another history."""
+        async with self._history.moving:
+            pass
         if await self._history.break_off():  # from somebody who claims to be further: what is here is certain
-            self._tell(on.CatchUpFailed())
+            self._tell(on.CatchUpFailed(is_ours=True))
         async with self._lock:
             if commit.manifest.parent != self._core.tip_hash:
                 return
@@ -151,7 +159,8 @@ class Committer(Generic[S]):
                 if newest is None:
                     self._tell(on.ForkRejected(action.head, way is ForkDecision.WAIT))
                     return
-                newest, state = await self._history.fetch(newest, tip, action.holder, is_ours=fork is None)
+                async with self._history.moving if fork is not None else contextlib.nullcontext():
+                    newest, state = await self._history.fetch(newest, tip, action.holder, is_ours=fork is None)
         except LinkTooSlow:
             raise
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:  # what is damaged is mended beside

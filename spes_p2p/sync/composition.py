@@ -11,7 +11,6 @@ from spes_p2p.consensus.state import Identity
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.files import storing
-from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.driver import Driver
 from spes_p2p.sync.guests import Bases
@@ -22,12 +21,12 @@ from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.surroundings import Disk, Hooks, Role
 
 
-def open_disk(
-    place: JoinedRun, folder: Path, layout: Layout, data: Callable[[DataRequest], Blob] | None = None
-) -> Disk:
-    """The `Disk` of a peer that has joined at `place`; its own values go to `folder`. Raises StorageFull."""
+def open_disk(place: JoinedRun, run: Run, folder: Path, data: Callable[[DataRequest], Blob] | None = None) -> Disk:
+    """The `Disk` of a peer that has joined a run at `place`; its own values go to `folder`. Raises StorageFull."""
+    layout = run.layout
     with storing(folder, 0):
-        inputs, residuals = Inputs(folder / "inputs", layout), Residuals(folder / "residuals", layout)
+        inputs = Inputs(folder / "inputs", layout)
+        residuals = Residuals(folder / "residuals", layout, run.rules.audited_share > 0)
     return Disk(place.store, place.chain, place.votes, inputs, residuals, Bases(folder / "guests", layout), data=data)
 
 
@@ -36,7 +35,7 @@ def build_driver(run: Run, node: Node, tip: Commit, disk: Disk, role: Role, hook
     identity = Identity(node.me, run.rules, node.sealer, node.checker.check)
     votes = disk.votes
     start = Start(
-        votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, seeds=role.seeds
+        votes.incarnation, tip.manifest, tip, votes.record, role.intent, node.first_sequence, role.seeds, node.secret
     )
     core = Consensus.begin(identity, start, Pace(run.heartbeat_seconds), node.clock.now())
     return Driver(core, run, node, disk, role, hooks)

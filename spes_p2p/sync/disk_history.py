@@ -97,6 +97,7 @@ class DiskHistory:
         self._looks_on = not log.core.state.own.intent.joining
         self._link_speed_check = LinkSpeedCheck(disk.store.layout)
         self._fetching: asyncio.Task[None] | None = None
+        self.moving = asyncio.Lock()
 
     @property
     def length(self) -> int:

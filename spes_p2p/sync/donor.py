@@ -46,12 +46,12 @@ class Serving:
         info: RunInfo,
         chain: Chain,
         store: StateStore | None,
-        inputs: Callable[[Hash, int, int], memoryview | bytes | None],
+        inputs: Callable[[Hash, int, int], Blob | None],
         moments: MomentStore | None = None,
         data: Callable[[DataRequest], Blob] | None = None,
         tally: Callable[[TallyRequest], Blob] | None = None,
     ) -> None:
-        """`inputs(parent, first tile, count)` gives own contributed values as bytes, or None.
+        """`inputs(parent, first tile, count)` gives own contributed values, or None.
 
         `data` answers what is asked of the run's data; None where there is none here. `tally` signs what the chain
         has counted; None before a run has begun.
@@ -95,10 +95,10 @@ class Serving:
                 return self._tally(request)
 
     def _values(self, request: ValuesRequest) -> Blob:
-        data = self._inputs(request.parent, request.first_tile, request.count)
-        if data is None:
+        found = self._inputs(request.parent, request.first_tile, request.count)
+        if found is None:
             raise RemoteProtocolError(f"no values of our own on top of {short(request.parent)}")
-        return Blob(data)
+        return found
 
     def _offered(self, request: MomentsRequest) -> Blob:
         found = self._moments.serve(request.head, request.first_tile, request.count) if self._moments else None

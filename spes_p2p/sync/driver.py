@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from spes_p2p import failpoints
@@ -20,7 +21,7 @@ from spes_p2p.consensus.messages import Commit, Intent, Work
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached
-from spes_p2p.ids import Hash, PeerId
+from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.swarm.door import Door
 from spes_p2p.sync.answers import Answers
 from spes_p2p.sync.candidate_state import CandidateState
@@ -76,13 +77,15 @@ class Driver:
         self._retention = Retention(disk.store, clock.now)
         self._states = CommittedStates(core, disk, self._retention, hooks, self._tasks)
         decay = run.config.sync.residual_decay
-        outgoing = Outgoing(layout, disk.inputs, disk.residuals, self._states.committed, decay)
+        self._outgoing = outgoing = Outgoing(
+            layout, disk.inputs, disk.residuals, self._states.committed, decay, rules.audited_share > 0
+        )
         self._work = TensorWork(
             core.me,
             RoundDisk(layout, rules, outgoing, disk.residuals, self._candidate, self._states.tip, disk.bases),
             self._fetchers.urgent, self._tasks, hooks.notice, role.held_bytes,
         )  # fmt: skip
-        self._lock = asyncio.Lock()
+        self._lock, self._committing = asyncio.Lock(), asyncio.Lock()
         self._executor = RoundExecutor(core, self._work, self._lock, self._tell, hooks.notice, clock.now)
         self._catching_up = (CatchUp if disk.keeps_states else HeadersOnly)(
             run.info, rules, checker.check, disk.chain, disk.store, self._fetchers.later, self._tasks.in_thread
@@ -96,7 +99,7 @@ class Driver:
             self._dispatcher, disk.votes, self._history, self._lock, clock.now, hooks.notice, self._choices
         )
         self._serving = Serving(
-            run.info, disk.chain, disk.store, outgoing.serve, disk.moments, disk.data,
+            run.info, disk.chain, disk.store, outgoing.shown, disk.moments, disk.data,
             partial(signed_tally, Ledger(disk.chain), node.sealer),
         )  # fmt: skip
         self.answers = Answers(
@@ -151,7 +154,17 @@ class Driver:
         """The trainer has stopped, and its snapshot is in `Inputs`."""
         reached(failpoints.READY, peer=self.core.me, round=self.core.tip.round + 1)
         self._log.closed()
-        self._tell(on.TrainingProgressed(work))
+        if self.core.state.rules.audited_share:
+            self._tasks.spawn(self._commit_to(work, self.core.tip_hash))
+        else:
+            self._tell(on.TrainingProgressed(work))
+
+    async def _commit_to(self, work: Work, head: Hash) -> None:
+        """Ready, once it is fixed what others get."""
+        async with self._committing:
+            commitment = await self._tasks.in_thread(lambda: self._outgoing.commit(head))
+            if self.core.tip_hash == head and commitment != NO_HASH:
+                self._tell(on.TrainingProgressed(replace(work, commitment=commitment)))
 
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""

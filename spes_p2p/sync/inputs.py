@@ -78,6 +78,11 @@ class Inputs:
             raise LocalProtocolError(f"block {block} has {size} values, the snapshot {values.shape}")
         return on_disk(folder / block_file(block), values)
 
+    @property
+    def folder_beside(self) -> Path:
+        """Where what is made of a snapshot may lie."""
+        return self._directory.with_name(f"{self._directory.name}-encoded")
+
     def freeze(self, source: BlockSource, blocks: Sequence[int]) -> BlockSource:
         """`source` as it is now for `blocks`, kept beside the snapshot until the next one is taken."""
         return _Frozen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.swarm.calls import MAX_CALL_BYTES
 from spes_p2p.swarm.ports import Blob, Clock, Network, Transport
+from spes_p2p.swarm.streams import MAX_HEADER_BYTES
 from spes_p2p.sync import merge
+from spes_p2p.sync.audit import opening_bytes
 from spes_p2p.sync.chain import Chain, wall_clock_microseconds
 from spes_p2p.sync.genesis import RunInfo
 from spes_p2p.sync.sealing import EnvelopeChecker, KeySealer
@@ -60,6 +63,7 @@ class Node:
     """This machine in the network of a run. `say` is told what a person should read.
 
     `new_incarnation` gives numbers that rise over restarts, `first_sequence` one above all that this node ever sent.
+    From `secret` follows what it audits, which nobody must know before.
     """
 
     network: Network
@@ -67,6 +71,7 @@ class Node:
     say: Callable[[str], None]
     new_incarnation: Callable[[], int] = wall_clock_microseconds
     first_sequence: int = field(default_factory=wall_clock_milliseconds)
+    secret: bytes = field(default_factory=lambda: os.urandom(32))
 
     @property
     def me(self) -> PeerId:
@@ -120,6 +125,19 @@ def check_sizes(config: Config, layout: Layout) -> None:
             f"{room / 2**20:.1f} fit into a message",
             fix="raise sync.tile_values, or sync.slice_tiles",
         )
+    if can_be_audited(config, layout) and opening_bytes(layout) > MAX_HEADER_BYTES:
+        raise ConfigError(
+            f"a block has up to {max(tiles):,} tiles (sync.tile_values={sync.tile_values}), and the hashes of "
+            f"{MAX_HEADER_BYTES // len(NO_HASH):,} fit beside the values of a slice, by which reducers are audited",
+            fix="raise sync.tile_values, or set sync.aggregate to mean",
+        )
+
+
+def can_be_audited(config: Config, layout: Layout) -> bool:
+    """Whether the mean of a slice can follow, to the bit, from what its contributors send: coarse codecs need what a
+    reducer left out before, and guests' changes are multiplied out."""
+    is_fine = {layout.codec_of(block.index) for block in layout.model_blocks} <= {"fp32", "bf16", "int8"}
+    return config.sync.enabled and config.sync.aggregate == "clip" and is_fine and not config.model.guest_rank
 
 
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
@@ -149,6 +167,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         fragments=sync.fragments,
         outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
         clips=sync.aggregate == "clip",
+        audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
         has_guests=config.model.guest_rank > 0,
         faults=Faults(config.swarm.faults),
         by_vouch=config.swarm.electors == "vouched",

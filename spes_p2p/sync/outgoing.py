@@ -6,21 +6,56 @@ before. Who asks for what, and what a round counts, is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from spes_p2p.codecs.sizes import Codec
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import LINK_PUBLIC, trainers
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import RemoteProtocolError, TileDamaged
-from spes_p2p.ids import Hash, PeerId, short
+from spes_p2p.files import remove_folder
+from spes_p2p.ids import NO_HASH, Hash, PeerId, short
+from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import BlockSource, Layout, Tile, Values
+from spes_p2p.state.tile_area import TileArea
 from spes_p2p.state.version import Version, bytes_of
-from spes_p2p.sync.coding import encoded_change
+from spes_p2p.swarm.ports import Blob
+from spes_p2p.sync.audit import commitment_to, opening_of
+from spes_p2p.sync.coding import changed_values, encoded_change
 from spes_p2p.sync.guests import sent_coordinates
 from spes_p2p.sync.inputs import Inputs
 from spes_p2p.sync.residuals import Residuals
+
+
+class _CommittedTo:
+    """What a peer has committed to on top of `parent`: by block the hashes of its tiles, joined; encoded ones lie in
+    `area`, whose folder is its own."""
+
+    def __init__(self, parent: Hash, area: TileArea) -> None:
+        self.parent = parent
+        self.hashes: dict[int, bytes] = {}
+        self._area = area
+        if area.folder.exists():
+            remove_folder(area.folder)
+
+    def add(self, block: int, tiles: Iterable[tuple[Tile, memoryview, bool]]) -> None:
+        found: list[Hash] = []
+        for tile, data, is_kept in tiles:
+            found.append(hash_tile(data))
+            if is_kept:
+                self._area.write(tile, data, found[-1])
+        if found:
+            self.hashes[block] = b"".join(found)
+
+    def encoded(self, tile_ids: Iterable[int]) -> bytes | None:
+        """Encoded tiles, joined; None where they are not there."""
+        try:
+            return b"".join(self._area.tile(tile_id) for tile_id in tile_ids)
+        except (KeyError, OSError, ValueError):
+            return None
 
 
 class Outgoing:
@@ -33,19 +68,25 @@ class Outgoing:
         residuals: Residuals,
         committed: Callable[[Hash], Version | None],
         residual_decay: float = 1.0,
+        is_audited: bool = False,
     ) -> None:
-        """`residual_decay`: how much of what a contribution left out is sent with the next one."""
+        """`residual_decay`: how much of what a contribution left out is sent with the next one. `is_audited`: nothing
+        leaves that was not committed to."""
         self._layout = layout
         self._inputs = inputs
         self._residuals = residuals
         self._committed = committed
         self._decay = np.float32(residual_decay)
+        self._is_audited = is_audited
+        self._committed_to: _CommittedTo | None = None
 
     def own(self, parent: Hash, first_tile: int, count: int) -> Values | None:
         """Own values of consecutive tiles of a block for a slice that this peer reduces itself; None without any."""
         values = self._inputs.values(parent, first_tile, count)
         if values is None or self._codec(first_tile) == "fp32":
             return values
+        if self._is_audited and not self._residuals.is_sole(first_tile):
+            return self._as_sent(parent, first_tile, count)
         whole = np.array(values)
         for tile, part in self._parts(first_tile, count):
             kept = self._unsent(tile.id)
@@ -60,20 +101,76 @@ class Outgoing:
             return self.coordinates(parent, first_tile, count)
         if self._codec(first_tile) == "fp32":
             return bytes_of(values)
+        if self._is_audited:
+            known = self._committed_to
+            return known.encoded(range(first_tile, first_tile + count)) if known and known.parent == parent else None
         committed = self._committed(parent)
         if committed is None:
             return None
-        codec = self._layout.in_round(committed.round + 1).codec_of(self._layout.tiles[first_tile].block)
-        sent: list[bytes] = []
-        for tile, part in self._parts(first_tile, count):
-            try:
-                before = committed.sound_values(tile.id)
-            except TileDamaged:  # what is made of it would be another change than what was trained
-                return None
-            data, left = encoded_change(codec, values[part], before, self._unsent(tile.id))
-            self._residuals.stage(parent, "sent", tile.id, left)
-            sent.append(data)
-        return b"".join(sent)
+        try:
+            return b"".join(
+                self._encoded(committed, parent, values[part], tile) for tile, part in self._parts(first_tile, count)
+            )
+        except TileDamaged:  # what is made of it would be another change than what was trained
+            return None
+
+    def _encoded(self, committed: Version, parent: Hash, values: Values, tile: Tile) -> bytes:
+        """The change of a tile as it travels; what it leaves out is staged. Raises TileDamaged."""
+        codec = self._layout.in_round(committed.round + 1).codec_of(tile.block)
+        data, left = encoded_change(codec, values, committed.sound_values(tile.id), self._unsent(tile.id))
+        self._residuals.stage(parent, "sent", tile.id, left)
+        return data
+
+    def _as_sent(self, parent: Hash, first_tile: int, count: int) -> Values | None:
+        """Own values as other reducers get them."""
+        data, committed = self.serve(parent, first_tile, count), self._committed(parent)
+        if data is None or committed is None:
+            return None
+        parts, at = self._parts(first_tile, count), 0
+        layout = self._layout.in_round(committed.round + 1)
+        values = np.empty(parts[-1][1].stop, np.float32)
+        for tile, part in parts:
+            end = at + layout.wire_bytes(tile)
+            before = committed.block(tile.block)[tile.start : tile.stop]
+            values[part] = changed_values(layout.codec_of(tile.block), memoryview(data)[at:end], before)
+            at = end
+        return values
+
+    def commit(self, parent: Hash) -> Hash:
+        """Fixes what leaves this machine of the snapshot on top of `parent`; the commitment to it (see `sync.audit`).
+
+        NO_HASH where nobody asks for one. A block with a damaged base is left out. Raises StorageFull.
+        """
+        committed = self._committed(parent)
+        if not self._is_audited or committed is None or self._inputs.parent != parent:
+            return NO_HASH
+        layout = self._layout.in_round(committed.round + 1)
+        made = _CommittedTo(parent, TileArea(self._inputs.folder_beside, layout, encoded=True))
+        for block in self._inputs.blocks:
+            with contextlib.suppress(TileDamaged):
+                made.add(block, self._leaving(committed, parent, block))
+        self._committed_to = made
+        return commitment_to(made.hashes)
+
+    def _leaving(self, committed: Version, parent: Hash, block: int) -> Iterator[tuple[Tile, memoryview, bool]]:
+        """Each tile of a block as it leaves, and whether that must be kept: the snapshot has what is fp32."""
+        first = self._layout.tiles_of(block)[0].id
+        is_plain = self._codec(first) == "fp32"
+        if not is_plain and self._residuals.is_sole(first):
+            return  # nobody else reduces it
+        for tile in self._layout.tiles_of(block):
+            values = self._inputs.block(block)[tile.start : tile.stop]
+            if is_plain:
+                yield tile, bytes_of(values), False
+            else:
+                yield tile, memoryview(self._encoded(committed, parent, values, tile)), True
+
+    def shown(self, parent: Hash, first_tile: int, count: int) -> Blob | None:
+        """The same, with what shows that the values are those that this peer has committed to, where it has."""
+        data = self.serve(parent, first_tile, count)
+        known, block = self._committed_to, self._layout.tiles[first_tile].block
+        is_known = known is not None and known.parent == parent and block in known.hashes
+        return None if data is None else Blob(data, opening_of(known.hashes, block) if known and is_known else b"")
 
     def _unsent(self, tile_id: int) -> Values | None:
         kept = self._residuals.unsent(tile_id)
@@ -93,16 +190,16 @@ class Outgoing:
         return [(tile, slice(tile.start - tiles[0].start, tile.stop - tiles[0].start)) for tile in tiles]
 
 
-def check_asker(layout: Layout, slice_tiles: int, tip: Manifest, caller: PeerId, first_tile: int, count: int) -> None:
+def check_asker(layout: Layout, rules: RunRules, tip: Manifest, caller: PeerId, first_tile: int, count: int) -> None:
     """Raises RemoteProtocolError for more than a slice, and where encoding it is of no use to `caller`."""
-    if not 0 <= first_tile < layout.num_model_tiles or not 0 < count <= slice_tiles:
+    if not 0 <= first_tile < layout.num_model_tiles or not 0 < count <= rules.slice_tiles:
         raise RemoteProtocolError(f"{count} tiles from {first_tile} on were requested, which are not within one slice")
     block = layout.tiles[first_tile].block
     members = tuple(member.peer for member in tip.members)
     hidden = {member.peer for member in tip.members if member.link_class != LINK_PUBLIC}
     owners = tip.ownership[block - 1] if block else members
     reducers = {*owners, *(set(members) - {member.peer for member in trainers(tip.members)})}
-    if set(owners) <= hidden:  # those who cannot be dialled may have a helper
+    if set(owners) <= hidden or rules.audited_share:  # those who cannot be dialled may have a helper
         reducers = set(members)
     if layout.codec_of(block) != "fp32" and caller not in reducers:
         raise RemoteProtocolError(f"{short(caller)} does not reduce block {block}")

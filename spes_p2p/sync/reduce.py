@@ -18,6 +18,7 @@ NORM_LIMIT = 20.0
 """A change this many times larger than the median of the others is no honest training."""
 NON_FINITE = "non-finite values"
 WRONG_SIZE = "values of the wrong size"
+OTHER_VALUES = "values other than it had committed to"
 TOO_LARGE = "a change far larger than the others'"
 _AT_ONCE = 2**16
 """Values that one step takes: what is made of them on the way stays in the processor's cache."""

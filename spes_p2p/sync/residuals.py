@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from spes_p2p.consensus.manifest import Manifest, manifest_hash
+from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.errors import RemoteProtocolError, StateError, StorageFull
 from spes_p2p.files import publish_folder, remove_folder, storing, sync, write_whole
 from spes_p2p.ids import NO_HASH, Hash, PeerId
@@ -108,8 +108,9 @@ class _Set:
 class _NextSet:
     """The staged set on its way to be the next one: what a manifest counted leaves it, what it did not count stays."""
 
-    def __init__(self, me: PeerId, present: _Set, made: _Set) -> None:
+    def __init__(self, me: PeerId, present: _Set, made: _Set, is_audited: bool) -> None:
         self._me = me
+        self._is_audited = is_audited
         self._present = present
         self._made = made
 
@@ -144,10 +145,14 @@ class _NextSet:
                     made.forget(("handed",), (tile_id,))
             if self._me not in piece.contributors:
                 self._keep("sent", piece.tile_ids)
-            elif piece.reducer == self._me:  # who reduces takes its own values as they are
+            elif piece.reducer == self._me and not self._travels(piece):  # it takes its own values as they are
                 made.forget(("sent",), piece.tile_ids)
         for kind in KINDS:
             self._keep(kind, untouched)
+
+    def _travels(self, piece: Slice) -> bool:
+        """Whether the reducer takes its own values as others get them, so that others can make the mean again."""
+        return self._is_audited and not self._present.is_sole(piece.first_tile)
 
     def _keep(self, kind: Kind, tile_ids: Collection[int]) -> None:
         """Takes tiles over from the present set, in the place of what was staged."""
@@ -191,8 +196,10 @@ class _NextSet:
 class Residuals:
     """The residuals of one peer. Every write but `stage` raises StorageFull where the disk is full."""
 
-    def __init__(self, directory: Path, layout: Layout) -> None:
-        """Nothing is kept yet: see `open`."""
+    def __init__(self, directory: Path, layout: Layout, is_audited: bool = False) -> None:
+        """Nothing is kept yet: see `open`. `is_audited`: means must follow from what contributors have sent, and so
+        nothing is kept of a mean, but by a sole owner."""
+        self._is_audited = is_audited
         self._directory = directory
         self._layout = layout
         self._lock = threading.RLock()
@@ -240,7 +247,13 @@ class Residuals:
     def unsent_of_mean(self, tile_id: int) -> Values | None:
         """What the next mean of a tile that this peer hands out must add; a sole owner's values already contain it."""
         with self._lock:
-            return None if self._set.is_sole(tile_id) else self._set.values("handed", tile_id)
+            is_in_there = self._set.is_sole(tile_id) or self._is_audited
+            return None if is_in_there else self._set.values("handed", tile_id)
+
+    def is_sole(self, tile_id: int) -> bool:
+        """Whether a tile is of a column that this peer owns alone."""
+        with self._lock:
+            return self._set.is_sole(tile_id)
 
     def ahead(self, head: Hash) -> Callable[[int], Values | None]:
         """By tile id, how far a sole owner's master is ahead of the state of manifest `head`; None for not at all.
@@ -257,7 +270,7 @@ class Residuals:
         Where the disk is full it is held in memory, as the snapshot is that it was taken from.
         """
         with self._lock:
-            if head != self._head:
+            if head != self._head or (kind == "handed" and self._is_audited and not self._set.is_sole(tile_id)):
                 return
             try:
                 with storing(self._staged.folder, 0):
@@ -287,7 +300,7 @@ class Residuals:
             made = self._read(head)
             if made is None:
                 self._drop_all_but(self._set.folder, self._staged.folder)
-                _NextSet(self._me, self._set, self._staged_again()).make(first, later, wire_hash)
+                _NextSet(self._me, self._set, self._staged_again(), self._is_audited).make(first, later, wire_hash)
                 with storing(self._folder(head), 0):
                     publish_folder(self._staged.folder, self._folder(head))
                 made = _Set.read(self._folder(head), self._layout)

@@ -7,6 +7,7 @@ symbols.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -34,14 +35,19 @@ from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileD
 from spes_p2p.exchange.transfers import WrongSize
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
+from spes_p2p.sync.audit import OtherValues
 from spes_p2p.sync.coding import UnfitTile
-from spes_p2p.sync.reduce import WRONG_SIZE
+from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
 
+UNJUDGED = (LOST, WRONG_SIZE, OTHER_VALUES)
+"""Why somebody is left out of a slice without a look at its values."""
 T = TypeVar("T")
 Take = Callable[[Contribution, Callable[[], bool]], Coroutine[Any, Any, None]]
 """Asks a peer for its values; the second argument tells whether they are still wanted."""
 Writing = Callable[[], AbstractAsyncContextManager[bool]]
 """A lock on the candidate state; entering yields a function that tells whether the result is still wanted."""
+Sure = Callable[[], Sequence[PeerId]]
+"""Who has a slice for certain, by now."""
 
 
 class SliceWork(Protocol):
@@ -51,7 +57,10 @@ class SliceWork(Protocol):
         """Takes this peer's own values; False without any."""
 
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
-        """Takes another's values, as the plan counts them. Raises NetworkError, RemoteProtocolError or WrongSize."""
+        """Takes another's values, as the plan counts them.
+
+        Raises NetworkError, RemoteProtocolError, WrongSize or OtherValues.
+        """
 
     @property
     def has_guests(self) -> bool:
@@ -66,6 +75,9 @@ class SliceWork(Protocol):
     @property
     def guests(self) -> tuple[PeerId, ...]:
         """Those whose changes are taken in, in roster order."""
+
+    async def remade(self) -> tuple[Hash, ...]:
+        """After `average`: the hashes of its tiles, if they were staged."""
 
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
@@ -92,8 +104,11 @@ class RoundWork(Protocol):
     def is_finished(self, root: Hash) -> bool:
         """Whether the staged state with this root is whole on disk."""
 
-    async def fetch(self, action: do.Fetch, writing: Writing, sure: Callable[[], Sequence[PeerId]]) -> None:
-        """Brings tiles here, those of `sure` first. Raises NetworkError, RemoteProtocolError, TileDamaged."""
+    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> bool:
+        """Brings tiles here, those of `sure` first; whether they are unlike what was trained here on top of `head`.
+
+        Raises NetworkError, RemoteProtocolError, TileDamaged.
+        """
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         """The root of the new state, and its merge. Raises NetworkError, TileDamaged."""
@@ -178,6 +193,8 @@ class RoundExecutor:
             await take(entry, lambda: peer not in slow)
         except WrongSize:
             return WRONG_SIZE
+        except OtherValues:
+            return OTHER_VALUES
         except (PeerClosed, RemoteProtocolError):
             return LOST
         except NetworkError:
@@ -248,7 +265,7 @@ class RoundExecutor:
             return self._core.sure_holders(action.piece, self._now())
 
         try:
-            await self._work.fetch(action, lambda: self._writing(is_wanted), sure)
+            is_doubtful = await self._work.fetch(action, head, lambda: self._writing(is_wanted), sure)
         except UnfitTile as error:  # the tiles are those that the report has signed for
             if is_wanted():
                 self._notice(do.Notice("refused", f"slice {key} will be reduced by another peer: {error}"))
@@ -263,7 +280,29 @@ class RoundExecutor:
                 self._tell(on.StagingFailed(key))
             return
         if is_wanted():
-            self._tell(on.SliceStaged(key, action.hashes))
+            self._tell(on.SliceStaged(key, action.hashes, is_doubtful))
+
+    # ---- auditing ----
+
+    async def audit(self, action: do.Audit) -> None:
+        """Makes a slice again that another has reduced."""
+        report = action.report.value
+        piece, judged = action.plan.value.slices[report.index], {p for p, why in report.left_out if why not in UNJUDGED}
+        taken = tuple(peer for peer in piece.contributors if peer in {*report.contributors, *judged})
+        is_sound: bool | None = None
+        async with self._work.slice_work(action.plan.value, replace(piece, contributors=taken)) as values:
+            if not self._core.wants_audited(action.report):
+                return
+            with contextlib.suppress(TileDamaged):  # mended beside
+                is_sound = await self._is_sound(action.plan.value, report, replace(piece, contributors=taken), values)
+        if self._core.wants_audited(action.report):
+            self._tell(on.SliceAudited(action.report, is_sound))
+
+    async def _is_sound(self, plan: Plan, report: Report, piece: Slice, values: SliceWork) -> bool | None:
+        """Whether the same values stay out, and the others have that mean; None where some values are not to be had."""
+        if await self._collect(plan, piece, values):
+            return None
+        return await values.average({}) == report.contributors and await values.remade() == report.wire_hashes
 
     # ---- the new state ----
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from spes_p2p.consensus.messages import Envelope, Signed, signing_bytes
+from spes_p2p.consensus.messages import Accusation, Envelope, Signed, signing_bytes
 from spes_p2p.consensus.statements import ready_of
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.ids import Hash, PeerId, sha256, short
@@ -21,6 +21,7 @@ MAX_PARTS = {
     "statuses": 2048,
     "ready": 2048,
     "reports": 2**16,
+    "accusations": 2**12,
     "votes": 1024,
     "contents": 16,
     "degraded_proposals": 64,
@@ -108,6 +109,12 @@ def _name(peer: PeerId, public_key: bytes, data: bytes, signature: bytes) -> Has
     return sha256(lengths.encode(), public_key, signature, data)
 
 
+def _with_reports(accusations: Iterable[Signed[Accusation]]) -> Iterator[Signed[Any]]:
+    for accusation in accusations:
+        yield accusation
+        yield accusation.value.report
+
+
 def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
     said = [envelope.statuses, *(content.statements.statuses for content in envelope.contents)]
     for status in (status for statuses in said for status in statuses):
@@ -118,6 +125,7 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
         yield envelope.plan
     yield from envelope.ready
     yield from envelope.reports
+    yield from _with_reports(envelope.accusations)
     for content in envelope.contents:
         yield from content.statements.ready
         yield from content.statements.reports
@@ -125,6 +133,7 @@ def _signed_parts(envelope: Envelope) -> Iterator[Signed[Any]]:
             yield content.statements.decay
         if content.statements.roll is not None:
             yield content.statements.roll
+        yield from _with_reports(content.statements.accusations)
     yield from envelope.degraded_proposals
     yield from envelope.degraded_votes
     for votes in envelope.votes:

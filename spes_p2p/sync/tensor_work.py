@@ -32,9 +32,11 @@ from spes_p2p.exchange.requests import ValuesRequest
 from spes_p2p.exchange.transfers import Transfers
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.basis import Basis
+from spes_p2p.state.hashes import hash_tile
 from spes_p2p.state.layout import VALUE_BYTES, Layout, Tile, Values
 from spes_p2p.state.staging import TileData
-from spes_p2p.state.version import DTYPE, Version
+from spes_p2p.state.version import DTYPE, Version, bytes_of
+from spes_p2p.sync.audit import Likeness, check_committed
 from spes_p2p.sync.candidate_state import CandidateState, wire_tiles
 from spes_p2p.sync.clipping import clipped_mean, opposed
 from spes_p2p.sync.coding import changed_values, encoded_change
@@ -42,7 +44,7 @@ from spes_p2p.sync.guests import Bases, coordinate_bytes, read_coordinates, scre
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, screen, weighted_mean
 from spes_p2p.sync.residuals import Residuals
-from spes_p2p.sync.round_executor import SliceWork, Writing
+from spes_p2p.sync.round_executor import SliceWork, Sure, Writing
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
 
@@ -144,14 +146,31 @@ class TensorWork:
     def is_finished(self, root: Hash) -> bool:
         return self._candidate.finished(root) is not None
 
-    async def fetch(self, action: do.Fetch, writing: Writing, sure: Callable[[], Sequence[PeerId]]) -> None:
+    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> bool:
+        likeness, is_audited = Likeness(), self._disk.rules.audited_share > 0
+        layout = self._disk.layout.in_round(self._candidate.round)
+
+        def add(tiles: list[tuple[int, memoryview, Hash]]) -> None:
+            self._candidate.add(tiles)
+            for tile_id, data, _ in tiles if is_audited else ():
+                own = self._disk.outgoing.own(head, tile_id, 1)
+                if own is not None:
+                    codec, base = layout.codec_of(layout.tiles[tile_id].block), self._base_of(tile_id)
+                    mean = np.frombuffer(data, DTYPE) if codec == "fp32" else changed_values(codec, data, base)
+                    likeness.add(mean, own, base)
+
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
             async with writing() as is_wanted:
                 if is_wanted:
-                    await self._tasks.in_thread(lambda: self._candidate.add(tiles))
+                    await self._tasks.in_thread(lambda: add(tiles))
 
         wanted = wire_tiles((action.piece,), (action.hashes,))
         await self._transfers.tiles(wanted, action.holders, take, wire_round=self._candidate.round, sure=sure)
+        return likeness.is_doubtful
+
+    def _base_of(self, tile_id: int) -> Values:
+        tile = self._disk.layout.tiles[tile_id]
+        return self._disk.committed().block(tile.block)[tile.start : tile.stop]
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)
@@ -225,7 +244,9 @@ class TensorSlice:
 
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
         size = sum(self._layout.wire_bytes(tile) for tile in self._tiles)
-        data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
+        opening, data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
+        if self._disk.rules.audited_share:
+            await self._tasks.in_thread(lambda: check_committed(self._layout, entry, opening, self._tiles, data))
         self._found[entry.peer] = await self._tasks.in_thread(lambda: self._values_of(data))
 
     def _request(self, entry: Contribution) -> ValuesRequest:
@@ -255,7 +276,7 @@ class TensorSlice:
             data = self._disk.outgoing.coordinates(self._parent, piece.first_tile, piece.tiles)
         else:
             size = coordinate_bytes(self._layout, self._tiles)
-            data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
+            _, data = await self._transfers.values(entry.peer, self._request(entry), size, is_wanted)
         values = None if data is None else read_coordinates(self._layout, self._tiles, data, basis)
         if values is not None:
             self._guests[entry.peer] = values
@@ -279,7 +300,8 @@ class TensorSlice:
         What was found is used up: the mean takes the place of somebody's values. Raises TileDamaged rather than refuse
         what is unfit because our own base is.
         """
-        found, rules = self._found, self._disk.rules
+        rules = self._disk.rules
+        found = {peer: self._found[peer] for peer in self._piece.contributors if peer in self._found}  # who audits must
         codec = self._layout.codec_of(self._piece.block)
         bounded = codec != "fp32" or self._layout.has_momentum or rules.clips
         steps: dict[PeerId, int] | None = {peer: entry.steps for peer, entry in self._roster.items()}
@@ -299,6 +321,7 @@ class TensorSlice:
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
         mean = self._mean([found[peer] for peer in fit], self._before, self._tokens(fit), spent)
         found.clear()
+        self._found.clear()
         if self._guests and self._basis is not None:
             shares = self._shares_of_guests()
             tokens = sum(self._tokens(fit))
@@ -337,6 +360,10 @@ class TensorSlice:
         if codec == "fp32":
             return _HandedOut(mean, None)
         return _HandedOut(*encoded_change(codec, mean, before, self._disk.residuals.unsent_of_mean(tile.id)))
+
+    async def remade(self) -> tuple[Hash, ...]:
+        tiles = (bytes_of(tile.data) if isinstance(tile.data, np.ndarray) else tile.data for tile in self._made)
+        return await self._tasks.in_thread(lambda: tuple(map(hash_tile, tiles)))
 
     async def stage(self) -> tuple[Hash, ...]:
         return await self._tasks.in_thread(self._stage)

@@ -126,7 +126,7 @@ class MemorySwarm:
         """A machine of this swarm."""
         now = DAY_SECONDS + self.clock.now() - self.clock_behind_seconds
         incarnations = self._incarnations if net.peer_id in self.peers else self._node_incarnations
-        return Node(net, self.clock, say, lambda: next(incarnations), int(1000 * now))
+        return Node(net, self.clock, say, lambda: next(incarnations), int(1000 * now), net.peer_id.encode())
 
     def _duty(self) -> Duty:
         if self.serve:

@@ -176,7 +176,7 @@ class PretendPeer:
         self._pretended: Pretended | None = None
         self._training: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
-        self.disk = open_disk(place, self.folder, swarm.layout)
+        self.disk = open_disk(place, swarm.run, self.folder)
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         self.machine = TrainerMachine(_rules_of(self.name, swarm.run), swarm.layout)

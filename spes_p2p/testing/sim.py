@@ -11,7 +11,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spes_p2p.consensus.forks import best
 from spes_p2p.consensus.machine import Consensus
@@ -87,7 +87,7 @@ class World:
         self.now = 0.0
         self.weather = weather
         self.core_class = core_class
-        self.rules = run_rules(columns, replicas=replicas)
+        self.rules = replace(run_rules(columns, replicas=replicas), audited_share=seed % 2 / 2)
         self.max_columns = columns
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}

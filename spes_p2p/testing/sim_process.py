@@ -52,7 +52,7 @@ class SimProcess:
         first = int((DAY_SECONDS + world.now - peer.clock_behind_seconds) * 1000) + life
         start = Start(
             disk.incarnation, disk.tip, disk.tip_commit, disk.record, peer.intent, first,
-            tuple(other for other in world.peers if other != peer.name),
+            tuple(other for other in world.peers if other != peer.name), peer.name.encode(),
         )  # fmt: skip
         identity = Identity(peer.name, world.rules, FakeSealer(peer.name), check_fake)
         self.core: Consensus = world.core_class.begin(identity, start, Pace(HEARTBEAT_SECONDS), world.now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spes_p2p.consensus import events as on
@@ -13,7 +14,7 @@ from spes_p2p.consensus.messages import (
     Work,
 )
 from spes_p2p.data.leases import count
-from spes_p2p.ids import Hash, short
+from spes_p2p.ids import Hash, sha256, short
 from spes_p2p.testing.sim_state import BATCH_SEQUENCES, SEQUENCE_TOKENS, STEPS, Trained, trained_positions
 from spes_p2p.testing.symbols import Died
 
@@ -73,12 +74,14 @@ class SimTrainer:
             return
         self._work = self._so_far(ready=True)
         self._since = None
-        if self._work.sequences and core.state.is_member():
-            positions = trained_positions(core.tip, peer.name, self._work.sequences)
-            self._trained = Trained(
-                next(self._world.lives), peer.name, core.tip_hash, self._work, positions, self._poison()
-            )
-        self._process.driver.tell(on.TrainingProgressed(self._work))
+        work = self._work
+        if work.sequences and core.state.is_member():
+            life = next(self._world.lives)
+            if core.state.rules.audited_share:
+                work = replace(work, commitment=sha256(b"%d" % life))
+            positions = trained_positions(core.tip, peer.name, work.sequences)
+            self._trained = Trained(life, peer.name, core.tip_hash, work, positions, self._poison())
+        self._process.driver.tell(on.TrainingProgressed(work))
 
     def _poison(self) -> frozenset[int]:
         chance, blocks = self._world.random, len(self._world.rules.block_tiles)

@@ -18,7 +18,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.sync.catch_up import ForkPoint, HistoryDiverged
 from spes_p2p.testing.judge import Violation
 from spes_p2p.testing.sim_state import Disk, State, root_of
-from spes_p2p.testing.symbols import PUBLISHING_SECONDS, Pause, Surroundings
+from spes_p2p.testing.symbols import PUBLISHING_SECONDS, Lock, Pause, Surroundings
 
 
 class SymbolVotes:
@@ -63,6 +63,7 @@ class SymbolHistory:
         self._disk = disk
         self._around = around
         self.running: Coroutine[Any, Any, None] | None = None
+        self.moving = Lock()
         self.fetching: Coroutine[Any, Any, None] | None = None
         self._line: tuple[Commit, ...] = ()
 

@@ -19,7 +19,7 @@ from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocol
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.round_executor import SliceWork, Writing
+from spes_p2p.sync.round_executor import SliceWork, Sure, Writing
 from spes_p2p.testing.judge import Guard, Judge
 from spes_p2p.testing.sim_state import Disk, Trained, neighbours_of, reduce_tiles, split
 
@@ -169,6 +169,9 @@ class SymbolSlice:
         self._fit = [self._found[peer] for peer in fit]
         return fit
 
+    async def remade(self) -> tuple[Hash, ...]:
+        return reduce_tiles(self._plan, self._piece, self._fit)
+
     async def stage(self) -> tuple[Hash, ...]:
         self._disk.check_room()
         tiles = reduce_tiles(self._plan, self._piece, self._fit)
@@ -203,7 +206,7 @@ class SymbolWork:
     def is_finished(self, root: Hash) -> bool:
         return root in self._disk.finished
 
-    async def fetch(self, action: do.Fetch, writing: Writing, sure: Callable[[], Sequence[PeerId]]) -> None:
+    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> bool:
         await Pause(self._around.work_seconds())
         if not any(self._around.others.serves(holder, action.piece, action.hashes) for holder in action.holders):
             raise PeerSilent(str(action.piece.key))
@@ -211,6 +214,7 @@ class SymbolWork:
             if is_wanted:
                 self._disk.check_room()
                 self._disk.stage(action.piece, split(action.hashes))
+        return False
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)

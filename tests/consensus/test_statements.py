@@ -15,11 +15,13 @@ from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Contribution, Decay, Manifest, manifest_hash
 from spes_p2p.consensus.membership import LINK_PRIVATE, Member, Roll, electors
 from spes_p2p.consensus.messages import (
+    Accusation,
     Ballots,
     Content,
     DecayOrder,
     Envelope,
     Intent,
+    Report,
     Signed,
     Statements,
     Status,
@@ -71,6 +73,10 @@ def with_statements(content: Content, **said: Any) -> Content:
 def said_by(signed: Signed[Any], **changes: Any) -> Signed[Any]:
     """Signed again by its author: what a liar can have a friend of his say, or what it once did say."""
     return FakeSealer(signed.author).seal(replace(signed.value, **changes))
+
+
+def accuses(core: Consensus, author: PeerId, report: Signed[Report]) -> Signed[Accusation]:
+    return FakeSealer(author).seal(Accusation(core.state.rules.fingerprint, report))
 
 
 def changed_member(content: Content, **changes: Any) -> Content:
@@ -166,7 +172,18 @@ def brings_a_crowd_of_words(core: Consensus, content: Content) -> Content:
     return with_statements(content, statuses=(*content.statements.statuses, *crowd))
 
 
+def bans_somebody(core: Consensus, content: Content) -> Content:
+    return made_again(core, content, banned=(content.manifest.members[0].peer,))
+
+
+def bans_on_the_word_of_one(core: Consensus, content: Content) -> Content:
+    first = content.statements.reports[0]
+    return with_statements(bans_somebody(core, content), accusations=(accuses(core, LIAR, first),))
+
+
 LIES: tuple[Change, ...] = (
+    bans_somebody,
+    bans_on_the_word_of_one,
     counts_more,
     drops_a_member,
     alters_a_link,
@@ -200,6 +217,27 @@ def test_a_manifest_that_does_not_follow_from_what_was_said_is_refused(
 def test_the_manifest_alone_does_not_show_it(voter: Consensus, honest: Content, lie: Change) -> None:
     """What its parent says leaves these open; that is why statements come with it."""
     check_child(voter.state.rules, voter.tip, lie(voter, honest).manifest)
+
+
+def test_whom_a_quorum_of_electors_accuses_is_banned_for_good(voter: Consensus, honest: Content) -> None:
+    rules, tip, made, said = voter.state.rules, voter.tip, honest.manifest, honest.statements
+    names = [member.peer for member in electors(tip.members)]
+    accused, others = said.reports[0], [name for name in names if name != said.reports[0].author]
+    stranger = accuses(voter, PeerId("somebody"), accused)
+    for number in range(len(names) + 1):
+        words = (stranger, *(accuses(voter, name, accused) for name in [*others, *names][:number]))
+        content = content_of(rules, tip, replace(said, accusations=words), made.state_root, made.merge)
+        check_content(rules, tip, content)
+        is_quorum = number >= voter.state.electorate.quorum
+        assert content.manifest.banned == ((accused.author,) if is_quorum else ())
+        assert (accused.author in {member.peer for member in content.manifest.members}) is not is_quorum
+        assert len(content.statements.accusations) == is_quorum * voter.state.electorate.quorum
+    child = content_of(rules, content.manifest, Statements((), (), ()), made.state_root, None).manifest
+    assert child.banned == (accused.author,)
+    with pytest.raises(RemoteProtocolError, match="whom it bans does not follow"):
+        check_child(rules, content.manifest, replace(child, banned=()))
+    pardoned = Roll(rules.fingerprint, 1, (accused.author,))
+    assert not rules.admission(pardoned, child.banned).is_banned(accused.author)
 
 
 def test_nobody_gets_a_column_that_it_did_not_ask_for() -> None:

@@ -139,7 +139,9 @@ def test_nobody_can_ask_for_trained_momentum(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         await swarm.start(["a", "b", "c"])
         with pytest.raises(RemoteProtocolError, match="not within one slice"):
-            check_asker(swarm.layout, 4, commits(swarm)[0].manifest, PeerId("b"), swarm.layout.num_model_tiles, 1)
+            check_asker(
+                swarm.layout, swarm.run.rules, commits(swarm)[0].manifest, PeerId("b"), swarm.layout.num_model_tiles, 1
+            )
 
     in_swarm(folder, play, config_of())
 

@@ -177,7 +177,7 @@ function showPeers(state, isShown) {
   }));
 }
 
-const BAD = ["left", "lost", "silent", "connection", "fork", "error"], WARN = ["degraded", "organiser", "experts", "warning", "pause"];
+const BAD = ["left", "lost", "banned", "silent", "connection", "fork", "error"], WARN = ["degraded", "organiser", "experts", "warning", "pause"];
 
 function showEvents(state, isShown) {
   const chosen = by("event-filter"), kinds = [...new Set(state.events.map(event => event.kind))].sort();

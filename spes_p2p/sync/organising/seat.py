@@ -117,7 +117,7 @@ class Seat:
     async def _begin(self) -> Driver:
         place = await self._place()
         role = Role(self._intent, tuple(await self._sources()), HELD_BYTES)
-        disk = open_disk(place, self._folder, self._run.layout, self._files.data)
+        disk = open_disk(place, self._run, self._folder, self._files.data)
         disk.keeps_states = self.duty is not Duty.CERTIFICATES
         driver = build_driver(self._run, self._node, place.tip, disk, role, self)
         driver.hide_status(self.duty is Duty.CERTIFICATES)

@@ -1,0 +1,139 @@
+"""Reducers are checked: what one reports of a slice is made again by others, who tell all where it is not the mean.
+
+Everybody makes a few slices again that nobody else can foresee, those that are unlike what it trained itself, and those
+of which somebody says that they are false: so all who are honest come to know of a lie that one of them finds. Who
+reported it has had its turns in this round, and nobody votes for a state with a slice of its making.
+"""
+
+from __future__ import annotations
+
+from spes_p2p.consensus.actions import Audit
+from spes_p2p.consensus.manifest import content_hash
+from spes_p2p.consensus.messages import Accusation, Content, Plan, Report, Signed
+from spes_p2p.consensus.proposals import Proposals
+from spes_p2p.consensus.state import Key, State
+from spes_p2p.ids import sha256
+
+MOST_DOUBTS = 2
+"""Slices of a round that are made again since they are unlike our own: each costs what a slice's reducer fetches."""
+MOST_ACCUSED = 4
+"""Slices of a round of which one peer may say that they are false."""
+
+
+def drawn(state: State, plan: Plan) -> frozenset[int]:
+    """The slices of a plan that this peer makes again: on average so many that `audited_share` of all are."""
+    shared = [index for index, piece in enumerate(plan.slices) if len(piece.contributors) > 1]
+    if not shared or not state.rules.audited_share:
+        return frozenset()
+    mark = sha256(state.own.secret, plan.parent)
+    chance = int.from_bytes(mark[:4], "big") / 2**32
+    number = int(state.rules.audited_share * len(shared) / max(1, len(plan.roster)) + chance)
+    ordered = sorted(shared, key=lambda index: sha256(mark, index.to_bytes(4, "big")))
+    return frozenset(ordered[:number])
+
+
+class Audits:
+    """What is made again, and what follows where it comes out differently."""
+
+    def __init__(self, state: State, proposals: Proposals) -> None:
+        self._state = state
+        self._proposals = proposals
+
+    def audit(self, now: float) -> bool:
+        """Makes again what is due, one slice after the other."""
+        current = self._state.round
+        due = self._due()
+        if due is None or current.auditing is not None or current.plan is None:
+            return False
+        current.auditing = due
+        self._state.out.append(Audit(current.plan, due))
+        return True
+
+    def is_pending(self) -> bool:
+        """Whether something is to be made again before we build or vote for a state with it."""
+        current = self._state.round
+        return current.decided is None and (current.auditing is not None or self._due() is not None)
+
+    def _due(self) -> Signed[Report] | None:
+        """The next report to look at; what somebody accuses first."""
+        current = self._state.round
+        for name, accusations in current.accusations.items():
+            report = next(iter(accusations.values())).value.report
+            if name not in current.audited and report.author not in current.barred:
+                return report
+        for index in (*sorted(current.doubted), *sorted(current.drawn)):
+            known = current.reports.get(index)
+            if known is None or known.author == self._state.me or content_hash(known.value) in current.audited:
+                continue
+            if current.staged.get(known.value.piece.key) == b"".join(known.value.wire_hashes):
+                return known
+        return None
+
+    def doubt(self, key: Key) -> None:
+        """What came of a slice is unlike what was trained here."""
+        current = self._state.round
+        index = current.index_of.get(key)
+        if index is not None and self._state.rules.audited_share and len(current.doubted) < MOST_DOUBTS:
+            current.doubted.add(index)
+
+    def audited(self, signed: Signed[Report], is_sound: bool | None, now: float) -> None:
+        """How it went. What could not be made again is as good as sound, but nobody was wrong to doubt it."""
+        current, report = self._state.round, signed.value
+        if current.auditing != signed:
+            return
+        name, current.auditing = content_hash(report), None
+        current.audited.add(name)
+        if is_sound:
+            false = set(current.accusations.get(name, ()))
+            self._state.others.false_accusers |= false
+            for some in self._state.others.evidence.values():
+                for author in false & some.keys():
+                    del some[author]
+        elif is_sound is not None:
+            text = f"slice {report.piece.key} is not the mean of what its contributors committed to"
+            self._state.notify("refused", text, report.reducer)
+            own = self._state.identity.sealer.seal(Accusation(self._state.rules.fingerprint, signed))
+            current.accusations.setdefault(name, {})[self._state.me] = own
+            self._state.others.evidence.setdefault(report.reducer, {})[self._state.me] = own
+            self._state.own.has_news = True
+            self._bar(signed)
+        self._state.note_progress(now)
+
+    def hear(self, signed: Signed[Accusation], is_of_our_plan: bool) -> bool:
+        """Takes in what a member says of a report; whether there is something to look at."""
+        current, others, said = self._state.round, self._state.others, signed.value
+        report, members = said.report.value, {member.peer for member in current.tip.members}
+        if said.fingerprint != self._state.rules.fingerprint or not self._state.rules.audited_share:
+            return False
+        if signed.author == self._state.me or signed.author in others.false_accusers:
+            return False
+        if report.reducer == self._state.me or not {signed.author, report.reducer} <= members:
+            return False
+        if sum(signed.author in some for some in others.evidence.values()) < MOST_ACCUSED:
+            others.evidence.setdefault(report.reducer, {})[signed.author] = signed
+        if not is_of_our_plan or sum(signed.author in some for some in current.accusations.values()) >= MOST_ACCUSED:
+            return False
+        known = current.accusations.setdefault(content_hash(report), {})
+        if signed.author in known:
+            return False
+        known[signed.author] = signed
+        return True
+
+    def is_barred(self, content: Content) -> bool:
+        """Whether a state has a slice of one who is known to have lied in this round."""
+        return any(signed.author in self._state.round.barred for signed in content.statements.reports)
+
+    def _bar(self, signed: Signed[Report]) -> None:
+        """All that it reported is void, and done by the next in order."""
+        current, reducer = self._state.round, signed.author
+        current.barred.add(reducer)
+        for index, report in [(i, r) for i, r in current.reports.items() if r.author == reducer]:
+            key = report.value.piece.key
+            del current.reports[index]
+            current.empty_reports.setdefault(index, {})[reducer] = report
+            current.staged.pop(key, None)
+            current.fetching.pop(key, None)
+        current.building = current.outcome = None
+        for name, content in list(current.contents.items()):
+            if self.is_barred(content):
+                self._proposals.refuse(name)
