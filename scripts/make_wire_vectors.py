@@ -23,6 +23,7 @@ from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.codecs.sizes import CODECS
 from spes_p2p.consensus.manifest import WIRE_VERSION, Manifest
 from spes_p2p.consensus.messages import (
+    Accusation,
     Choice,
     Commit,
     Content,
@@ -52,7 +53,7 @@ from spes_p2p.wire import pack
 
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
 SENT = (
-    Status, Plan, Report, Proposal, Prevote, Precommit, Votes, Content, DegradedProposal, DegradedVote, Choice,
+    Status, Plan, Report, Accusation, Proposal, Prevote, Precommit, Votes, Content, DegradedProposal, DegradedVote, Choice,
     Manifest, Commit, Envelope, PackedRequest,
     *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending, DecayOrder,
     Tally, Receipt,
