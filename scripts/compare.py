@@ -45,12 +45,12 @@ from spes_p2p.data.manifest import hash_tokens
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.files import write_whole
+from spes_p2p.locks import Scratch
 from spes_p2p.observe.metrics import bytes_text, count_text
 from spes_p2p.peer.devices import choose_device
 from spes_p2p.peer.options import config_path
 from spes_p2p.planning.sizes import Sizes
 from spes_p2p.testing.training_swarm import Measure, Point, train
-from spes_p2p.train.scratch import Scratch
 
 CORPUS_BYTES = 8 * 2**20
 PERIODS = 5

@@ -26,6 +26,7 @@ from spes_p2p.consensus.manifest import Decay
 from spes_p2p.errors import ConfigError, LocalProtocolError, SpesError
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
+from spes_p2p.locks import Scratch
 from spes_p2p.train.child import Child
 from spes_p2p.train.ddp import Ranks, abort, broadcast_object, connect, disconnect
 from spes_p2p.train.memory import least_free_and_total_bytes
@@ -33,13 +34,13 @@ from spes_p2p.train.moments import take_moments
 from spes_p2p.train.pace import take_fastest_micro_batch
 from spes_p2p.train.private import load_private_state
 from spes_p2p.train.rank import RankTrainer, value_hashes
-from spes_p2p.train.scratch import Scratch
 from spes_p2p.train.trainer import unpacked
 from spes_p2p.train.watchdog import Watchdog
 
 _START_SECONDS = 120.0
 _NOTICE_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0  # what was told to stop needs less, and the rest has nothing to save
+_SCRATCH = "spes-p2p-ranks-"
 _PR_SET_PDEATHSIG = 1
 _FROZEN_FIX = "check that process's device and the machine's memory; then start the peer again"
 
@@ -135,7 +136,7 @@ class LocalRanks:
         if world_size == 1:
             return
         _check_devices(world_size, device)
-        self._folder = Scratch()
+        self._folder = Scratch(_SCRATCH)
         self._watchdog = Watchdog(self._on_frozen)
         try:
             self._start(world_size, device.type, self._folder.path)

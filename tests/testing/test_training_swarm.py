@@ -196,6 +196,6 @@ def test_a_comparison_that_is_ended_leaves_no_folder(data: Path, tmp_path: Path,
     left = list(temporary.iterdir())
     assert bool(left) is (number == signal.SIGKILL)
     if left:
-        code = "from spes_p2p.train.scratch import Scratch; Scratch('spes-p2p-compare-').remove()"
+        code = "from spes_p2p.locks import Scratch; Scratch('spes-p2p-compare-').remove()"
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
         assert not list(temporary.iterdir())

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from spes_p2p.errors import LocalProtocolError, SpesError
+from spes_p2p.locks import Scratch
 from spes_p2p.train import watchdog
 from spes_p2p.train.ddp import broadcast_object
-from spes_p2p.train.scratch import Scratch
 from spes_p2p.train.worker import LocalRanks
 from tests.train.small import CPU, batch_of, small_config, trainer_of
 
@@ -78,13 +78,13 @@ def test_a_frozen_rank_is_named_within_a_time_learnt_from_its_steps(monkeypatch:
 
 
 def test_folders_of_killed_peers_are_removed_by_the_next_one() -> None:
-    program = "import os\nfrom spes_p2p.train.scratch import Scratch\nprint(Scratch().path)\nos._exit(0)"
+    program = "import os\nfrom spes_p2p.locks import Scratch\nprint(Scratch('spes-p2p-test-').path)\nos._exit(0)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     left = Path(done.stdout.strip())
     assert left.is_dir()
-    mine = Scratch()
+    mine = Scratch("spes-p2p-test-")
     assert not left.exists()
-    others = Scratch()
+    others = Scratch("spes-p2p-test-")
     assert mine.path.is_dir()  # its process lives
     for scratch in (mine, others):
         scratch.remove()

@@ -9,68 +9,39 @@ import asyncio
 import errno
 import ipaddress
 import os
-import shutil
 import signal
 import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from spes_p2p.errors import ConfigError, DaemonEnded, NetworkError
+from spes_p2p.locks import Scratch
 from spes_p2p.swarm.hivemind_backend.dial import parse_address
-from spes_p2p.swarm.hivemind_backend.locks import FileLock
 
 NO_LOOKUP = "none"
 """A `dht_mode` of ours: the daemon dials the addresses that it is given, and never those that others tell of a peer."""
 DAEMON_GONE = (OSError, asyncio.IncompleteReadError)
 """Errors that the daemon's socket raises once the daemon has ended."""
-_PREFIX = "spes-p2p-net-"
 _MAX_FOLDER_CHARACTERS = 50
-_LOCK = "lock"
 _SAID_NOTHING = "Daemon failed to start: None"
 """hivemind's message for a daemon that was killed; otherwise the message contains the daemon's reason."""
 
 
-class SocketFolder:
-    """A temporary folder that is known by its lock to be in use; `remove` it at the end.
-
-    Those whose process was killed are removed by the next process that starts.
-    """
-
-    def __init__(self) -> None:
-        temporary = Path(tempfile.gettempdir())
-        if len(str(temporary)) > _MAX_FOLDER_CHARACTERS:
-            raise ConfigError(
-                f"the path of the temporary folder {temporary} is too long for a socket", fix="set TMPDIR=/tmp"
-            )
-        _sweep(temporary)
-        made = Path(tempfile.mkdtemp(prefix="spes-new-"))
-        self._lock = FileLock(made / _LOCK)
-        self.path = made.rename(
-            made.with_name(made.name.replace("spes-new-", _PREFIX))
-        )  # visible only once it is locked
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
+def socket_folder() -> Scratch:
+    """A folder for a daemon's sockets. Raises ConfigError where its path would be too long for them."""
+    if len(temporary := tempfile.gettempdir()) > _MAX_FOLDER_CHARACTERS:
+        raise ConfigError(
+            f"the path of the temporary folder {temporary} is too long for a socket", fix="set TMPDIR=/tmp"
+        )
+    return Scratch("spes-p2p-net-")
 
 
-def _sweep(temporary: Path) -> None:
-    for path in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
-        try:
-            lock = FileLock(path, create=False)
-        except OSError:  # in use, or of another user, or just removed
-            continue
-        shutil.rmtree(path.parent, ignore_errors=True)
-        lock.release()
-
-
-async def start_daemon(folder: SocketFolder, **options: Any) -> P2P:
+async def start_daemon(folder: Scratch, **options: Any) -> P2P:
     """A running daemon (hivemind's `P2P.create` with `options`). Raises NetworkError with the daemon's own words.
 
     Where this is cancelled, or fails, no daemon is left.

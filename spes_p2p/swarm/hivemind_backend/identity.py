@@ -16,7 +16,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from spes_p2p.errors import ConfigError, IdentityInUse, StorageFull
 from spes_p2p.files import write_whole
-from spes_p2p.swarm.hivemind_backend.locks import FileLock
+from spes_p2p.locks import FileLock
 from spes_p2p.swarm.keys import PADDING, packed_key, peer_id_of
 
 

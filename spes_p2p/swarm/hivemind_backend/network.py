@@ -23,12 +23,13 @@ from hivemind.utils.logging import use_hivemind_log_handler
 
 from spes_p2p.errors import DaemonEnded, NetworkError
 from spes_p2p.ids import PeerId
+from spes_p2p.locks import Scratch
 from spes_p2p.swarm.hivemind_backend.daemon import (
     DAEMON_GONE,
     NO_LOOKUP,
-    SocketFolder,
     daemon_ended,
     kill_daemon,
+    socket_folder,
     start_daemon,
     until_unusable,
 )
@@ -128,7 +129,7 @@ class HivemindNetwork:
         wall_clock: Callable[[], float],
         names: tuple[str, ...],
     ) -> None:
-        self._folder = folder = SocketFolder()
+        self._folder = folder = socket_folder()
         self._stack.callback(folder.remove)
         self.folder = str(folder.path)
         self._identity = identity = IdentityFile(identity_path or folder.path / "identity")
@@ -327,7 +328,7 @@ def _where_it_was(host_maddrs: list[str], addresses: Sequence[str]) -> list[str]
 
 
 async def _check_identity_free(
-    folder: SocketFolder, identity: IdentityFile, initial_peers: list[str], wall_clock: Callable[[], float]
+    folder: Scratch, identity: IdentityFile, initial_peers: list[str], wall_clock: Callable[[], float]
 ) -> None:
     """Raises IdentityInUse if our identity is in use in the swarm: two peers that share one would take each other's
     messages. Asks under another identity, before we appear."""
