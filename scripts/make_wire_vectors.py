@@ -54,8 +54,7 @@ from spes_p2p.wire import pack
 FILE = Path(__file__).parents[1] / "docs" / "wire_vectors.json"
 SENT = (
     Status, Plan, Report, Accusation, Proposal, Prevote, Precommit, Votes, Content, DegradedProposal, DegradedVote,
-    Choice,
-    Manifest, Commit, Envelope, PackedRequest,
+    Choice, Manifest, Commit, Envelope, PackedRequest,
     *get_args(Request), ChainPart, RunInfo, Catalogue, RunRecord, PeerRecord, HeadRecord, Ending, DecayOrder,
     Tally, Receipt,
 )  # fmt: skip

@@ -8,16 +8,26 @@ reported it has had its turns in this round, and nobody votes for a state with a
 from __future__ import annotations
 
 from spes_p2p.consensus.actions import Audit
+from spes_p2p.consensus.events import Finding
 from spes_p2p.consensus.manifest import content_hash
-from spes_p2p.consensus.messages import Accusation, Content, Plan, Report, Signed
+from spes_p2p.consensus.messages import LOST, Accusation, Content, Plan, Report, Signed
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Key, State
 from spes_p2p.ids import sha256
 
 MOST_DOUBTS = 2
 """Slices of a round that are made again since they are unlike our own: each costs what a slice's reducer fetches."""
+_WHAT = {
+    Finding.FALSE: "is not the mean of what its contributors committed to",
+    Finding.LOSES_MANY: "leaves out many who are there, as lost",
+}
 MOST_ACCUSED = 4
 """Slices of a round of which one peer may say that they are false."""
+
+
+def most_lost(contributors: int) -> int:
+    """How many contributors of a slice an honest reducer may fail to reach that others reach: some may lie to it."""
+    return max(1, contributors // 3)
 
 
 def drawn(state: State, plan: Plan) -> frozenset[int]:
@@ -69,32 +79,39 @@ class Audits:
                 return known
         return None
 
-    def doubt(self, key: Key) -> None:
-        """What came of a slice is unlike what was trained here."""
+    def staged(self, key: Key, is_doubtful: bool) -> None:
+        """A slice has come. It is doubtful where it is unlike what was trained here, or many are said to be lost."""
         current = self._state.round
         index = current.index_of.get(key)
-        if index is not None and self._state.rules.audited_share and len(current.doubted) < MOST_DOUBTS:
+        if index is None or current.plan is None or not self._state.rules.audited_share:
+            return
+        report, piece = current.reports.get(index), current.plan.value.slices[index]
+        loses = report is not None and sum(why == LOST for _, why in report.value.left_out)
+        if (is_doubtful or loses > most_lost(len(piece.contributors))) and len(current.doubted) < MOST_DOUBTS:
             current.doubted.add(index)
 
-    def audited(self, signed: Signed[Report], is_sound: bool | None, now: float) -> None:
+    def audited(self, signed: Signed[Report], finding: Finding, now: float) -> None:
         """How it went. What could not be made again is as good as sound, but nobody was wrong to doubt it."""
         current, report = self._state.round, signed.value
         if current.auditing != signed:
             return
         name, current.auditing = content_hash(report), None
         current.audited.add(name)
-        if is_sound:
-            false = set(current.accusations.get(name, ()))
+        if finding is Finding.SOUND:
+            accused = current.accusations.get(name, {})
+            false = {author for author, said in accused.items() if not said.value.loses_many}
             self._state.others.false_accusers |= false
             for some in self._state.others.evidence.values():
                 for author in false & some.keys():
                     del some[author]
-        elif is_sound is not None:
-            text = f"slice {report.piece.key} is not the mean of what its contributors committed to"
-            self._state.notify("refused", text, report.reducer)
-            own = self._state.identity.sealer.seal(Accusation(self._state.rules.fingerprint, signed))
+        elif finding is not Finding.OPEN:
+            what, loses_many = _WHAT[finding], finding is Finding.LOSES_MANY
+            kind = "left out" if loses_many else "refused"  # it may be its links
+            self._state.notify(kind, f"slice {report.piece.key} {what}", report.reducer)
+            own = self._state.identity.sealer.seal(Accusation(self._state.rules.fingerprint, signed, loses_many))
             current.accusations.setdefault(name, {})[self._state.me] = own
-            self._state.others.evidence.setdefault(report.reducer, {})[self._state.me] = own
+            if not loses_many:
+                self._state.others.evidence.setdefault(report.reducer, {})[self._state.me] = own
             self._state.own.has_news = True
             self._bar(signed)
         self._state.note_progress(now)
@@ -109,7 +126,7 @@ class Audits:
             return False
         if report.reducer == self._state.me or not {signed.author, report.reducer} <= members:
             return False
-        if sum(signed.author in some for some in others.evidence.values()) < MOST_ACCUSED:
+        if not said.loses_many and sum(signed.author in some for some in others.evidence.values()) < MOST_ACCUSED:
             others.evidence.setdefault(report.reducer, {})[signed.author] = signed
         if not is_of_our_plan or sum(signed.author in some for some in current.accusations.values()) >= MOST_ACCUSED:
             return False

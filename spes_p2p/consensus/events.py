@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from spes_p2p.consensus.actions import Build
 from spes_p2p.consensus.manifest import Merge
@@ -68,12 +69,24 @@ class SliceStaged:
     is_doubtful: bool = False
 
 
+class Finding(Enum):
+    """What came of making a slice again."""
+
+    SOUND = "sound"
+    FALSE = "false"
+    """It is not the mean of what its contributors committed to."""
+    LOSES_MANY = "loses many"
+    """It is, but of those who were named lost many are there."""
+    OPEN = "open"
+    """Not all that it takes was to be had."""
+
+
 @dataclass(frozen=True)
 class SliceAudited:
-    """What another reported of a slice was made again; `is_sound` is None where not all that it takes was to be had."""
+    """What another reported of a slice was made again."""
 
     report: Signed[Report]
-    is_sound: bool | None
+    finding: Finding
 
 
 @dataclass(frozen=True)

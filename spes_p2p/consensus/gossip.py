@@ -123,7 +123,7 @@ class Gossip:
             plan=plan,
             ready=tuple(current.ready[entry] for entry in plan.value.roster) if plan else (),
             reports=self._reports_for(theirs, sent, relay) if current.plan is not None else (),
-            accusations=self._accusations_for(sent, relay) if self._others.evidence else (),
+            accusations=self._accusations_for(sent, relay),
             votes=self._votes_for(theirs, sent, relay),
             contents=self._contents_for(theirs, sent),
             degraded_proposals=self._degraded_proposals_for(theirs, sent, relay),

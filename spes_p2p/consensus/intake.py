@@ -41,10 +41,9 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.reducing.reduced(report, now)
         case on.SliceStaged(key, hashes, is_doubtful):
             parts.staging.staged(key, hashes, now)
-            if is_doubtful:
-                parts.audits.doubt(key)
-        case on.SliceAudited(report, is_sound):
-            parts.audits.audited(report, is_sound, now)
+            parts.audits.staged(key, is_doubtful)
+        case on.SliceAudited(report, finding):
+            parts.audits.audited(report, finding, now)
         case on.FetchFailed(key, is_unfit):
             parts.staging.fetch_failed(key, now, is_unfit)
         case on.StagingFailed(key):

@@ -234,6 +234,10 @@ def plan_hash(plan: Plan) -> Hash:
     return content_hash(plan)
 
 
+LOST = "lost"
+"""Reason of a contributor that a reducer could not reach: another reducer may."""
+
+
 @dataclass(frozen=True)
 class Report:
     """A reducer's word that a slice is reduced: whose values went in and the hash of each tile that it now serves.
@@ -263,10 +267,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Accusation:
-    """Its author has made a slice again, of what its contributors committed to: the mean is not what was reported."""
+    """Its author has made a slice again, of what its contributors committed to: the mean is not what was reported.
+
+    Or, `loses_many`: it is, but many who were named lost are there.
+    """
 
     fingerprint: Hash
     report: Signed[Report]
+    loses_many: bool = False
 
 
 def joined_hashes(reports: Iterable[Signed[Report]]) -> tuple[bytes, ...]:

@@ -12,6 +12,7 @@ from spes_p2p.consensus.audits import Audits
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import (
+    LOST,
     Report,
     Signed,
     plan_hash,
@@ -32,8 +33,6 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 
 SURE = 2
 """How many reducers must find nobody's values fit before a slice is given up (or all, if fewer can be asked)."""
-LOST = "lost"
-"""Reason of a contributor that a reducer could not reach: another reducer may."""
 
 
 class Reducing:

@@ -155,7 +155,8 @@ def banned_after(
     electorate = Electorate(tuple(member.peer for member in electors(parent.members)), rules.faults)
     known: dict[PeerId, dict[PeerId, Signed[Accusation]]] = {}
     for signed in accusations:
-        if signed.author in electorate.order and signed.value.fingerprint == rules.fingerprint:
+        is_proof = signed.value.fingerprint == rules.fingerprint and not signed.value.loses_many
+        if is_proof and signed.author in electorate.order:
             known.setdefault(signed.value.report.author, {})[signed.author] = signed
     proven = {
         peer: [some[author] for author in sorted(some)][: electorate.quorum]

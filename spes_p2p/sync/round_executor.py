@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
 from spes_p2p.consensus import events as on
+from spes_p2p.consensus.audits import most_lost
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import (
     Contribution,
@@ -25,12 +26,12 @@ from spes_p2p.consensus.manifest import (
 )
 from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import (
+    LOST,
     Content,
     Plan,
     Report,
     plan_hash,
 )
-from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
 from spes_p2p.exchange.transfers import WrongSize
 from spes_p2p.failpoints import reached
@@ -289,20 +290,28 @@ class RoundExecutor:
         report = action.report.value
         piece, judged = action.plan.value.slices[report.index], {p for p, why in report.left_out if why not in UNJUDGED}
         taken = tuple(peer for peer in piece.contributors if peer in {*report.contributors, *judged})
-        is_sound: bool | None = None
+        finding = on.Finding.OPEN
         async with self._work.slice_work(action.plan.value, replace(piece, contributors=taken)) as values:
             if not self._core.wants_audited(action.report):
                 return
             with contextlib.suppress(TileDamaged):  # mended beside
-                is_sound = await self._is_sound(action.plan.value, report, replace(piece, contributors=taken), values)
+                finding = await self._made_again(action.plan.value, report, taken, values)
         if self._core.wants_audited(action.report):
-            self._tell(on.SliceAudited(action.report, is_sound))
+            self._tell(on.SliceAudited(action.report, finding))
 
-    async def _is_sound(self, plan: Plan, report: Report, piece: Slice, values: SliceWork) -> bool | None:
-        """Whether the same values stay out, and the others have that mean; None where some values are not to be had."""
-        if await self._collect(plan, piece, values):
-            return None
-        return await values.average({}) == report.contributors and await values.remade() == report.wire_hashes
+    async def _made_again(self, plan: Plan, report: Report, taken: tuple[PeerId, ...], values: SliceWork) -> on.Finding:
+        """Whether of those `taken` the same stay out, and the others have that mean."""
+        piece = plan.slices[report.index]
+        if await self._collect(plan, replace(piece, contributors=taken), values):
+            return on.Finding.OPEN
+        lost, most = [peer for peer in piece.contributors if peer not in taken], most_lost(len(piece.contributors))
+        is_many = len(lost) > most
+        if is_many:
+            missing = await self._collect(plan, replace(piece, contributors=tuple(lost)), values)
+            is_many = len(lost) - len(missing) > most
+        if await values.average({}) != report.contributors or await values.remade() != report.wire_hashes:
+            return on.Finding.FALSE
+        return on.Finding.LOSES_MANY if is_many else on.Finding.SOUND
 
     # ---- the new state ----
 

@@ -8,9 +8,9 @@ from spes_p2p.consensus.forks import tokens_lost
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.messages import (
+    LOST,
     Commit,
 )
-from spes_p2p.consensus.reducing import LOST
 from spes_p2p.consensus.rules import stale_columns
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Layout

@@ -13,7 +13,7 @@ import pytest
 from spes_p2p.codecs.lossy import decode, encode
 from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.manifest import Contribution, content_hash
-from spes_p2p.consensus.messages import Accusation, Plan
+from spes_p2p.consensus.messages import LOST, Accusation, Plan
 from spes_p2p.consensus.slices import plan_slices
 from spes_p2p.ids import NO_HASH, Hash, PeerId
 from spes_p2p.state.layout import Values
@@ -113,6 +113,29 @@ def test_a_small_lie_is_found_by_who_draws_its_slice(folder: Path) -> None:
         assert commits(swarm, "a")[-1].manifest.banned == (LIAR,)
 
     in_swarm(folder, play, small_config(*CLIP, "sync.audited_share=1", peers=5))
+
+
+def test_who_names_all_others_lost_reduces_nothing(folder: Path) -> None:
+    """It hands out its own, right to the bit; nobody is banned for what may be a broken link."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        liar = await start(swarm)
+        await swarm.until_round(1)
+
+        async def lost(entry: Contribution, parent: Hash, take: object) -> str:
+            return LOST
+
+        vars(liar.driver._executor)["_asked"] = lost
+        first = swarm.peers[PeerId("a")].round + 2
+        await swarm.until_round(first + 6)
+        said = {life.name for life in swarm.up for notice in life.notices if "leaves out many" in notice.text}
+        assert said == set("abcd")
+        for commit in commits(swarm, "a")[first:]:
+            shared = [piece for piece in commit.manifest.slices if piece.block == 0]
+            assert all(piece.reducer != LIAR and len(piece.contributors) > 3 for piece in shared)
+        assert commits(swarm, "a")[-1].manifest.banned == ()
+
+    in_swarm(folder, play, small_config(*CLIP, peers=5))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])

@@ -12,7 +12,7 @@ import pytest
 
 from spes_p2p.codecs.lossy import encode
 from spes_p2p.consensus.manifest import Merge
-from spes_p2p.consensus.reducing import LOST
+from spes_p2p.consensus.messages import LOST
 from spes_p2p.errors import RemoteProtocolError
 from spes_p2p.exchange.requests import Request, ValuesRequest
 from spes_p2p.ids import Hash, PeerId

@@ -16,9 +16,9 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.fragments import due_columns
 from spes_p2p.consensus.manifest import Contribution
 from spes_p2p.consensus.messages import (
+    LOST,
     Intent,
 )
-from spes_p2p.consensus.reducing import LOST
 from spes_p2p.errors import RemoteProtocolError, StorageFull
 from spes_p2p.exchange.requests import ValuesRequest, pack_request
 from spes_p2p.ids import PeerId

@@ -18,8 +18,7 @@ import torch
 
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Contribution, Manifest
-from spes_p2p.consensus.messages import Intent, Work
-from spes_p2p.consensus.reducing import LOST
+from spes_p2p.consensus.messages import LOST, Intent, Work
 from spes_p2p.consensus.rules import MOST_ROUNDS
 from spes_p2p.data.loader import Batch
 from spes_p2p.data.manifest import Dataset
