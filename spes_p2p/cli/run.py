@@ -261,6 +261,8 @@ def vouch(
 ) -> None:
     """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
 
+    In any run it lifts what electors have decided: peers that they banned may come back.
+
     Example: spes-p2p run vouch 12D3KooWAbc... --output bootstrap-node
     """
     _change_roll(peers, output, "forgotten" if undo else "vouched")

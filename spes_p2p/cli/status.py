@@ -93,6 +93,8 @@ def text_of(report: RunReport, now: float) -> str:
     lines += ["", *_peers(report.peers, now)]
     if report.columns:
         lines += ["", *_columns(report)]
+    if report.banned:
+        lines += ["", f"banned: {', '.join(map(short, report.banned))}"]
     if (data := _data_line(report)) is not None:
         lines += ["", f"data: {data}"]
     if report.mix:

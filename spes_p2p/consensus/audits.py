@@ -105,16 +105,26 @@ class Audits:
                 for author in false & some.keys():
                     del some[author]
         elif finding is not Finding.OPEN:
-            what, loses_many = _WHAT[finding], finding is Finding.LOSES_MANY
-            kind = "left out" if loses_many else "refused"  # it may be its links
-            self._state.notify(kind, f"slice {report.piece.key} {what}", report.reducer)
-            own = self._state.identity.sealer.seal(Accusation(self._state.rules.fingerprint, signed, loses_many))
-            current.accusations.setdefault(name, {})[self._state.me] = own
-            if not loses_many:
-                self._state.others.evidence.setdefault(report.reducer, {})[self._state.me] = own
-            self._state.own.has_news = True
-            self._bar(signed)
+            self._accuse(signed, finding)
         self._state.note_progress(now)
+
+    def note_unfit(self, signed: Signed[Report]) -> None:
+        """What a reducer handed out cannot be a mean: nobody needs to make it again."""
+        if self._state.rules.audited_share:
+            self._state.round.audited.add(content_hash(signed.value))
+            self._accuse(signed, Finding.FALSE)
+
+    def _accuse(self, signed: Signed[Report], finding: Finding) -> None:
+        """Tells all, and takes nothing more of this reducer in this round."""
+        report, loses_many = signed.value, finding is Finding.LOSES_MANY
+        kind = "left out" if loses_many else "refused"  # it may be its links
+        self._state.notify(kind, f"slice {report.piece.key} {_WHAT[finding]}", report.reducer)
+        own = self._state.identity.sealer.seal(Accusation(self._state.rules.fingerprint, signed, loses_many))
+        self._state.round.accusations.setdefault(content_hash(report), {})[self._state.me] = own
+        if not loses_many:
+            self._state.others.evidence.setdefault(report.reducer, {})[self._state.me] = own
+        self._state.own.has_news = True
+        self._bar(signed)
 
     def hear(self, signed: Signed[Accusation], is_of_our_plan: bool) -> bool:
         """Takes in what a member says of a report; whether there is something to look at."""

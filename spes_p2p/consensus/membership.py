@@ -73,8 +73,13 @@ class Admission:
         return not self.by_vouch or peer == self.organiser or (self.roll is not None and peer in self.roll.vouched)
 
     def is_banned(self, peer: PeerId) -> bool:
+        return peer in self.all_banned
+
+    @property
+    def all_banned(self) -> frozenset[PeerId]:
+        """By the organiser and by manifests."""
         vouched, banned = (self.roll.vouched, self.roll.banned) if self.roll is not None else ((), ())
-        return peer in banned or (peer in self.banned and peer not in vouched)
+        return frozenset(banned) | (frozenset(self.banned) - frozenset(vouched))
 
 
 EVERYBODY = Admission()

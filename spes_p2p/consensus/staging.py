@@ -222,6 +222,7 @@ class Staging:
             del current.reports[index]
             if is_unfit:
                 current.empty_reports.setdefault(index, {})[report.author] = report
+                self._audits.note_unfit(report)
             else:
                 self._note_empty_report(index, report)
 

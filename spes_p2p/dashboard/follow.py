@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p.consensus.manifest import manifest_hash
+from spes_p2p.consensus.membership import Admission
 from spes_p2p.consensus.messages import (
     DEGRADED,
     Commit,
@@ -121,8 +122,10 @@ class Follower:
             return
         for peer in sorted(set(now["members"]) - set(before["members"])):
             history.add_event(at, "joined", peer, f"{short(peer)} joined with round {manifest.round}")
+        banned = Admission(manifest.roll, banned=manifest.banned).all_banned
         for peer in sorted(set(before["members"]) - set(now["members"])):
-            history.add_event(at, "left", peer, f"{short(peer)} is no longer a member from round {manifest.round} on")
+            kind, text = ("banned", "banned") if peer in banned else ("left", "no longer a member")
+            history.add_event(at, kind, peer, f"{short(peer)} is {text} from round {manifest.round} on")
         if now["orphans"] != before["orphans"]:
             without = f"expert columns without an owner: {span_text(now['orphans'])}"
             history.add_event(at, "experts", "", without if now["orphans"] else "every expert column has an owner")

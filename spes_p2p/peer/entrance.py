@@ -9,6 +9,8 @@ from pathlib import Path
 from spes_p2p.config.fingerprint import apply_peer_overrides, differences, split_overrides
 from spes_p2p.config.load import load_config
 from spes_p2p.config.schema import Config
+from spes_p2p.consensus.manifest import Manifest
+from spes_p2p.consensus.rules import RunRules
 from spes_p2p.errors import ConfigError, NetworkError, PermanentError, RemoteProtocolError
 from spes_p2p.ids import PeerId
 from spes_p2p.interop.own import run_layout
@@ -169,11 +171,16 @@ def banned(info: RunInfo, peer: PeerId) -> PermanentError:
     )
 
 
-def banned_by_electors(info: RunInfo, peer: PeerId) -> PermanentError:
-    """What a peer ends with that a manifest has banned."""
-    return PermanentError(
+def check_not_banned(rules: RunRules, info: RunInfo, manifest: Manifest, me: PeerId) -> None:
+    """Raises PermanentError where a manifest excludes this peer."""
+    admission = rules.admission(manifest.roll, manifest.banned)
+    if not admission.is_banned(me):
+        return
+    if me not in manifest.banned:
+        raise banned(info, me)
+    raise PermanentError(
         f"the electors of run {info.run_id} have banned this peer: what it handed out as a mean was none",
-        fix=f"check this machine's memory and disk, then ask the organiser to lift it with: spes-p2p run vouch {peer}",
+        fix=f"check this machine's memory and disk, then ask the organiser to lift it with: spes-p2p run vouch {me}",
     )
 
 

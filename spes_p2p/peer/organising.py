@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED, Roll, electors
+from spes_p2p.consensus.membership import MAX_BANNED, MAX_VOUCHED, Admission, Roll, electors
 from spes_p2p.consensus.messages import Commit, Sealer
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.ids import Hash, PeerId
@@ -104,11 +104,7 @@ def change_roll(
     """Signs with the organiser's key whom it vouches for and whom it bans; all of both. Raises as `stop_run` does."""
 
     async def announce(network: HivemindNetwork) -> Roll:
-        info, config = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
-        if vouched and config.swarm.electors == "all":
-            raise ConfigError(
-                f"everybody may vote in run {info.run_id}", fix="vouching needs a run with swarm.electors=vouched"
-            )
+        info, _ = await find_and_load(network, meeting.run_id, meeting.fingerprint, ANSWER_SECONDS)
         check = EnvelopeChecker(network.verifier).check
         known = together((await read_words(network.directory, info, check)).values())
         word = roll(info, known, _sealer_of(identity, info), vouched, banned, forgotten)
@@ -256,7 +252,7 @@ def history(commits: Sequence[Commit], received_at: Sequence[float] = ()) -> Ite
     for at, commit in enumerate(commits):
         manifest, certificate = commit.manifest, commit.certificate
         members = frozenset(member.peer for member in manifest.members)
-        excluded = frozenset({*manifest.banned, *(manifest.roll.banned if manifest.roll is not None else ())})
+        excluded = Admission(manifest.roll, banned=manifest.banned).all_banned
         yield HistoryLine(
             round=manifest.round,
             kind=certificate.kind,

@@ -14,7 +14,7 @@ from typing import Any
 from spes_p2p.config.schema import Config
 from spes_p2p.consensus.electorate import Faults, SealRule
 from spes_p2p.consensus.manifest import Manifest
-from spes_p2p.consensus.membership import NOBODY, electors
+from spes_p2p.consensus.membership import NOBODY, Admission, electors
 from spes_p2p.consensus.messages import (
     DEGRADED,
     Commit,
@@ -120,6 +120,8 @@ class RunReport:
     """Datasets that the run mixes."""
     invitation: str = ""
     """By who is there now; empty where nobody says an address."""
+    banned: tuple[PeerId, ...] = ()
+    """By the organiser or by electors, sorted."""
     forks: tuple[Fork, ...] = ()
     """Where histories part that are announced at the same time; the rest is of the one with the newest round."""
 
@@ -233,6 +235,7 @@ def _report(
         model_hash=manifest.state_root.hex() if manifest else "",
         peers=_peer_lines(peers, manifest, now),
         columns=_columns(manifest) if manifest else (),
+        banned=tuple(sorted(Admission(manifest.roll, banned=manifest.banned).all_banned)) if manifest else (),
         data=coverage({peer: one.held for peer, one in peers.items() if _is_fresh(one, now)}),
     )
 

@@ -103,6 +103,18 @@ def test_what_is_no_mean_is_found_by_who_trained_it_and_never_committed(folder: 
     in_swarm(folder, play, small_config(*CLIP, "sync.audited_share=0.0001", *SETTINGS[setting], peers=5))
 
 
+def test_who_hands_out_what_is_not_finite_is_banned(folder: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        liar = await start(swarm)
+        told = hands_out(liar, lambda values: values * np.float32(np.nan))
+        await swarm.until_round(6, "a")
+        assert told
+        assert refusals(swarm) == {(PeerId(name), LIAR) for name in "abcd"}
+        assert commits(swarm, "a")[-1].manifest.banned == (LIAR,)
+
+    in_swarm(folder, play, small_config(*CLIP, "sync.audited_share=0.0001", peers=5))
+
+
 def test_a_small_lie_is_found_by_who_draws_its_slice(folder: Path) -> None:
     async def play(swarm: MemorySwarm) -> None:
         liar = await start(swarm)
