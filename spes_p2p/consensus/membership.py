@@ -85,6 +85,11 @@ class Admission:
 EVERYBODY = Admission()
 
 
+def newest_roll(one: Roll | None, other: Roll | None) -> Roll | None:
+    """Of two rolls the one with the higher number."""
+    return max((roll for roll in (one, other) if roll is not None), key=lambda roll: roll.number, default=None)
+
+
 def electors(members: Iterable[Member]) -> tuple[Member, ...]:
     """The members that vote on the child of the manifest that names them."""
     return tuple(member for member in members if member.elector)

@@ -30,13 +30,11 @@ from spes_p2p.consensus.membership import (
     Member,
     Roll,
     most_new,
+    newest_roll,
     trainers,
     with_votes,
 )
-from spes_p2p.consensus.messages import (
-    Plan,
-    Work,
-)
+from spes_p2p.consensus.messages import Plan, Work
 from spes_p2p.consensus.weights import next_step
 from spes_p2p.data.leases import Leases, next_leases
 from spes_p2p.errors import RemoteProtocolError
@@ -304,11 +302,6 @@ def renewed_manifest(
     return child_manifest(rules, parent, outcome, named, theirs)
 
 
-def newest_roll(one: Roll | None, other: Roll | None) -> Roll | None:
-    """Of two rolls the one with the higher number."""
-    return max((roll for roll in (one, other) if roll is not None), key=lambda roll: roll.number, default=None)
-
-
 def check_child(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """Raises RemoteProtocolError, naming the field, where `child` does not follow from `parent` by the rules."""
     _check_roster(rules, parent, child.roster)  # first: the rest is derived from them
@@ -340,8 +333,7 @@ def check_newcomers(rules: RunRules, parent: Manifest, child: Manifest) -> None:
     """
     admission = rules.admission(child.roll, child.banned)
     strangers = {m.peer for m in child.members if not rules.by_vouch or not admission.may_vote(m.peer)}
-    new = strangers - {member.peer for member in parent.members}
-    most = most_new(len(parent.members))
+    new, most = strangers - {member.peer for member in parent.members}, most_new(len(parent.members))
     if len(new) > most:
         raise RemoteProtocolError(
             f"manifest of round {child.round}: {len(new)} new members, but at most {most} are allowed"

@@ -15,7 +15,7 @@ from spes_p2p.consensus.certificate import CheckSignature
 from spes_p2p.consensus.electorate import Electorate
 from spes_p2p.consensus.liveness import Liveness
 from spes_p2p.consensus.manifest import Contribution, Manifest, Slice
-from spes_p2p.consensus.membership import Admission, Roll
+from spes_p2p.consensus.membership import Admission, Roll, newest_roll
 from spes_p2p.consensus.messages import (
     Accusation,
     Commit,
@@ -32,7 +32,7 @@ from spes_p2p.consensus.messages import (
     Status,
     Work,
 )
-from spes_p2p.consensus.rules import Outcome, RunRules, newest_roll
+from spes_p2p.consensus.rules import Outcome, RunRules
 from spes_p2p.consensus.timing import Moment, Pace, Seconds
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_events import Step
