@@ -10,7 +10,7 @@ from __future__ import annotations
 from spes_p2p.consensus.actions import Audit
 from spes_p2p.consensus.events import Finding
 from spes_p2p.consensus.manifest import content_hash
-from spes_p2p.consensus.messages import LOST, Accusation, Content, Plan, Report, Signed
+from spes_p2p.consensus.messages import Accusation, Content, Plan, Report, Signed
 from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Key, State
 from spes_p2p.ids import sha256
@@ -80,15 +80,22 @@ class Audits:
         return None
 
     def staged(self, key: Key, is_doubtful: bool) -> None:
-        """A slice has come. It is doubtful where it is unlike what was trained here, or many are said to be lost."""
+        """A slice has come. It is doubtful where it is unlike what was trained here, or leaves many out."""
         current = self._state.round
         index = current.index_of.get(key)
         if index is None or current.plan is None or not self._state.rules.audited_share:
             return
-        report, piece = current.reports.get(index), current.plan.value.slices[index]
-        loses = report is not None and sum(why == LOST for _, why in report.value.left_out)
-        if (is_doubtful or loses > most_lost(len(piece.contributors))) and len(current.doubted) < MOST_DOUBTS:
+        report = current.reports.get(index)
+        leaves_many = report is not None and self._leaves_out_many(report.value)
+        if (is_doubtful or leaves_many) and len(current.doubted) < MOST_DOUBTS:
             current.doubted.add(index)
+
+    def _leaves_out_many(self, report: Report) -> bool:
+        """Whether so many are not in a mean of our plan, for whatever reason it gives, that it must be looked at."""
+        plan = self._state.round.plan
+        assert plan is not None
+        contributors = plan.value.slices[report.index].contributors
+        return len(contributors) - len(report.contributors) > most_lost(len(contributors))
 
     def audited(self, signed: Signed[Report], finding: Finding, now: float) -> None:
         """How it went. What could not be made again is as good as sound, but nobody was wrong to doubt it."""
@@ -139,6 +146,8 @@ class Audits:
         if not said.loses_many and sum(signed.author in some for some in others.evidence.values()) < MOST_ACCUSED:
             others.evidence.setdefault(report.reducer, {})[signed.author] = signed
         if not is_of_our_plan or sum(signed.author in some for some in current.accusations.values()) >= MOST_ACCUSED:
+            return False
+        if said.loses_many and not self._leaves_out_many(report):  # nobody could be proven wrong who says it of any
             return False
         known = current.accusations.setdefault(content_hash(report), {})
         if signed.author in known:

@@ -21,7 +21,7 @@ from spes_p2p.consensus.messages import Commit, Intent, Work
 from spes_p2p.errors import StorageFull
 from spes_p2p.exchange.retention import Retention
 from spes_p2p.failpoints import reached
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import Hash, PeerId
 from spes_p2p.swarm.door import Door
 from spes_p2p.sync.answers import Answers
 from spes_p2p.sync.candidate_state import CandidateState
@@ -163,7 +163,7 @@ class Driver:
         """Ready, once it is fixed what others get."""
         async with self._committing:
             commitment = await self._tasks.in_thread(lambda: self._outgoing.commit(head))
-            if self.core.tip_hash == head and commitment != NO_HASH:
+            if self.core.tip_hash == head:  # without a commitment it is not counted, but waited for no longer
                 self._tell(on.TrainingProgressed(replace(work, commitment=commitment)))
 
     def wish(self, intent: Intent) -> None:

@@ -20,7 +20,7 @@ from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.audit import Likeness
-from spes_p2p.sync.reduce import OTHER_VALUES
+from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import PretendWork
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, in_swarm, small_config
@@ -127,7 +127,8 @@ def test_a_small_lie_is_found_by_who_draws_its_slice(folder: Path) -> None:
     in_swarm(folder, play, small_config(*CLIP, "sync.audited_share=1", peers=5))
 
 
-def test_who_names_all_others_lost_reduces_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("reason", [LOST, WRONG_SIZE, OTHER_VALUES])
+def test_who_names_all_others_lost_reduces_nothing(folder: Path, reason: str) -> None:
     """It hands out its own, right to the bit; nobody is banned for what may be a broken link."""
 
     async def play(swarm: MemorySwarm) -> None:
@@ -135,7 +136,7 @@ def test_who_names_all_others_lost_reduces_nothing(folder: Path) -> None:
         await swarm.until_round(1)
 
         async def lost(entry: Contribution, parent: Hash, take: object) -> str:
-            return LOST
+            return reason
 
         vars(liar.driver._executor)["_asked"] = lost
         first = swarm.peers[PeerId("a")].round + 2
