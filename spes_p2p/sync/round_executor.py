@@ -80,6 +80,9 @@ class SliceWork(Protocol):
     async def remade(self) -> tuple[Hash, ...]:
         """After `average`: the hashes of its tiles, if they were staged."""
 
+    async def check_sound(self) -> None:
+        """Raises TileDamaged where a mean made here would be wrong, since the state that it begins with is."""
+
     async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
         """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
 
@@ -310,6 +313,7 @@ class RoundExecutor:
             missing = await self._collect(plan, replace(piece, contributors=tuple(lost)), values)
             is_many = len(lost) - len(missing) > most
         if await values.average({}) != report.contributors or await values.remade() != report.wire_hashes:
+            await values.check_sound()
             return on.Finding.FALSE
         return on.Finding.LOSES_MANY if is_many else on.Finding.SOUND
 

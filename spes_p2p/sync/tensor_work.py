@@ -238,9 +238,22 @@ class TensorSlice:
     async def take_own(self, me: PeerId) -> bool:
         piece, outgoing = self._piece, self._disk.outgoing
         own = await self._tasks.in_thread(lambda: outgoing.own(self._parent, piece.first_tile, piece.tiles))
-        if own is not None:
+        if own is not None and await self._tasks.in_thread(lambda: self._is_as_committed(me)):
             self._found[me] = own
-        return own is not None
+        return me in self._found
+
+    def _is_as_committed(self, me: PeerId) -> bool:
+        """Whether own values are still those that others get: damage here must not look like another's lie, or ours."""
+        piece, outgoing = self._piece, self._disk.outgoing
+        if not self._disk.rules.audited_share or self._disk.residuals.is_sole(piece.first_tile):
+            return True
+        shown = outgoing.shown(self._parent, piece.first_tile, piece.tiles)
+        try:
+            if shown is not None:
+                check_committed(self._layout, self._roster[me], shown.header, self._tiles, memoryview(shown.data))
+        except RemoteProtocolError:
+            return False
+        return shown is not None
 
     async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
         size = sum(self._layout.wire_bytes(tile) for tile in self._tiles)
@@ -360,6 +373,9 @@ class TensorSlice:
         if codec == "fp32":
             return _HandedOut(mean, None)
         return _HandedOut(*encoded_change(codec, mean, before, self._disk.residuals.unsent_of_mean(tile.id)))
+
+    async def check_sound(self) -> None:
+        await self._tasks.in_thread(self._check_sound)
 
     async def remade(self) -> tuple[Hash, ...]:
         tiles = (bytes_of(tile.data) if isinstance(tile.data, np.ndarray) else tile.data for tile in self._made)

@@ -169,6 +169,9 @@ class SymbolSlice:
         self._fit = [self._found[peer] for peer in fit]
         return fit
 
+    async def check_sound(self) -> None:
+        """There is no damage here."""
+
     async def remade(self) -> tuple[Hash, ...]:
         return reduce_tiles(self._plan, self._piece, self._fit)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spes_p2p.codecs.lossy import decode, encode
+from spes_p2p.consensus import actions as do
 from spes_p2p.consensus.audits import drawn
 from spes_p2p.consensus.manifest import Contribution, content_hash
 from spes_p2p.consensus.messages import LOST, Accusation, Plan
@@ -23,6 +24,7 @@ from spes_p2p.sync.audit import Likeness
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from spes_p2p.testing.pretend_peer import PretendWork
+from tests.state.test_mending import flip
 from tests.sync.swarm_cases import Recorder, check_agreement, commits, in_swarm, small_config
 from tests.sync.test_clipping import alike
 
@@ -160,6 +162,35 @@ def test_nobody_honest_is_refused_in_many_rounds(folder: Path, codec: str) -> No
         assert not any(life.driver.core.state.others.false_accusers for life in swarm.up)
         assert all(life.driver.core.fired["audit"] > 10 for life in swarm.up)
         check_agreement(swarm)
+
+    in_swarm(folder, play, small_config(*CLIP, "sync.audited_share=1", f"sync.codec={codec}", peers=5))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("where", ["its own values", "the committed state"])
+def test_damage_at_one_who_audits_is_no_lie_of_others(folder: Path, where: str, codec: str) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        damaged = await start(swarm)
+        await swarm.until_round(2)
+        inputs, audit, done = damaged.disk.inputs, damaged.driver._executor.audit, list[int]()
+
+        async def audited(action: do.Audit) -> None:
+            piece = action.report.value.piece
+            done.append(piece.block)
+            if where == "its own values":
+                for block in inputs.blocks:
+                    vars(inputs)["_snapshot"].arrays[block] = np.array(inputs.block(block)) * np.float32(1.01)
+            else:
+                for tile_id in piece.tile_ids:
+                    flip(damaged.store.version(damaged.round), tile_id, 30)
+            await audit(action)
+
+        vars(damaged.driver._executor)["audit"] = audited
+        await swarm.until_round(8, "a")
+        assert refusals(swarm) == set()
+        assert not any(life.driver.core.state.others.false_accusers for life in swarm.up)
+        assert commits(swarm, "a")[-1].manifest.banned == ()
+        assert len(done) > 3
 
     in_swarm(folder, play, small_config(*CLIP, "sync.audited_share=1", f"sync.codec={codec}", peers=5))
 
