@@ -94,6 +94,8 @@ ARMS = {
     "wsd": "two-periods scheduler.name=wsd",
     "muon": "two-periods optimizer.name=muon",
     "guests-muon": "guests-16 optimizer.name=muon",
+    "diloco-muon": "diloco optimizer.name=muon",
+    "centralized-muon": "centralized optimizer.name=muon",
     "eight-peers-guests": "eight-peers model.guest_rank=16",
     "eight-peers": "two-periods each={half} swarm.min_peers={twice_peers} batch={half_batch} micro={half_batch}",
 }  # fmt: skip
