@@ -68,6 +68,11 @@ class SyncConfig(Section):
         ge=0,
         le=1,
     )
+    trial_sequences: Natural = agreed(
+        "Held-out sequences on which expert columns with fewer than three contributors are tried before they are voted "
+        "for (with aggregate: clip); 0: they are not tried.",
+        16,
+    )
     merge_interval: Positive = agreed("Steps between two merges of similar experts.", 500)
     merge_alpha: float = agreed(
         "How far an expert moves towards its neighbours in a merge at step 0; 0 turns merges off.", 0.05, ge=0, le=1

@@ -17,6 +17,7 @@ from spes_p2p.consensus.messages import (
     Signed,
     joined_hashes,
 )
+from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
 
@@ -74,6 +75,13 @@ class Audit:
 
     plan: Signed[Plan]
     report: Signed[Report]
+
+
+@dataclass(frozen=True)
+class Try:
+    """Try staged columns on held-out text, then `ColumnsTried`."""
+
+    columns: tuple[Column, ...]
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,6 @@ class Notice:
     peer: PeerId | None = None
 
 
-Work = Reduce | Fetch | Audit | Build | Verify | Adopt | CatchUp
+Work = Reduce | Fetch | Audit | Try | Build | Verify | Adopt | CatchUp
 """What takes long, and needs room on the disk."""
 Action = Send | Persist | Forget | CloseTraining | Notice | Work

@@ -18,6 +18,7 @@ from spes_p2p.consensus.messages import (
     Signed,
     Work,
 )
+from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.state import Key
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.ids import Hash, PeerId
@@ -87,6 +88,14 @@ class SliceAudited:
 
     report: Signed[Report]
     finding: Finding
+
+
+@dataclass(frozen=True)
+class ColumnsTried:
+    """Columns were tried on held-out text, if that was possible; `harmful` names those that make the model worse."""
+
+    columns: tuple[Column, ...]
+    harmful: frozenset[Hash]
 
 
 @dataclass(frozen=True)
@@ -261,6 +270,7 @@ Event = (
     | SliceReduced
     | SliceStaged
     | SliceAudited
+    | ColumnsTried
     | FetchFailed
     | StagingFailed
     | SlicesLost

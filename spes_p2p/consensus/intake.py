@@ -44,6 +44,8 @@ def _take_work(event: on.Event, parts: Parts, now: float) -> bool:
             parts.audits.staged(key, is_doubtful)
         case on.SliceAudited(report, finding):
             parts.audits.audited(report, finding, now)
+        case on.ColumnsTried(columns, harmful):
+            parts.trials.tried(columns, harmful, now)
         case on.FetchFailed(key, is_unfit):
             parts.staging.fetch_failed(key, now, is_unfit)
         case on.StagingFailed(key):

@@ -36,6 +36,7 @@ from spes_p2p.consensus.messages import (
     Status,
 )
 from spes_p2p.consensus.parts import PartClasses, Parts
+from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State
 from spes_p2p.consensus.table import TICK, Table, situation_of
 from spes_p2p.consensus.timing import Pace
@@ -185,6 +186,10 @@ class Consensus:
     def wants_audited(self, report: Signed[Report]) -> bool:
         """Whether it still matters if what another reported of a slice is the mean."""
         return self.state.round.auditing == report
+
+    def wants_tried(self, columns: tuple[Column, ...]) -> bool:
+        """Whether it still matters what these columns do to the model."""
+        return self.state.round.trying == columns
 
     def wants_built(self, build: Build) -> bool:
         """Whether the state that we were asked to build is still to be proposed."""

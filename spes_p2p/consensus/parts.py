@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.consensus.audits import Audits
+from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.following import Following
@@ -22,6 +23,7 @@ from spes_p2p.consensus.round_plan import RoundPlan
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.consensus.state import State
 from spes_p2p.consensus.statuses import Statuses
+from spes_p2p.consensus.trials import Trials
 from spes_p2p.consensus.voting import Voting
 
 
@@ -34,6 +36,7 @@ class PartClasses:
     members: type[Members] = Members
     proposals: type[Proposals] = Proposals
     audits: type[Audits] = Audits
+    trials: type[Trials] = Trials
     staging: type[Staging] = Staging
     round_plan: type[RoundPlan] = RoundPlan
     reducing: type[Reducing] = Reducing
@@ -55,10 +58,12 @@ class Parts:
         self.proposals = proposals = classes.proposals(state, contacts, leadership)
         self.members = members = classes.members(state, contacts, leadership, proposals)
         self.audits = audits = classes.audits(state, proposals)
-        self.staging = staging = classes.staging(state, contacts, proposals, audits)
+        self.trials = trials = classes.trials(state)
+        checks = Checks(audits, trials)
+        self.staging = staging = classes.staging(state, contacts, proposals, checks)
         self.round_plan = classes.round_plan(state, contacts, leadership, members)
-        self.reducing = classes.reducing(state, contacts, proposals, staging, audits)
-        self.voting = voting = classes.voting(state, contacts, leadership, members, proposals)
+        self.reducing = classes.reducing(state, contacts, proposals, staging, checks)
+        self.voting = voting = classes.voting(state, contacts, leadership, members, proposals, trials)
         self.lifecycle = lifecycle = classes.lifecycle(state, contacts, self.round_plan, staging, voting)
         self.degraded = classes.degraded(state, contacts, leadership, members, proposals, voting)
         self.following = classes.following(state, contacts, proposals, lifecycle)

@@ -8,13 +8,14 @@ from spes_p2p.consensus.actions import (
     Build,
     Reduce,
 )
-from spes_p2p.consensus.audits import Audits
+from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.manifest import Manifest, Slice, manifest_hash
 from spes_p2p.consensus.messages import (
     LOST,
     Report,
     Signed,
+    joined_hashes,
     plan_hash,
 )
 from spes_p2p.consensus.proposals import Proposals
@@ -39,7 +40,7 @@ class Reducing:
     """Reduces slices and builds the new state."""
 
     def __init__(
-        self, state: State, contacts: Contacts, proposals: Proposals, staging: Staging, audits: Audits
+        self, state: State, contacts: Contacts, proposals: Proposals, staging: Staging, checks: Checks
     ) -> None:
         self._state = state
         self._others = state.others
@@ -50,7 +51,7 @@ class Reducing:
         self._contacts = contacts
         self._proposals = proposals
         self._staging = staging
-        self._audits = audits
+        self._checks = checks
 
     def reduce(self, now: float) -> bool:
         """The first peer in a slice's order that is able to reduces it."""
@@ -119,7 +120,7 @@ class Reducing:
         """Reports of the slices once every one is staged or beyond hope; a block is whole or not at all."""
         current = self._state.round
         assert current.plan is not None
-        if self._staging.missing() or self._audits.is_pending():
+        if self._staging.missing():
             return None
         lost_blocks: set[int] = set()
         slices = current.plan.value.slices
@@ -128,8 +129,13 @@ class Reducing:
                 if self.acting_reducer(index, piece, now) is not None:
                     return None
                 lost_blocks.add(piece.block)
-        found = ((index, current.reports[index]) for index in sorted(current.reports))
-        return tuple(signed for index, signed in found if slices[index].block not in lost_blocks)
+        found = [current.reports[index] for index in sorted(current.reports)]
+        whole = [signed for signed in found if signed.value.piece.block not in lost_blocks]
+        handed_out = list(zip((signed.value.piece for signed in whole), joined_hashes(whole), strict=True))
+        if self._checks.are_pending(handed_out):
+            return None
+        harmful = self._checks.trials.harmful_blocks(handed_out)
+        return tuple(signed for signed in whole if signed.value.piece.block not in harmful)
 
     def wants_reduced(self, plan: Hash, index: int) -> bool:
         """Whether a slice that we were asked to reduce may still be written: later it could spoil a finished state."""

@@ -46,8 +46,7 @@ MergeKind = Literal["paper", "released", "shrink"]
 IDLE_TURNS = 3
 """How many turns a column may go without a new version before owners that train nothing lose it."""
 MOST_ROUNDS = 8
-"""Rounds of work that one claim may be worth. An honest peer brings two at most (its own, and what it trained ahead
-while the last one was synced), and more only after rounds that did not count it."""
+"""Rounds of work that one claim may be worth: honest ones bring two, and more after rounds that did not count them."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,13 @@ class RunRules:
     fragments: int = 1
     """Each shared tile is averaged in every so many rounds (see `due_tiles`)."""
     outer: tuple[float, float, int] | None = None
-    """(learning rate, momentum, inner steps that they are meant for or 0) of the outer optimizer, by which everybody
-    makes a state of what is handed out."""
+    """(learning rate, momentum, inner steps that they are meant for or 0) of the outer optimizer, if there is one."""
     clips: bool = False
     """No contribution counts for much more than others do, nor pulls a mean far from where they are."""
     audited_share: float = 0.0
     """Of the slices of a round, how many somebody makes again; above 0, everybody commits to what it brings."""
+    trial_sequences: int = 0
+    """Held-out sequences on which columns of few contributors are tried before they are voted for; 0: they are not."""
     has_guests: bool = False
     """Peers bring what they trained in columns of others, too."""
     faults: Faults = Faults.CRASH

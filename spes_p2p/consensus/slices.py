@@ -6,11 +6,13 @@ whole roster as contributors, an expert column has its owners. Groups for large 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from spes_p2p.consensus.manifest import Slice
-from spes_p2p.ids import PeerId
+from spes_p2p.consensus.weights import FEWEST
+from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.ownership.expert_map import Ownership
 
 
@@ -74,6 +76,43 @@ def plan_slices(
                 slices.append(Slice(block, first_tile + offset + start, count, next(dealer), contributors))
         first_tile += tiles
     return tuple(slices)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Slices of one expert column with the hashes of their tiles, joined."""
+
+    pieces: tuple[Slice, ...]
+    hashes: tuple[bytes, ...]
+
+    @property
+    def block(self) -> int:
+        return self.pieces[0].block
+
+    @cached_property
+    def name(self) -> Hash:
+        """Of these very values, whoever reported them."""
+        return sha256(self.block.to_bytes(4, "big"), *self.hashes)
+
+    @property
+    def contributors(self) -> tuple[PeerId, ...]:
+        """Of any of its slices, sorted."""
+        return tuple(sorted({peer for piece in self.pieces for peer in piece.contributors}))
+
+    @property
+    def has_few(self) -> bool:
+        """Whether too few contributed to it to be compared."""
+        return any(len(piece.contributors) < FEWEST for piece in self.pieces)
+
+
+def columns_of_few(slices: Iterable[tuple[Slice, bytes]]) -> tuple[Column, ...]:
+    """The columns of few contributors among slices and the hashes of their tiles."""
+    found: dict[int, list[tuple[Slice, bytes]]] = {}
+    for piece, hashes in slices:
+        if piece.block:
+            found.setdefault(piece.block, []).append((piece, hashes))
+    columns = (Column(tuple(p for p, _ in some), tuple(h for _, h in some)) for some in found.values())
+    return tuple(column for column in columns if column.has_few)
 
 
 def reducer_order(piece: Slice) -> tuple[PeerId, ...]:

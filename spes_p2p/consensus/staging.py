@@ -8,7 +8,7 @@ from spes_p2p.consensus.actions import (
     Fetch,
     Verify,
 )
-from spes_p2p.consensus.audits import Audits
+from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.manifest import Slice, manifest_hash
 from spes_p2p.consensus.messages import (
@@ -28,7 +28,7 @@ from spes_p2p.ids import NO_HASH, Hash, PeerId
 class Staging:
     """What is wanted, what is missing, and what is staged."""
 
-    def __init__(self, state: State, contacts: Contacts, proposals: Proposals, audits: Audits) -> None:
+    def __init__(self, state: State, contacts: Contacts, proposals: Proposals, checks: Checks) -> None:
         self._state = state
         self._liveness = state.liveness
         self._others = state.others
@@ -36,7 +36,7 @@ class Staging:
         self._me = state.me
         self._contacts = contacts
         self._proposals = proposals
-        self._audits = audits
+        self._checks = checks
 
     def missing(self) -> dict[Key, Wanted]:
         """Slices that are wanted and not staged."""
@@ -82,6 +82,7 @@ class Staging:
         current.failed.clear()
         current.verifying = NO_HASH
         current.auditing = None
+        current.trying = ()
         current.building = None
         current.outcome = None
         current.adopting = current.following = False
@@ -164,7 +165,9 @@ class Staging:
         if content is None or current.verifying != NO_HASH or now < current.verify_after:
             return False
         name = manifest_hash(content.manifest)
-        if name in current.verified or self.missing() or self._audits.is_pending():
+        if name in current.verified or self.missing():
+            return False
+        if self._checks.are_pending(zip(content.manifest.slices, content.wire_hashes, strict=True)):
             return False
         current.verifying = name
         current.reducing.clear()
@@ -222,7 +225,7 @@ class Staging:
             del current.reports[index]
             if is_unfit:
                 current.empty_reports.setdefault(index, {})[report.author] = report
-                self._audits.note_unfit(report)
+                self._checks.audits.note_unfit(report)
             else:
                 self._note_empty_report(index, report)
 

@@ -33,6 +33,7 @@ from spes_p2p.consensus.messages import (
     Work,
 )
 from spes_p2p.consensus.rules import Outcome, RunRules
+from spes_p2p.consensus.slices import Column
 from spes_p2p.consensus.timing import Moment, Pace, Seconds
 from spes_p2p.consensus.vote import Vote
 from spes_p2p.consensus.vote_events import Step
@@ -174,6 +175,7 @@ class RoundState:
     `refused` those that do not follow from the tip, or name tiles that no mean gives.
     `drawn` and `doubted` are slices of the plan that we make again, `auditing` the report that we are at, `audited`
     what is done. `accusations`: by reports, who says that they are false; `barred`: reducers of whom we know it.
+    `trying` are columns that are tried here, `tried` names those that were, and `harmful` some of these.
     `extended_wait_seconds`: what was waited for bytes that move at others, by their word, since anything came of it.
     """
 
@@ -209,6 +211,9 @@ class RoundState:
     audited: set[Hash] = field(default_factory=set)
     accusations: dict[Hash, dict[PeerId, Signed[Accusation]]] = field(default_factory=dict)
     barred: set[PeerId] = field(default_factory=set)
+    trying: tuple[Column, ...] = ()
+    tried: set[Hash] = field(default_factory=set)
+    harmful: set[Hash] = field(default_factory=set)
     building: Build | None = None
     outcome: tuple[Build, Outcome] | None = None
     contents: dict[Hash, Content] = field(default_factory=dict)

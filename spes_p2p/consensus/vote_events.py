@@ -27,7 +27,7 @@ class Verdict(Enum):
     FIT = "fit"
     """It follows from its parent, and all of it is on our disk."""
     INCOMPLETE = "incomplete"
-    """The same, but it leaves somebody out who is heard: no first proposal for us."""
+    """The same, but it leaves somebody out who is heard, or has a harmful column: no first proposal for us."""
     REFUSED = "refused"
     """It does not follow from its parent."""
 

@@ -33,6 +33,7 @@ from spes_p2p.consensus.proposals import Proposals
 from spes_p2p.consensus.state import Heard, State
 from spes_p2p.consensus.statements import content_of
 from spes_p2p.consensus.tendermint import Tendermint
+from spes_p2p.consensus.trials import Trials
 from spes_p2p.consensus.vote_events import Step, Verdict
 from spes_p2p.consensus.vote_record import VoteRecord, ballot_of
 from spes_p2p.failpoints import reached
@@ -46,7 +47,13 @@ class Voting:
     """Votes, certifies; says when a leader has failed."""
 
     def __init__(
-        self, state: State, contacts: Contacts, leadership: Leadership, members: Members, proposals: Proposals
+        self,
+        state: State,
+        contacts: Contacts,
+        leadership: Leadership,
+        members: Members,
+        proposals: Proposals,
+        trials: Trials,
     ) -> None:
         self._state = state
         self._liveness = state.liveness
@@ -59,6 +66,7 @@ class Voting:
         self._leadership = leadership
         self._members = members
         self._proposals = proposals
+        self._trials = trials
 
     # ---------------------------------------------------------------- the vote
 
@@ -135,8 +143,9 @@ class Voting:
         if name not in current.verified:
             return None
         content = current.contents.get(name)
-        is_complete = content is None or self._is_complete(content, now)
-        return Verdict.FIT if is_complete else Verdict.INCOMPLETE
+        if content is None or (self._is_complete(content, now) and not self._trials.has_harmful(content)):
+            return Verdict.FIT
+        return Verdict.INCOMPLETE
 
     def _is_complete(self, content: Content, now: float) -> bool:
         """Whether a manifest names every elector that lives and stays: a leader that lies may leave some out."""

@@ -8,6 +8,8 @@ from statistics import median_low
 
 from spes_p2p.consensus.manifest import Contribution
 
+FEWEST = 3
+"""Contributors of a slice that can be compared: of two that differ, nobody can say which one lies."""
 MOST_OF_MEDIAN = 2
 """Where some may lie, nobody counts for more than this many times the median of a round."""
 

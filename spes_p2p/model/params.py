@@ -7,7 +7,7 @@ by a table from above (interop/hf), since that order goes by Hugging Face names,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -85,6 +85,45 @@ def load_block(model: Transformer, table: Table, block_index: int, flat: NDArray
             model.banks[where.layer].load(where.expert, where.which, values)
         else:
             place(model, where).copy_(values)
+
+
+def pieces_of_layer(
+    model: Transformer, table: Table, layer: int | None, block: int
+) -> Iterator[tuple[Place, int, int]]:
+    """What one block of a deeper model's state has of one layer: the place in the first layer of `model`, start, stop.
+
+    `table` is the deeper model's. `layer` None: what is in no layer (embedding, last norm, head).
+    """
+    start = 0
+    for where in table[block]:
+        first = replace(where, layer=0) if isinstance(where, ExpertPlace) else _in_first_layer(where)
+        stop = start + _shape(model, first).numel()
+        if _layer_of(where) == layer:
+            yield first, start, stop
+        start = stop
+
+
+@torch.no_grad()
+def load_layer(model: Transformer, table: Table, layer: int | None, block: int, flat: NDArray[np.float32]) -> None:
+    """Copies what one block of a deeper model's state has of one layer into the first layer of `model`."""
+    for first, start, stop in pieces_of_layer(model, table, layer, block):
+        values = torch.from_numpy(np.array(flat[start:stop])).view(_shape(model, first))
+        if isinstance(first, ExpertPlace):
+            model.banks[0].load(first.expert, first.which, values)
+        else:
+            place(model, first).copy_(values)
+
+
+def _layer_of(where: Place) -> int | None:
+    if isinstance(where, ExpertPlace):
+        return where.layer
+    kind, _, rest = where.parameter.partition(".")
+    return int(rest.partition(".")[0]) if kind == "layers" else None
+
+
+def _in_first_layer(where: SharedPlace) -> SharedPlace:
+    kind, _, rest = where.parameter.partition(".")
+    return SharedPlace(f"layers.0.{rest.partition('.')[2]}") if kind == "layers" else where
 
 
 def read_block(model: Transformer, table: Table, block_index: int) -> NDArray[np.float32]:

@@ -45,10 +45,12 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.swarm.hivemind_backend import NetworkThread
 from spes_p2p.sync.dump import RoundDump
 from spes_p2p.sync.genesis import RunInfo
+from spes_p2p.sync.node import trial_sequences
 from spes_p2p.sync.outer import outer_steps
 from spes_p2p.sync.surroundings import Applied
 from spes_p2p.sync.trainer_bridge import TrainerBridge
 from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.own import own_trainer
 from spes_p2p.train.stages import Place, Restored
 from spes_p2p.train.trainer import Trainer
@@ -163,6 +165,8 @@ def _train(
     pause.on_change(lambda why: _note_pause(why, connection, bus))
     connection.wishes.pause(pause.active)
     tip = connection.enter(columns)
+    if trial_sequences(config) and options.model is None:
+        connection.disk.judge = HeldOutJudge(config, learning.dataset)
     say(f"peer {me} has joined at round {tip.manifest.round}")
     say(f"others join with:\n  spes-p2p join {connection.found.contacts.word}")
     facts = LiveFacts(connection)
@@ -280,6 +284,8 @@ def _open_data(connection: Connection, options: PeerOptions, bus: EventBus, say:
             connection.data.serve(pieces)
     if config.eval.every_rounds:
         need_held_out(dataset, config, config.eval.sequences)
+    if scored := trial_sequences(config):
+        need_held_out(dataset, config, scored)
     return dataset
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
+
 from spes_p2p.consensus.manifest import Merge, Slice
 from spes_p2p.consensus.messages import Content
 from spes_p2p.consensus.rules import MergeKind
 from spes_p2p.errors import LocalProtocolError, RemoteProtocolError
 from spes_p2p.ids import Hash, short
 from spes_p2p.state.hashes import HASH_BYTES, split_hashes
-from spes_p2p.state.layout import Layout
+from spes_p2p.state.layout import Layout, Values
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
-from spes_p2p.state.version import Version
+from spes_p2p.state.version import DTYPE, Version
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
 from spes_p2p.sync.outer import OuterSteps
@@ -111,6 +113,17 @@ class CandidateState:
         staging = self._opened()
         for tile_id, data, tile_hash in tiles:
             stage_tile(staging, self._outer, tile_id, data, tile_hash, is_foreign=True)
+
+    def column(self, pieces: Sequence[Slice]) -> Values:
+        """A copy of a column with what is staged in `pieces`, and the tip's values elsewhere. Raises TileDamaged."""
+        staging = self._opened()
+        block = self._layout.blocks[pieces[0].block]
+        values = np.empty(block.size, np.float32)
+        staged = {tile_id for piece in pieces for tile_id in piece.tile_ids}
+        for tile in self._layout.tiles_of(block.index):
+            read = staging.areas.before_merge if tile.id in staged else staging.areas.parent_tile
+            values[tile.start : tile.stop] = np.frombuffer(read(tile.id), DTYPE)
+        return values
 
     def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
         """Stages exactly these wire tiles from anywhere on this disk. Returns those that are not here, by id."""

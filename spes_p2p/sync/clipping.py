@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from spes_p2p.consensus.weights import FEWEST
 from spes_p2p.ids import PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.sync.reduce import parts_of, weighted_mean
 
-FEWEST = 3
-"""Of two that differ, nobody can say which one lies."""
 LEAST_AGREEMENT = 0.5
 """Times the median agreement: honest changes are all about as near to the others, and lies that harm much are not."""
 CLIPPINGS = 3

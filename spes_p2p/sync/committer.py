@@ -98,6 +98,8 @@ def long_work(action: do.Work, executor: RoundExecutor, committer: Committer[S])
             return executor.fetch(action)
         case do.Audit():
             return executor.audit(action)
+        case do.Try():
+            return executor.try_columns(action)
         case do.Build():
             return executor.build(action)
         case do.Verify():

@@ -82,7 +82,10 @@ class Driver:
         )
         self._work = TensorWork(
             core.me,
-            RoundDisk(layout, rules, outgoing, disk.residuals, self._candidate, self._states.tip, disk.bases),
+            RoundDisk(
+                layout, rules, outgoing, disk.residuals, self._candidate, self._states.tip, disk.bases,
+                lambda: disk.judge,
+            ),
             self._fetchers.urgent, self._tasks, hooks.notice, role.held_bytes,
         )  # fmt: skip
         self._lock, self._committing = asyncio.Lock(), asyncio.Lock()

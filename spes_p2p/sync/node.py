@@ -140,6 +140,11 @@ def can_be_audited(config: Config, layout: Layout) -> bool:
     return config.sync.enabled and config.sync.aggregate == "clip" and is_fine and not config.model.guest_rank
 
 
+def trial_sequences(config: Config) -> int:
+    """On how many held-out sequences columns are tried; 0 where they are not."""
+    return config.sync.trial_sequences if config.sync.enabled and config.sync.aggregate == "clip" else 0
+
+
 def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
     """What rounds need to know of a run. Raises ConfigError (see `check_sizes`)."""
     check_sizes(config, layout)
@@ -168,6 +173,7 @@ def rules_of(config: Config, info: RunInfo, layout: Layout) -> RunRules:
         outer=(sync.outer_lr, sync.outer_momentum, sync.outer_steps) if sync.outer == "nesterov" else None,
         clips=sync.aggregate == "clip",
         audited_share=sync.audited_share if can_be_audited(config, layout) else 0.0,
+        trial_sequences=trial_sequences(config),
         has_guests=config.model.guest_rank > 0,
         faults=Faults(config.swarm.faults),
         by_vouch=config.swarm.electors == "vouched",

@@ -114,6 +114,12 @@ class RoundWork(Protocol):
         Raises NetworkError, RemoteProtocolError, TileDamaged.
         """
 
+    async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+        """Numbers of the columns that make the committed model worse on held-out text; none where nobody here can say.
+
+        What is staged is read under `lock`. Raises TileDamaged.
+        """
+
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         """The root of the new state, and its merge. Raises NetworkError, TileDamaged."""
 
@@ -316,6 +322,15 @@ class RoundExecutor:
             await values.check_sound()
             return on.Finding.FALSE
         return on.Finding.LOSES_MANY if is_many else on.Finding.SOUND
+
+    async def try_columns(self, action: do.Try) -> None:
+        """Tries columns on held-out text; nobody is called harmful for damage here."""
+        harmful: frozenset[int] = frozenset()
+        with contextlib.suppress(TileDamaged):  # mended beside
+            harmful = await self._work.harmful(action, self._lock)
+        if self._core.wants_tried(action.columns):
+            names = frozenset(column.name for column in action.columns if column.block - 1 in harmful)
+            self._tell(on.ColumnsTried(action.columns, names))
 
     # ---- the new state ----
 

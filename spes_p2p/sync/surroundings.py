@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,9 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import PeerId
+from spes_p2p.state.layout import Values
 from spes_p2p.state.store import StateStore
+from spes_p2p.state.version import Version
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.guests import Bases
@@ -74,6 +76,16 @@ class Hooks(Protocol):
         """Something broke that is not part of the protocol: the peer should stop and say so."""
 
 
+class ColumnJudge(Protocol):
+    """Tries expert columns on held-out text. Called in a thread, and not by several at once."""
+
+    def harmful(self, committed: Version, columns: Mapping[int, Values]) -> frozenset[int]:
+        """Those of `columns` (number to flat fp32 values) that make the committed model worse; none where unknown.
+
+        `committed` stays mapped meanwhile.
+        """
+
+
 @dataclass
 class Disk:
     """Where one peer keeps its part of a run."""
@@ -88,6 +100,8 @@ class Disk:
     """Optimizer moments offered to new owners of our columns; None on a node that does not train."""
     data: Callable[[DataRequest], Blob] | None = None
     """Answers what others ask of the run's data (see `pieces`); none where none is here."""
+    judge: ColumnJudge | None = None
+    """Tries columns; None on a node that has no model, and until there is one."""
     keeps_states: bool = True
     """If False, this node follows only the certificates, and its store does not change."""
 

@@ -45,6 +45,7 @@ from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, screen, weighted_mean
 from spes_p2p.sync.residuals import Residuals
 from spes_p2p.sync.round_executor import SliceWork, Sure, Writing
+from spes_p2p.sync.surroundings import ColumnJudge
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
 
@@ -73,6 +74,7 @@ class RoundDisk:
     candidate: CandidateState
     committed: Callable[[], Version]
     bases: Bases
+    judge: Callable[[], ColumnJudge | None]
 
     def basis_of(self, piece: Slice) -> Basis | None:
         """The one in which guests train in a slice's column."""
@@ -171,6 +173,17 @@ class TensorWork:
     def _base_of(self, tile_id: int) -> Values:
         tile = self._disk.layout.tiles[tile_id]
         return self._disk.committed().block(tile.block)[tile.start : tile.stop]
+
+    async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+        judge = self._disk.judge()
+        if judge is None:
+            return frozenset()
+        async with lock:
+            columns = await self._tasks.in_thread(
+                lambda: {column.block - 1: self._candidate.column(column.pieces) for column in action.columns}
+            )
+        committed = self._disk.committed()
+        return await self._tasks.in_thread(lambda: judge.harmful(committed, columns))
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)

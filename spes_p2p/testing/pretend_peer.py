@@ -31,7 +31,7 @@ from spes_p2p.swarm.memory_backend import MemoryPeer
 from spes_p2p.sync.composition import build_driver, open_disk
 from spes_p2p.sync.joining import Joining
 from spes_p2p.sync.node import Run
-from spes_p2p.sync.surroundings import Applied, Role
+from spes_p2p.sync.surroundings import Applied, ColumnJudge, Role
 from spes_p2p.train.commits import news_of
 from spes_p2p.train.machine import TrainerMachine
 from spes_p2p.train.stages import (
@@ -160,6 +160,7 @@ class PretendPeer:
     """By round that it stood on: what it trained since its snapshot, until the round's commit came."""
     went_over: dict[int, Values] = field(default_factory=dict)
     """What it had trained on top of its newest commit when another history won."""
+    column_judge: ColumnJudge | None = None
     is_up: bool = True
     joined: bool = False
     _ended: bool = False
@@ -177,6 +178,7 @@ class PretendPeer:
         self._training: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
         self.disk = open_disk(place, swarm.run, self.folder)
+        self.disk.judge = self.column_judge
         self.store, self.chain, self.votes = place.store, place.chain, place.votes
         self.inputs, self.residuals = self.disk.inputs, self.disk.residuals
         self.machine = TrainerMachine(_rules_of(self.name, swarm.run), swarm.layout)

@@ -87,7 +87,8 @@ class World:
         self.now = 0.0
         self.weather = weather
         self.core_class = core_class
-        self.rules = replace(run_rules(columns, replicas=replicas), audited_share=seed % 2 / 2)
+        rules = run_rules(columns, replicas=replicas)
+        self.rules = replace(rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2)
         self.max_columns = columns
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from spes_p2p.testing.sim_peer import SimPeer
 
 HEARTBEAT_SECONDS = 1.0
+HARMFUL, WRONG, CANNOT_TRY = 0.05, 0.05, 0.1
+"""How many columns are harmful, and how often one who tries them finds the opposite, or nothing."""
 DAY_SECONDS = 86_400.0
 """What the clocks of machines showed when the simulation began."""
 
@@ -150,6 +152,13 @@ class SimProcess:
 
     def work_seconds(self) -> float:
         return self._peer.work_seconds * (0.2 + 1.6 * self._world.random.random())
+
+    def finds_harmful(self, column: Hash) -> bool:
+        """Of one column in twenty most say so; now and then somebody is wrong, or cannot say."""
+        chance = self._world.random.random()
+        if chance < CANNOT_TRY:
+            return False
+        return (column[0] < HARMFUL * 256) is not (chance > 1 - WRONG)
 
     def begin_work(self, action: do.Work) -> None:
         self._peer.later(0.0, lambda: self._go_on(self.driver.work(action)))

@@ -218,6 +218,9 @@ class SmallStep:
     def work_seconds(self) -> float:
         return 0.0
 
+    def finds_harmful(self, column: Hash) -> bool:
+        return False
+
     def handled(self) -> None:
         self._note_disk()
         decided, name = self._core.state.round.decided, self._local.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -100,6 +100,9 @@ class Surroundings(Protocol):
 
     def work_seconds(self) -> float:
         """How long the next piece of work takes."""
+
+    def finds_harmful(self, column: Hash) -> bool:
+        """What comes of trying a column of this name."""
 
     def handled(self) -> None:
         """The consensus has taken an event in."""
@@ -218,6 +221,10 @@ class SymbolWork:
                 self._disk.check_room()
                 self._disk.stage(action.piece, split(action.hashes))
         return False
+
+    async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
+        await Pause(self._around.work_seconds())
+        return frozenset(column.block - 1 for column in action.columns if self._around.finds_harmful(column.name))
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)

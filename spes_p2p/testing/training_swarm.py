@@ -25,6 +25,7 @@ from spes_p2p.testing.learning import TrainerOf
 from spes_p2p.testing.memory_swarm import MemorySwarm
 from spes_p2p.testing.pretend_peer import PretendPeer
 from spes_p2p.testing.virtual_time import run_virtual
+from spes_p2p.train.judge import HeldOutJudge
 from spes_p2p.train.memory import Held
 from spes_p2p.train.stages import Load, Turn
 
@@ -52,6 +53,8 @@ class TrainingPeer(PretendPeer):
         swarm = cast(TrainingSwarm, self.swarm)
         self.learner = TrainerOf(swarm.config, swarm.dataset, swarm.device, self.name, swarm.model)
         self.work = replace(self.work, learner=self.learner)
+        if swarm.model is None:
+            self.column_judge = HeldOutJudge(swarm.config, swarm.dataset)
         await super().start()
 
     def _begin(self, load: Load) -> None:

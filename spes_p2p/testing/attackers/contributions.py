@@ -54,9 +54,7 @@ class Noise(Attack):
     name = "noise"
 
     def values(self, scene: Scene) -> Values:
-        noise = scene.rng.standard_normal(len(scene.base), np.float32)
-        size = UNNOTICED * float(np.linalg.norm(scene.change)) / float(np.linalg.norm(noise))
-        return scene.base + np.float32(size) * noise
+        return _noise(scene)
 
 
 class ALittleIsEnough(Attack):
@@ -138,6 +136,24 @@ class SoleOwner(Attack):
         return scene.trained if scene.honest else scene.base - np.float32(SPOILT) * scene.change
 
 
+class SoleFlip(SoleOwner):
+    """The same, but goes the other way no further than honest training would have gone its own."""
+
+    name = "sole-flip"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.trained if scene.honest else scene.base - scene.change
+
+
+class SoleNoise(SoleOwner):
+    """Hands in noise for its columns, as large as would go unnoticed where others trained them, too."""
+
+    name = "sole-noise"
+
+    def values(self, scene: Scene) -> Values:
+        return scene.trained if scene.honest else _noise(scene)
+
+
 class Copy(Attack):
     """Hands in what another peer trained."""
 
@@ -145,3 +161,9 @@ class Copy(Attack):
 
     def values(self, scene: Scene) -> Values:
         return scene.honest[0].copy() if scene.honest else scene.base
+
+
+def _noise(scene: Scene) -> Values:
+    noise = scene.rng.standard_normal(len(scene.base), np.float32)
+    size = UNNOTICED * float(np.linalg.norm(scene.change)) / float(np.linalg.norm(noise))
+    return scene.base + np.float32(size) * noise

@@ -40,6 +40,8 @@ from spes_p2p.testing.attackers.contributions import (
     Noise,
     NotFinite,
     SignFlip,
+    SoleFlip,
+    SoleNoise,
     SoleOwner,
     Thousandfold,
 )
@@ -53,8 +55,8 @@ ATTACKS: Mapping[str, type[Attack]] = {
     kind.name: kind
     for kind in (
         NotFinite, Thousandfold, SignFlip, Noise, ALittleIsEnough, InnerProduct, Disguised, Idle, ClaimedFlip,
-        Copy, LabelFlip, SoleOwner, AlteredTile, NoisyTiles, NotFiniteTiles, NamesLost, StrangerKeys, EndlessChain,
-        Flood,
+        Copy, LabelFlip, SoleOwner, SoleFlip, SoleNoise, AlteredTile, NoisyTiles, NotFiniteTiles, NamesLost,
+        StrangerKeys, EndlessChain, Flood,
     )
 }  # fmt: skip
 PATIENCE_DEADLINES = 30.0

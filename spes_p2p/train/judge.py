@@ -1,0 +1,198 @@
+"""Whether expert columns make the committed model worse, tried on held-out text.
+
+Honest training of one column alone need not make the model better: the column was trained together with shared weights
+that are another's mean by now. But a small step along its change does, in the model that it began with: it leads down
+the slope of the loss, on text that it was not trained on, too. So a column is harmful where it leads up the slope, and
+not by chance. The slopes of all columns come from one backward pass a sequence. Beside that all columns together, and
+each one alone whose change is much larger than those of others, may not make the loss rise by much: a step down the
+slope may be far too long.
+
+The model goes through a layer at a time, on the CPU, so that little is held beside the trainer's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spes_p2p.config.schema import Config, ModelConfig
+from spes_p2p.data.loader import AnyDataset, held_out_batches
+from spes_p2p.errors import DataNotReady
+from spes_p2p.experts.stores import PARTS, Part
+from spes_p2p.interop.hf import place_table
+from spes_p2p.model.attention import Context
+from spes_p2p.model.documents import context_of
+from spes_p2p.model.layers import embedded
+from spes_p2p.model.params import ExpertPlace, load_layer, pieces_of_layer
+from spes_p2p.model.transformer import Transformer
+from spes_p2p.state.layout import BlockSource, Values
+from spes_p2p.state.version import Version
+
+SURE = 3.0
+"""Standard errors of the mean over sequences beyond which a rise is none by chance."""
+IGNORED = 0.25
+"""Times what a column usually makes the loss fall: a rise that is smaller hardly harms."""
+MUCH = 0.05
+"""Of the loss: by no more may columns make it rise."""
+LARGE = 4.0
+"""Times the median length of a change: beyond that a column is tried alone."""
+FEWEST_SEQUENCES = 4
+MOST_POSITIONS = 256
+"""Of each sequence the first ones are taken: more of them tell little more, and cost as much as more sequences."""
+Samples = NDArray[np.float64]
+"""One number for each sequence [B]."""
+
+
+class HeldOutJudge:
+    """The `ColumnJudge` of a peer with a model of the run's own kind."""
+
+    def __init__(self, config: Config, dataset: AnyDataset) -> None:
+        self._config = config
+        self._dataset = dataset
+
+    def harmful(self, committed: Version, columns: Mapping[int, Values]) -> frozenset[int]:
+        """See `ColumnJudge`."""
+        token_BS = self._held_out()
+        if len(token_BS) < FEWEST_SEQUENCES:
+            return frozenset()
+        finite = {column: values for column, values in columns.items() if np.isfinite(values).all()}
+        changes = {column: values - committed.block(1 + column) for column, values in finite.items()}
+        trial = Trial(self._config.model, committed, token_BS)
+        before, slopes = trial.slopes(changes)
+        usual = float(np.median([-slope.mean() for slope in slopes.values()])) if slopes else 0.0
+        least = IGNORED * max(0.0, usual)
+        good = {column: values for column, values in finite.items() if not rises(slopes[column], least)}
+        if good:
+            good = _without_too_long(trial, before, good, _too_large(changes))
+        return frozenset(columns) - frozenset(good)
+
+    def _held_out(self) -> Tensor:
+        """The sequences [B, S] that all try columns on, without those that give no loss; none before they came."""
+        batches = held_out_batches(self._dataset, self._config, self._config.sync.trial_sequences, lambda: True)
+        try:
+            found = [batch.tokens[batch.loss_mask, :MOST_POSITIONS] for batch in batches]
+        except DataNotReady:
+            found = []
+        return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.long)
+
+
+def rises(by: Samples, least: float) -> bool:
+    """Whether the mean is more than `least`, which is not negative, and no mean of zero by chance."""
+    error = float(by.std(ddof=1)) / math.sqrt(len(by))
+    return bool(by.mean() > least and by.mean() > SURE * error)
+
+
+def _too_large(changes: Mapping[int, Values]) -> frozenset[int]:
+    lengths = {column: float(np.linalg.norm(change)) for column, change in changes.items()}
+    most = LARGE * float(np.median(list(lengths.values())))
+    return frozenset(column for column, length in lengths.items() if length > most)
+
+
+def _without_too_long(
+    trial: Trial, before: Samples, columns: dict[int, Values], large: frozenset[int]
+) -> dict[int, Values]:
+    """Without those that alone make the loss rise by much: the large ones, or all where that of all together does."""
+
+    def is_too_long(some: Mapping[int, Values]) -> bool:
+        after = trial.losses(some)
+        return not np.isfinite(after).all() or rises(after - before, MUCH * float(before.mean()))
+
+    suspects = set(columns) if is_too_long(columns) else set(columns) & large
+    return {at: values for at, values in columns.items() if at not in suspects or not is_too_long({at: values})}
+
+
+class Trial:
+    """A committed model, and what becomes of its losses on some text with other values in its columns."""
+
+    def __init__(self, model: ModelConfig, committed: BlockSource, token_BS: Tensor) -> None:
+        one_layer = {
+            "num_layers": 1, "guest_rank": 0, "expert_backend": "auto", "foreign_dtype": "compute",
+            "foreign_offload": False, "torch_compile": False, "activation_checkpointing": "none",
+        }  # fmt: skip
+        self._model = Transformer(model.model_copy(update=one_layer), range(model.num_experts), device="cpu")
+        bank = self._model.banks[0]
+        self._masters = {part: master for part in PARTS if (master := bank.master(part)) is not None}
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(any(parameter is master for master in self._masters.values()))
+        self._table, self._num_layers = place_table(model), model.num_layers
+        self._committed, self._token_BS = committed, token_BS
+        self._context = context_of(token_BS, self._model.config)
+        load_layer(self._model, self._table, None, 0, committed.block(0))
+
+    @torch.no_grad()
+    def losses(self, columns: Mapping[int, Values]) -> Samples:
+        """The cross entropy of each sequence [B] in nats, with other values in these columns."""
+        x_BSD = embedded(self._token_BS, self._model.embedding)
+        for layer in range(self._num_layers):
+            self._load(layer, columns)
+            x_BSD, _ = self._model.layers[0](x_BSD, self._context)
+        return _samples(self._model.cross_entropies(x_BSD, self._token_BS))
+
+    def slopes(self, changes: Mapping[int, Values]) -> tuple[Samples, dict[int, Samples]]:
+        """The cross entropy of each sequence [B], and by how much it rises along each change, to first order."""
+        with torch.no_grad():
+            inputs = [embedded(self._token_BS, self._model.embedding)]
+            for layer in range(self._num_layers):
+                self._load(layer, {})
+                inputs.append(self._model.layers[0](inputs[-1], self._context)[0])
+        x_BSD = inputs.pop().requires_grad_()
+        losses = self._model.cross_entropies(x_BSD, self._token_BS)
+        [gradient_BSD] = torch.autograd.grad(losses.sum(), x_BSD)
+        slope_BE = torch.zeros(len(losses), len(self._table) - 1, dtype=torch.float64)
+        for layer in reversed(range(self._num_layers)):
+            self._load(layer, {})
+            change = self._changes_in(layer, changes)
+            gradient_BSD = self._back(inputs.pop(), gradient_BSD, change, slope_BE)
+        return _samples(losses), {column: slope_BE[:, column].numpy() for column in changes}
+
+    def _back(self, x_BSD: Tensor, gradient_BSD: Tensor, change: Mapping[Part, Tensor], slope_BE: Tensor) -> Tensor:
+        """The gradient of what goes into the layer at hand; adds what its experts give to the slopes."""
+        found = []
+        for at in range(len(x_BSD)):
+            x_1SD = x_BSD[at : at + 1].clone().requires_grad_()
+            out_1SD, _ = self._model.layers[0](x_1SD, _of_one(self._context, at))
+            wanted = (x_1SD, *self._masters.values())
+            gradient_1SD, *of_masters = torch.autograd.grad(out_1SD, wanted, gradient_BSD[at : at + 1])
+            for part, gradient in zip(self._masters, of_masters, strict=True):
+                slope_BE[at] += (gradient * change[part]).flatten(1).sum(1, dtype=torch.float64)
+            found.append(gradient_1SD)
+        return torch.cat(found)
+
+    def _changes_in(self, layer: int, changes: Mapping[int, Values]) -> dict[Part, Tensor]:
+        """As the masters are, [E, out, in]."""
+        found = {part: torch.zeros_like(master, requires_grad=False) for part, master in self._masters.items()}
+        bank = self._model.banks[0]
+        for column, change in changes.items():
+            for where, start, stop in pieces_of_layer(self._model, self._table, layer, 1 + column):
+                assert isinstance(where, ExpertPlace)
+                part, rows = bank.rows_of(where.which)
+                matrix = torch.from_numpy(change[start:stop]).view(bank.shape_of(where.which))
+                found[part][bank.slot(where.expert), rows] = matrix
+        return found
+
+    def _load(self, layer: int, columns: Mapping[int, Values]) -> None:
+        committed = ((block, self._committed.block(block)) for block in range(len(self._table)))
+        others = ((1 + column, values) for column, values in columns.items())
+        for block, values in chain(committed, others):
+            load_layer(self._model, self._table, layer, block, values)
+
+
+def _of_one(context: Context, at: int) -> Context:
+    """That of one sequence; what is the same for all has no dimension for them."""
+
+    def one(part: Tensor) -> Tensor:
+        return part[at : at + 1] if part.dim() == 4 else part
+
+    bias = context.bias_B1SS
+    return Context(one(context.cos), one(context.sin), None if bias is None else one(bias))
+
+
+def _samples(value_B: Tensor) -> Samples:
+    found: Samples = value_B.detach().double().numpy()
+    return found
