@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from spes_p2p.consensus import events as on
-from spes_p2p.consensus.actions import Action, Build, Send
+from spes_p2p.consensus.actions import Action, Send
 from spes_p2p.consensus.forks import ForkDecision, Line
 from spes_p2p.consensus.intake import take
 from spes_p2p.consensus.lifecycle import new_vote
@@ -31,16 +31,14 @@ from spes_p2p.consensus.manifest import (
 from spes_p2p.consensus.messages import (
     Commit,
     Intent,
-    Report,
-    Signed,
     Status,
 )
 from spes_p2p.consensus.parts import PartClasses, Parts
-from spes_p2p.consensus.slices import Column
-from spes_p2p.consensus.state import Identity, Key, Others, Own, RoundState, State
+from spes_p2p.consensus.state import Identity, Others, Own, RoundState, State
 from spes_p2p.consensus.table import TICK, Table, situation_of
 from spes_p2p.consensus.timing import Pace
 from spes_p2p.consensus.vote_record import VoteRecord
+from spes_p2p.consensus.wanted import Wanted
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import Hash, PeerId
 
@@ -69,8 +67,8 @@ class Start:
 class Consensus:
     """The protocol as one peer runs it, over all rounds. All but `handle` only asks.
 
-    `state` is there to be read: only the parts change it. `fired` counts the rules. `observer`, where there is one, is
-    told of every event after it was handled.
+    `state` is there to be read: only the parts change it. `wanted` says whether work is still of use. `fired` counts
+    the rules. `observer`, where there is one, is told of every event after it was handled.
     """
 
     PART_CLASSES: ClassVar[PartClasses] = PartClasses()
@@ -80,6 +78,7 @@ class Consensus:
         self.me = state.me
         self.fired: Counter[str] = Counter()
         self.observer: Observer | None = None
+        self.wanted = Wanted(state)
         self._parts = Parts(state, self.PART_CLASSES)
         self._table = Table(self._parts)
 
@@ -175,37 +174,13 @@ class Consensus:
         """Whether `peer` was heard of late; ourselves always."""
         return self._parts.contacts.alive(peer, now)
 
-    def wants_reduced(self, plan: Hash, index: int) -> bool:
-        """Whether a slice that we were asked to reduce may still be written: later it could spoil a finished state."""
-        return self._parts.reducing.wants_reduced(plan, index)
-
-    def wants_staged(self, key: Key, hashes: bytes) -> bool:
-        """Whether tiles that we were asked to fetch may still be written."""
-        return self.state.round.fetching.get(key) == hashes
-
-    def wants_audited(self, report: Signed[Report]) -> bool:
-        """Whether it still matters if what another reported of a slice is the mean."""
-        return self.state.round.auditing == report
-
-    def wants_tried(self, columns: tuple[Column, ...]) -> bool:
-        """Whether it still matters what these columns do to the model."""
-        return self.state.round.trying == columns
-
-    def wants_built(self, build: Build) -> bool:
-        """Whether the state that we were asked to build is still to be proposed."""
-        return build.makes_the_same(self.state.round.building)
-
-    def wants_verified(self, manifest: Hash) -> bool:
-        """Whether the state that we were asked to verify is still waited for; `manifest` is a hash."""
-        return self.state.round.verifying == manifest
-
     def is_counted(self, parent: Hash, entry: Contribution) -> bool:
         """Whether a plan for the child of `parent` that has `entry` for us counts the work that is here."""
         return self._parts.round_plan.is_counted(parent, entry)
 
     def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
         """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""
-        return self._parts.staging.sure_holders(piece, now)
+        return self._parts.holders.sure(piece, now)
 
     def handed_out(self, child: Manifest) -> tuple[tuple[Slice, ...], tuple[bytes, ...]]:
         """Slices of a committed child of our tip with the hashes of their tiles, as far as we know: ours at least."""

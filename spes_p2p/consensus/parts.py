@@ -13,6 +13,7 @@ from spes_p2p.consensus.contacts import Contacts
 from spes_p2p.consensus.degraded import Degraded
 from spes_p2p.consensus.following import Following
 from spes_p2p.consensus.gossip import Gossip
+from spes_p2p.consensus.holders import Holders
 from spes_p2p.consensus.inbound import Inbound
 from spes_p2p.consensus.leadership import Leadership
 from spes_p2p.consensus.lifecycle import Lifecycle
@@ -32,6 +33,7 @@ class PartClasses:
     """Which class plays which part. A test plants a fault by exchanging one."""
 
     contacts: type[Contacts] = Contacts
+    holders: type[Holders] = Holders
     leadership: type[Leadership] = Leadership
     members: type[Members] = Members
     proposals: type[Proposals] = Proposals
@@ -54,13 +56,14 @@ class Parts:
 
     def __init__(self, state: State, classes: PartClasses) -> None:
         self.contacts = contacts = classes.contacts(state)
+        self.holders = holders = classes.holders(state, contacts)
         self.leadership = leadership = classes.leadership(state, contacts)
         self.proposals = proposals = classes.proposals(state, contacts, leadership)
         self.members = members = classes.members(state, contacts, leadership, proposals)
         self.audits = audits = classes.audits(state, proposals)
         self.trials = trials = classes.trials(state)
         checks = Checks(audits, trials)
-        self.staging = staging = classes.staging(state, contacts, proposals, checks)
+        self.staging = staging = classes.staging(state, contacts, holders, proposals, checks)
         self.round_plan = classes.round_plan(state, contacts, leadership, members)
         self.reducing = classes.reducing(state, contacts, proposals, staging, checks)
         self.voting = voting = classes.voting(state, contacts, leadership, members, proposals, trials)

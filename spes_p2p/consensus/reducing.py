@@ -30,7 +30,7 @@ from spes_p2p.consensus.state import (
     State,
 )
 from spes_p2p.consensus.statements import counted
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, PeerId
 
 SURE = 2
 """How many reducers must find nobody's values fit before a slice is given up (or all, if fewer can be asked)."""
@@ -136,11 +136,6 @@ class Reducing:
             return None
         harmful = self._checks.trials.harmful_blocks(handed_out)
         return tuple(signed for signed in whole if signed.value.piece.block not in harmful)
-
-    def wants_reduced(self, plan: Hash, index: int) -> bool:
-        """Whether a slice that we were asked to reduce may still be written: later it could spoil a finished state."""
-        current = self._state.round
-        return current.plan is not None and plan_hash(current.plan.value) == plan and index in current.reducing
 
     def reduced(self, report: Report, now: float) -> None:
         """A slice was reduced here and its tiles are staged; without contributors: nobody's values were fit."""

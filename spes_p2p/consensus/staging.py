@@ -10,7 +10,8 @@ from spes_p2p.consensus.actions import (
 )
 from spes_p2p.consensus.checks import Checks
 from spes_p2p.consensus.contacts import Contacts
-from spes_p2p.consensus.manifest import Slice, manifest_hash
+from spes_p2p.consensus.holders import Holders
+from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.messages import (
     Report,
     Signed,
@@ -22,19 +23,22 @@ from spes_p2p.consensus.state import (
     State,
     Wanted,
 )
-from spes_p2p.ids import NO_HASH, Hash, PeerId
+from spes_p2p.ids import NO_HASH, Hash
 
 
 class Staging:
     """What is wanted, what is missing, and what is staged."""
 
-    def __init__(self, state: State, contacts: Contacts, proposals: Proposals, checks: Checks) -> None:
+    def __init__(
+        self, state: State, contacts: Contacts, holders: Holders, proposals: Proposals, checks: Checks
+    ) -> None:
         self._state = state
         self._liveness = state.liveness
         self._others = state.others
         self._pace = state.pace
         self._me = state.me
         self._contacts = contacts
+        self._holders = holders
         self._proposals = proposals
         self._checks = checks
 
@@ -90,37 +94,6 @@ class Staging:
         for index in [index for index, report in current.reports.items() if report.author == self._me]:
             del current.reports[index]
 
-    def sure_holders(self, piece: Slice, now: float) -> tuple[PeerId, ...]:
-        """Who has a slice of this round for certain: its reducer, and who says so; of those that we can ask."""
-        index = self._state.round.index_of.get(piece.key)
-        report = None if index is None else self._state.round.reports.get(index)
-        reducer = piece.reducer if report is None else report.author
-        found = [
-            peer
-            for peer, c in self._others.contacts.items()
-            if index is not None and any(c.status.staged[index : index + 1])
-        ]
-        known = dict.fromkeys((reducer, *sorted(found)))
-        return tuple(p for p in known if p != self._me and self._contacts.alive(p, now) and self._contacts.can_ask(p))
-
-    def _holders(self, piece: Slice, first: PeerId, now: float) -> tuple[PeerId, ...]:
-        """Who may have a slice: its reducer, those who say so, then anybody of this round; a silent reducer after them.
-
-        If we cannot be dialled, those who cannot either come last, since no stream between us can be opened.
-        """
-        index = self._state.round.index_of.get(piece.key)
-        said: list[PeerId] = []
-        others: list[PeerId] = []
-        for peer, contact in self._others.contacts.items():
-            staged = contact.status.staged
-            if peer != first and self._contacts.alive(peer, now):
-                has = index is not None and index < len(staged) and staged[index]
-                (said if has else others).append(peer)
-        likely = sorted(said) + sorted(others)
-        reducer = [first] if first != self._me else []
-        found = reducer + likely if self._contacts.alive(first, now) else likely + reducer
-        return tuple(sorted(found, key=lambda peer: not self._contacts.can_ask(peer)))
-
     def _note_empty_report(self, index: int, report: Signed[Report]) -> None:
         """After a few of them the reducer's turn is over, and we remember it."""
         current, reducer = self._state.round, report.author
@@ -134,10 +107,6 @@ class Staging:
                 self._state.notify("left out", "it reported a reduced slice that nobody can fetch", reducer)
             self._others.withholding_peers.add(reducer)
 
-    def wants_staged(self, key: Key, hashes: bytes) -> bool:
-        """Whether tiles that we were asked to fetch may still be written."""
-        return self._state.round.fetching.get(key) == hashes
-
     def fetch(self, now: float) -> bool:
         """Get every slice that is wanted and not here."""
         current, started = self._state.round, False
@@ -145,7 +114,9 @@ class Staging:
             if current.fetching.get(key) == wanted.hashes or key in current.failed:
                 continue
             current.fetching[key] = wanted.hashes
-            self._state.out.append(Fetch(wanted.piece, wanted.hashes, self._holders(wanted.piece, wanted.first, now)))
+            self._state.out.append(
+                Fetch(wanted.piece, wanted.hashes, self._holders.likely(wanted.piece, wanted.first, now))
+            )
             started = True
         return started
 

@@ -8,6 +8,7 @@ the long methods run in a thread, one at a time. Votes, messages and the network
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -165,27 +166,15 @@ class CandidateState:
             except LocalProtocolError as error:
                 raise RemoteProtocolError(str(error)) from error
 
-    def differing(self, theirs: Sequence[Hash]) -> list[int]:
-        """Tiles of the state just computed that came out differently at the one who proposed it."""
-        computed = self._opened().finished
-        if computed is None:
-            raise LocalProtocolError(f"the state of round {self._tip + 1} was not computed", fix="call compute() first")
-        ours = computed.tile_hashes
-        return [tile_id for tile_id, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
-
-    def begin_repair(self) -> None:
-        """From here on `mend` puts state tiles in the place of our own."""
-        self._opened().reopen(keep_state=True)
-
-    def mend(self, tiles: Iterable[NamedTile]) -> None:
-        """State tiles that another peer computed."""
+    def repair(self, theirs: Sequence[Hash]) -> Repair:
+        """Of the state just computed, which should have the hashes `theirs`: from here on tiles are put in."""
         staging = self._opened()
-        for tile in tiles:
-            staging.write_state(*tile)
-
-    def end_repair(self) -> Hash:
-        """The root of the repaired state, whole and on disk."""
-        return self._layout.root_of(self._opened().finish())
+        if staging.finished is None:
+            raise LocalProtocolError(f"the state of round {self._tip + 1} was not computed", fix="call compute() first")
+        pairs = enumerate(zip(staging.finished.tile_hashes, theirs, strict=True))
+        repair = Repair(self._layout, staging, tuple(tile_id for tile_id, (own, other) in pairs if own != other))
+        staging.reopen(keep_state=True)
+        return repair
 
     def _finished(self, root: Hash) -> Staging | None:
         stagings = (self._kept, self._work)
@@ -200,6 +189,24 @@ class CandidateState:
         """At most one state binds: a later acceptance stands for the earlier ones."""
         if self._work is not None and self._work.finished is not None and self._is_bound(self._work.finished.root):
             self._kept, self._work, self._has_state = self._work, None, False
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A state that came out differently here than at who proposed it, in the tiles `differ`."""
+
+    layout: Layout
+    staging: Staging
+    differ: tuple[int, ...]
+
+    def mend(self, tiles: Iterable[NamedTile]) -> None:
+        """State tiles that another peer computed."""
+        for tile in tiles:
+            self.staging.write_state(*tile)
+
+    def end(self) -> Hash:
+        """The root of the repaired state, whole and on disk."""
+        return self.layout.root_of(self.staging.finish())
 
 
 def wire_tiles(slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:

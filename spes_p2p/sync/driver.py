@@ -149,15 +149,12 @@ class Driver:
 
     # ---- what others of this peer have to say ----
 
-    def training(self, work: Work) -> None:
-        """The trainer's progress in the middle of a round."""
-        self._tell(on.TrainingProgressed(work))
-
-    def ready(self, work: Work) -> None:
-        """The trainer has stopped, and its snapshot is in `Inputs`."""
-        reached(failpoints.READY, peer=self.core.me, round=self.core.tip.round + 1)
-        self._log.closed()
-        if self.core.state.rules.audited_share:
+    def progressed(self, work: Work) -> None:
+        """The trainer's progress in a round; once `work` is ready it has stopped, and its snapshot is in `Inputs`."""
+        if work.ready:
+            reached(failpoints.READY, peer=self.core.me, round=self.core.tip.round + 1)
+            self._log.closed()
+        if work.ready and self.core.state.rules.audited_share:
             self._tasks.spawn(self._commit_to(work, self.core.tip_hash))
         else:
             self._tell(on.TrainingProgressed(work))

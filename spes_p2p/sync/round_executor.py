@@ -1,17 +1,16 @@
 """How the long work of a round goes: reduce a slice, fetch one, build the new state, verify a proposal's.
 
-Each ends by telling the state machine how it went, if that is still wanted. Decides who is asked, who is left out and
-what is given up; what touches values, tiles and streams is a `RoundWork`: the real one has tensors, a simulator's has
-symbols.
+Each ends by telling the state machine how it went, if that is still wanted. What touches values, tiles and streams is a
+`RoundWork`, and who is asked for values a `Collector`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from spes_p2p import failpoints
 from spes_p2p.consensus import actions as do
@@ -19,12 +18,9 @@ from spes_p2p.consensus import events as on
 from spes_p2p.consensus.audits import most_lost
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import (
-    Contribution,
-    Merge,
     Slice,
     manifest_hash,
 )
-from spes_p2p.consensus.membership import LINK_PUBLIC
 from spes_p2p.consensus.messages import (
     LOST,
     Content,
@@ -32,102 +28,16 @@ from spes_p2p.consensus.messages import (
     Report,
     plan_hash,
 )
-from spes_p2p.errors import NetworkError, PeerClosed, RemoteProtocolError, TileDamaged
-from spes_p2p.exchange.transfers import WrongSize
+from spes_p2p.errors import NetworkError, RemoteProtocolError, TileDamaged
 from spes_p2p.failpoints import reached
 from spes_p2p.ids import NO_HASH, Hash, PeerId, sha256
-from spes_p2p.sync.audit import OtherValues
 from spes_p2p.sync.coding import UnfitTile
+from spes_p2p.sync.collecting import Collector
 from spes_p2p.sync.reduce import OTHER_VALUES, WRONG_SIZE
+from spes_p2p.sync.round_work import RoundWork, SliceWork
 
 UNJUDGED = (LOST, WRONG_SIZE, OTHER_VALUES)
 """Why somebody is left out of a slice without a look at its values."""
-T = TypeVar("T")
-Take = Callable[[Contribution, Callable[[], bool]], Coroutine[Any, Any, None]]
-"""Asks a peer for its values; the second argument tells whether they are still wanted."""
-Writing = Callable[[], AbstractAsyncContextManager[bool]]
-"""A lock on the candidate state; entering yields a function that tells whether the result is still wanted."""
-Sure = Callable[[], Sequence[PeerId]]
-"""Who has a slice for certain, by now."""
-
-
-class SliceWork(Protocol):
-    """One slice that is reduced here: the values of its contributors, until their mean is staged."""
-
-    async def take_own(self, me: PeerId) -> bool:
-        """Takes this peer's own values; False without any."""
-
-    async def take(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
-        """Takes another's values, as the plan counts them.
-
-        Raises NetworkError, RemoteProtocolError, WrongSize or OtherValues.
-        """
-
-    @property
-    def has_guests(self) -> bool:
-        """Whether others than the owners train in this column, in a basis that is known here."""
-
-    async def take_guest(self, entry: Contribution, is_wanted: Callable[[], bool]) -> None:
-        """Takes what a guest trained, if it is in that basis. Raises NetworkError, RemoteProtocolError."""
-
-    def screen_guests(self) -> dict[PeerId, str]:
-        """Leaves out guests that are unfit, each with the reason."""
-
-    @property
-    def guests(self) -> tuple[PeerId, ...]:
-        """Those whose changes are taken in, in roster order."""
-
-    async def remade(self) -> tuple[Hash, ...]:
-        """After `average`: the hashes of its tiles, if they were staged."""
-
-    async def check_sound(self) -> None:
-        """Raises TileDamaged where a mean made here would be wrong, since the state that it begins with is."""
-
-    async def average(self, left_out: dict[PeerId, str]) -> tuple[PeerId, ...]:
-        """Averages. Returns the peers in the mean, and adds unfit ones to `left_out`. Raises TileDamaged."""
-
-    async def stage(self) -> tuple[Hash, ...]:
-        """Writes the mean as tiles; their hashes."""
-
-
-class RoundWork(Protocol):
-    """What is done with values, tiles and streams."""
-
-    def slice_work(self, plan: Plan, piece: Slice) -> AbstractAsyncContextManager[SliceWork]:
-        """Waits until there is memory for a slice."""
-
-    async def together(self, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of all, beside each other where that is of use."""
-
-    def open(self) -> None:
-        """Makes ready for writing: a state that was made, but not signed for, is undone."""
-
-    def lost(self, roots: Iterable[Hash]) -> tuple[Hash, ...]:
-        """Those of `roots` whose state is not whole on disk any more."""
-
-    def is_finished(self, root: Hash) -> bool:
-        """Whether the staged state with this root is whole on disk."""
-
-    async def fetch(self, action: do.Fetch, head: Hash, writing: Writing, sure: Sure) -> bool:
-        """Brings tiles here, those of `sure` first; whether they are unlike what was trained here on top of `head`.
-
-        Raises NetworkError, RemoteProtocolError, TileDamaged.
-        """
-
-    async def harmful(self, action: do.Try, lock: AbstractAsyncContextManager[Any]) -> frozenset[int]:
-        """Numbers of the columns that make the committed model worse on held-out text; none where nobody here can say.
-
-        What is staged is read under `lock`. Raises TileDamaged.
-        """
-
-    async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
-        """The root of the new state, and its merge. Raises NetworkError, TileDamaged."""
-
-    def check(self, content: Content) -> None:
-        """Raises RemoteProtocolError where its parts do not fit each other or the grid."""
-
-    async def verify(self, content: Content, holders: Sequence[PeerId]) -> None:
-        """Brings a proposed state to this disk. Raises NetworkError, RemoteProtocolError, TileDamaged."""
 
 
 class RoundExecutor:
@@ -151,7 +61,7 @@ class RoundExecutor:
         self._tell = tell
         self._notice = notice
         self._now = now
-        self._slow: tuple[Hash, set[PeerId]] = (NO_HASH, set())
+        self._collector = Collector(core, work, now)
         self._told: tuple[Hash, set[tuple[PeerId, str]]] = (NO_HASH, set())
 
     # ---- reducing ----
@@ -167,10 +77,10 @@ class RoundExecutor:
             if not self._is_wanted(report):
                 return
             try:
-                left_out = await self._collect(plan, piece, values)
+                left_out = await self._collector.contributions(plan, piece, values)
                 reached(failpoints.COLLECTED, peer=self._core.me, round=self._core.tip.round + 1)
                 if values.has_guests:
-                    left_out |= await self._collect_guests(plan, piece, values)
+                    left_out |= await self._collector.guests(plan, piece, values)
                 report = await self._staged(report, values, left_out)
             except TileDamaged as error:  # somebody else has its values whole; it is mended beside
                 left_out = {}
@@ -180,65 +90,6 @@ class RoundExecutor:
                 if report.contributors or reason != LOST:  # else it is we who reach nobody
                     self._note_left_out(peer, piece, reason, plan.parent)
             self._tell(on.SliceReduced(replace(report, left_out=tuple(sorted(left_out.items())))))
-
-    async def _collect(self, plan: Plan, piece: Slice, values: SliceWork) -> dict[PeerId, str]:
-        """Takes what the contributors have; why some are left out."""
-        roster = {entry.peer: entry for entry in plan.roster}
-        asked = (self._contribution(roster[peer], plan.parent, values) for peer in piece.contributors)
-        reasons = await self._work.together(asked)
-        return {peer: reason for peer, reason in zip(piece.contributors, reasons, strict=True) if reason}
-
-    async def _contribution(self, entry: Contribution, parent: Hash, values: SliceWork) -> str:
-        """Takes one contribution; returns why it is missing, or "". A peer is not asked again after a silence."""
-        if entry.peer == self._core.me:
-            return "" if self._core.is_counted(parent, entry) and await values.take_own(entry.peer) else LOST
-        return await self._asked(entry, parent, values.take)
-
-    async def _asked(self, entry: Contribution, parent: Hash, take: Take) -> str:
-        """Lets `take` ask another peer, unless that is of no use; why it gave nothing, or ""."""
-        peer, slow = entry.peer, self._slow_in(parent)
-        if peer in slow or not self._core.alive(peer, self._now()):
-            return LOST
-        try:
-            await take(entry, lambda: peer not in slow)
-        except WrongSize:
-            return WRONG_SIZE
-        except OtherValues:
-            return OTHER_VALUES
-        except (PeerClosed, RemoteProtocolError):
-            return LOST
-        except NetworkError:
-            slow.add(peer)
-            return LOST
-        return ""
-
-    async def _collect_guests(self, plan: Plan, piece: Slice, values: SliceWork) -> dict[PeerId, str]:
-        """Takes what those have who trained in a slice's column without owning it; why some are unfit."""
-        link = {member.peer: member.link_class for member in self._core.tip.members}
-        entries = [
-            entry
-            for entry in plan.roster
-            if entry.peer not in piece.contributors
-            and LINK_PUBLIC in (link.get(entry.peer), link.get(self._core.me))  # one of two can dial the other
-        ]
-        reasons = await self._work.together(self._guest(entry, plan.parent, values) for entry in entries)
-        left_out = {entry.peer: reason for entry, reason in zip(entries, reasons, strict=True) if reason}
-        return left_out | values.screen_guests()
-
-    async def _guest(self, entry: Contribution, parent: Hash, values: SliceWork) -> str:
-        """Takes what one guest has; why it cannot be used, or "", also for one that has nothing."""
-        if entry.peer != self._core.me:
-            reason = await self._asked(entry, parent, values.take_guest)
-            return "" if reason == LOST else reason
-        if self._core.is_counted(parent, entry):
-            await values.take_guest(entry, lambda: True)
-        return ""
-
-    def _slow_in(self, parent: Hash) -> set[PeerId]:
-        """Who was silent on top of `parent`."""
-        if self._slow[0] != parent:
-            self._slow = (parent, set())
-        return self._slow[1]
 
     async def _staged(self, report: Report, values: SliceWork, left_out: dict[PeerId, str]) -> Report:
         """Averages and stages; nothing is written when nobody wants it any more."""
@@ -260,7 +111,7 @@ class RoundExecutor:
             self._notice(do.Notice("left out", f"left out of slice {piece.key}: {reason}", peer))
 
     def _is_wanted(self, report: Report) -> bool:
-        return self._core.wants_reduced(report.plan, report.index)
+        return self._core.wanted.reduced(report.plan, report.index)
 
     # ---- fetching ----
 
@@ -269,7 +120,7 @@ class RoundExecutor:
         head, key = self._core.tip_hash, action.piece.key
 
         def is_wanted() -> bool:
-            return self._core.tip_hash == head and self._core.wants_staged(key, action.hashes)
+            return self._core.tip_hash == head and self._core.wanted.staged(key, action.hashes)
 
         def sure() -> Sequence[PeerId]:
             return self._core.sure_holders(action.piece, self._now())
@@ -301,22 +152,22 @@ class RoundExecutor:
         taken = tuple(peer for peer in piece.contributors if peer in {*report.contributors, *judged})
         finding = on.Finding.OPEN
         async with self._work.slice_work(action.plan.value, replace(piece, contributors=taken)) as values:
-            if not self._core.wants_audited(action.report):
+            if not self._core.wanted.audited(action.report):
                 return
             with contextlib.suppress(TileDamaged):  # mended beside
                 finding = await self._made_again(action.plan.value, report, taken, values)
-        if self._core.wants_audited(action.report):
+        if self._core.wanted.audited(action.report):
             self._tell(on.SliceAudited(action.report, finding))
 
     async def _made_again(self, plan: Plan, report: Report, taken: tuple[PeerId, ...], values: SliceWork) -> on.Finding:
         """Whether of those `taken` the same stay out, and the others have that mean."""
         piece = plan.slices[report.index]
-        if await self._collect(plan, replace(piece, contributors=taken), values):
+        if await self._collector.contributions(plan, replace(piece, contributors=taken), values):
             return on.Finding.OPEN
         lost, most = [peer for peer in piece.contributors if peer not in taken], most_lost(len(piece.contributors))
         is_many = len(lost) > most
         if is_many:
-            missing = await self._collect(plan, replace(piece, contributors=tuple(lost)), values)
+            missing = await self._collector.contributions(plan, replace(piece, contributors=tuple(lost)), values)
             is_many = len(lost) - len(missing) > most
         if await values.average({}) != report.contributors or await values.remade() != report.wire_hashes:
             await values.check_sound()
@@ -328,7 +179,7 @@ class RoundExecutor:
         harmful: frozenset[int] = frozenset()
         with contextlib.suppress(TileDamaged):  # mended beside
             harmful = await self._work.harmful(action, self._lock)
-        if self._core.wants_tried(action.columns):
+        if self._core.wanted.tried(action.columns):
             names = frozenset(column.name for column in action.columns if column.block - 1 in harmful)
             self._tell(on.ColumnsTried(action.columns, names))
 
@@ -352,22 +203,22 @@ class RoundExecutor:
             self._tell(on.StateBuilt(action, sha256(*action.hashes), root, merge))
 
     def _is_building(self, action: do.Build, head: Hash) -> bool:
-        return self._core.tip_hash == head and self._core.wants_built(action)
+        return self._core.tip_hash == head and self._core.wanted.built(action)
 
     async def verify(self, action: do.Verify) -> None:
         """Brings the state that a proposed manifest names to our disk."""
         name = manifest_hash(action.content.manifest)
         try:
             async with self._lock:
-                if not self._core.wants_verified(name):
+                if not self._core.wanted.verified(name):
                     return
                 await self._make(action.content)
         except (NetworkError, RemoteProtocolError, TileDamaged) as error:
-            if self._core.wants_verified(name):
+            if self._core.wanted.verified(name):
                 self._notice(do.Notice("refused", f"could not make the proposed state: {error}"))
                 self._tell(on.VerifyFailed())
             return
-        if self._core.wants_verified(name):
+        if self._core.wanted.verified(name):
             self._tell(on.StateVerified(name))
 
     async def _make(self, content: Content) -> None:

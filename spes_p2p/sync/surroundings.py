@@ -63,7 +63,7 @@ class Hooks(Protocol):
     """What happens around the protocol. Called on the loop's thread; must not block."""
 
     def close_training(self) -> None:
-        """Finish the running inner step and call `Driver.ready`."""
+        """Finish the running inner step and call `Driver.progressed`."""
 
     def applied(self, event: Applied) -> None: ...
 

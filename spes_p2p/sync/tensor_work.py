@@ -44,7 +44,7 @@ from spes_p2p.sync.guests import Bases, coordinate_bytes, read_coordinates, scre
 from spes_p2p.sync.outgoing import Outgoing
 from spes_p2p.sync.reduce import LARGEST_ENCODED, NON_FINITE, screen, weighted_mean
 from spes_p2p.sync.residuals import Residuals
-from spes_p2p.sync.round_executor import SliceWork, Sure, Writing
+from spes_p2p.sync.round_work import SliceWork, Sure, Writing
 from spes_p2p.sync.surroundings import ColumnJudge
 from spes_p2p.sync.tasks import Tasks
 from spes_p2p.wire import pack
@@ -213,15 +213,16 @@ class TensorWork:
     async def _repair(self, manifest: Manifest, holders: Sequence[PeerId]) -> Hash:
         """Our arithmetic gives other bits than the leader's: take the tiles that differ, and say so."""
         theirs = await self._transfers.hash_list(holders, manifest.state_root, manifest.round)
-        differ = self._candidate.differing(theirs)
-        self._notice(do.Notice("arithmetic", f"this machine computed other bits for {len(differ)} tiles", holders[0]))
-        self._candidate.begin_repair()
+        repair = self._candidate.repair(theirs)
+        self._notice(
+            do.Notice("arithmetic", f"this machine computed other bits for {len(repair.differ)} tiles", holders[0])
+        )
 
         async def take(tiles: list[tuple[int, memoryview, Hash]]) -> None:
-            await self._tasks.in_thread(lambda: self._candidate.mend(tiles))
+            await self._tasks.in_thread(lambda: repair.mend(tiles))
 
-        await self._transfers.tiles({at: theirs[at] for at in differ}, holders, take)
-        return await self._tasks.in_thread(self._candidate.end_repair)
+        await self._transfers.tiles({at: theirs[at] for at in repair.differ}, holders, take)
+        return await self._tasks.in_thread(repair.end)
 
 
 class TensorSlice:
@@ -345,7 +346,7 @@ class TensorSlice:
         if not fit:
             return ()
         spent = next((found[peer] for peer in fit if found[peer].flags.writeable), None)  # our snapshot is not
-        mean = self._mean([found[peer] for peer in fit], self._before, self._tokens(fit), spent)
+        mean = _mean(self._disk.rules, [found[peer] for peer in fit], self._before, self._tokens(fit), spent)
         found.clear()
         self._found.clear()
         if self._guests and self._basis is not None:
@@ -362,13 +363,6 @@ class TensorSlice:
             return ()
         return fit
 
-    def _mean(
-        self, values: Sequence[Values], base: Values, tokens: Sequence[int], into: Values | None = None
-    ) -> Values:
-        if self._disk.rules.clips:
-            return clipped_mean(values, base, tokens, into)
-        return weighted_mean(values, tokens, into)
-
     def _tokens(self, peers: Sequence[PeerId]) -> list[int]:
         """What their values weigh."""
         return [self._roster[peer].tokens for peer in peers]
@@ -379,7 +373,7 @@ class TensorSlice:
         tokens = self._tokens(self.guests)
         if not self._disk.rules.clips:
             return list(zip(tokens, found, strict=True))
-        return [(sum(tokens), self._mean(found, np.zeros_like(found[0]), tokens))]
+        return [(sum(tokens), _mean(self._disk.rules, found, np.zeros_like(found[0]), tokens))]
 
     def _handed_out(self, tile: Tile, mean: Values, before: Values) -> _HandedOut:
         codec = self._layout.codec_of(tile.block)
@@ -408,3 +402,12 @@ class TensorSlice:
         """Raises TileDamaged where one of these tiles is not as it was committed; the scrubber mends it."""
         for tile in self._tiles:
             self._base.sound_values(tile.id)
+
+
+def _mean(
+    rules: RunRules, values: Sequence[Values], base: Values, tokens: Sequence[int], into: Values | None = None
+) -> Values:
+    """As the run averages; see `clipped_mean` and `weighted_mean`."""
+    if rules.clips:
+        return clipped_mean(values, base, tokens, into)
+    return weighted_mean(values, tokens, into)

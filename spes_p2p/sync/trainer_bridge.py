@@ -150,11 +150,11 @@ class TrainerBridge:
 
     def report(self, work: Work, head: Hash) -> None:
         """Progress in the middle of the round on top of `head`; too late when that is decided."""
-        self._call(lambda driver: driver.training(work) if driver.core.tip_hash == head else None)
+        self._call(lambda driver: driver.progressed(work) if driver.core.tip_hash == head else None)
 
     def ready(self, work: Work, head: Hash) -> None:
         """Training on top of `head` is over and its snapshot taken; too late when the round is decided."""
-        self._call(lambda driver: driver.ready(work) if driver.core.tip_hash == head else None)
+        self._call(lambda driver: driver.progressed(work) if driver.core.tip_hash == head else None)
 
     def wish(self, intent: Intent) -> None:
         """What this peer wants has changed."""

@@ -233,7 +233,7 @@ class PretendPeer:
                     self._snapshot(turn)
                 case SayReady():
                     trained = self.swarm.clock.now() - self._started
-                    self.driver.ready(self.machine.report(True, trained, self.work.step_seconds))
+                    self.driver.progressed(self.machine.report(True, trained, self.work.step_seconds))
                 case StartAhead():
                     if self.work.learner is not None:
                         self.work.learner.run_ahead()
@@ -281,7 +281,7 @@ class PretendPeer:
             told = self.swarm.clock.now()
             if self.machine.stage is Stage.TRAINING and told - self._told >= self.swarm.run.heartbeat_seconds:
                 self._told = told
-                self.driver.training(self.machine.report(False, told - self._started, self.work.step_seconds))
+                self.driver.progressed(self.machine.report(False, told - self._started, self.work.step_seconds))
         self._training = None
         self._hand_in()
 

@@ -99,7 +99,7 @@ class SmallStep:
     """One event at one peer: the `Surroundings` of its driver.
 
     `sends` are the messages that left, `crashes` where the process may die on the way: (what `remains` says of it, how
-    many of the messages had left).
+    many of the messages had left). More than 20 methods, since it is all that a driver has around it.
     """
 
     def __init__(self, setting: Setting, snapshots: Snapshots, local: Local, remains: Callable[[], int]) -> None:

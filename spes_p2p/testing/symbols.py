@@ -19,7 +19,7 @@ from spes_p2p.errors import NetworkError, PeerClosed, PeerSilent, RemoteProtocol
 from spes_p2p.ids import Hash, PeerId, sha256
 from spes_p2p.sync.dispatcher import Dispatcher
 from spes_p2p.sync.reduce import NON_FINITE
-from spes_p2p.sync.round_executor import SliceWork, Sure, Writing
+from spes_p2p.sync.round_work import SliceWork, Sure, Writing
 from spes_p2p.testing.judge import Guard, Judge
 from spes_p2p.testing.sim_state import Disk, Trained, neighbours_of, reduce_tiles, split
 

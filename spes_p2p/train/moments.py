@@ -18,7 +18,7 @@ from spes_p2p.train.rank import RankTrainer
 def read_moments(trainer: RankTrainer, column: int) -> Moments:
     """A copy; without steps and arrays for an owned column that was never trained here, or is trained by Muon."""
     group = next(group for group in trainer.optimizer.groups if group.column == column)
-    pieces = list(trainer.column_pieces(column))
+    pieces = list(trainer.trained.column_pieces(column))
     if not group.steps or any(name not in group.moments for name, _, _ in pieces):
         return NO_MOMENTS
     if any(form_of(group.moments[name]) == "momentum" for name, _, _ in pieces):
@@ -45,7 +45,7 @@ def take_moments(trainer: RankTrainer, column: int, steps: int, moments: Moments
         name: {which: torch.empty_like(parameter.detach()) for which in MOMENTS}
         for name, parameter in group.tensors.items()
     }
-    for name, rows, part in trainer.column_pieces(column):
+    for name, rows, part in trainer.trained.column_pieces(column):
         for which, values in zip(MOMENTS, flat, strict=True):
             target = taken[name][which][rows]
             target.copy_(torch.from_numpy(np.array(values[part])).view_as(target))

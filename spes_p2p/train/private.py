@@ -144,7 +144,7 @@ def _check_tensors(trainer: RankTrainer, state: Mapping[str, Any]) -> None:
     if [group["column"] for group in state["groups"]] != wanted:
         raise CheckpointError(f"the training state does not hold the groups {wanted}", fix=_FIX)
     for group in state["groups"]:
-        shapes = shared if group["column"] is None else trainer.column_shapes(group["column"])
+        shapes = shared if group["column"] is None else trainer.trained.column_shapes(group["column"])
         for name, shape in shapes.items():
             entry = group["tensors"][name]
             kept = stored_shapes(shape, form_of(entry)) if group["steps"] else {}

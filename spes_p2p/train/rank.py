@@ -9,9 +9,8 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import EllipsisType
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,6 @@ from spes_p2p.consensus.manifest import Decay
 from spes_p2p.data.loader import Batch
 from spes_p2p.errors import LocalProtocolError, SpesError
 from spes_p2p.experts.kernels import half_dtype
-from spes_p2p.interop.hf import place_table
-from spes_p2p.model.losses import LossWeights
-from spes_p2p.model.own import OwnModel
-from spes_p2p.model.params import ExpertPlace, load_block, read_block
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.planning.options import Options
 from spes_p2p.planning.search import one_step_down
@@ -38,15 +33,19 @@ from spes_p2p.train.parking import Parked
 from spes_p2p.train.randomness import random_state, restore_random_state
 from spes_p2p.train.schedule import learning_rate, owned_balance_factor
 from spes_p2p.train.step import ShouldDrop, StepResult, accumulate_gradient, autocast, never, to_device
-
-ColumnPiece = tuple[str, slice | EllipsisType, slice]
-"""(name in the optimizer, rows of that tensor, place in the column's block) of a part of a column."""
+from spes_p2p.train.trained_model import TrainedModel, TrainedTransformer
 
 
 class RankTrainer:
     """What one rank holds. Values are NaN until the first `adopt`."""
 
-    def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        ranks: Ranks,
+        make_model: Callable[[Config, torch.device], TrainedModel] = TrainedTransformer,
+    ) -> None:
         self.config, self.layout, self.ranks = config, layout, ranks
         self.step = 0
         self.round_steps = 0
@@ -57,51 +56,19 @@ class RankTrainer:
         """Parameters may be half changed: a step that failed then must not be repeated."""
         self.notes: list[str] = []
         """Messages about steps for the user; whoever shows them empties the list."""
-        self.model: Transformer | OwnModel = self._make_model()
+        self.trained = make_model(config, ranks.device)
+        self.model = self.trained.module
         self.optimizer = Optimizer(config.optimizer)
         self.loss_scale = LossScale(half_dtype(ranks.device))
         self.guests: GuestWork | None = None
         """What is trained in columns of others, in a run that has guests."""
-        if config.model.guest_rank:
-            self.guests = GuestWork(self.transformer, self._table, self.optimizer, ranks)
+        if config.model.guest_rank and isinstance(self.trained, TrainedTransformer):
+            self.guests = GuestWork(self.trained.module, self.trained.table, self.optimizer, ranks)
         self.forward: nn.Module | None = None
         """The model, or DDP around it, from the first `set_owned` on."""
         self._rehearsed = False
         self.parked: Parked | None = None
         """Where the tensors are while they are off the device."""
-
-    # ---- what depends on how the model is made; see own.py for models of others ----
-
-    def _make_model(self) -> Transformer | OwnModel:
-        settings = self.config.optimizer
-        weights = LossWeights(settings.load_balancing_weight, settings.router_z_weight, settings.output_z_weight)
-        self._table = place_table(self.config.model)
-        self.transformer = Transformer(self.config.model, (), weights, self.ranks.device)
-        return self.transformer
-
-    def _load_block(self, block: int, values: Values) -> None:
-        load_block(self.transformer, self._table, block, values)
-
-    def _read_block(self, block: int) -> Values:
-        return read_block(self.transformer, self._table, block)
-
-    def column_shapes(self, column: int) -> dict[str, torch.Size]:
-        """The tensors of an owned column by their names in the optimizer."""
-        banks = enumerate(self.transformer.banks)
-        return {f"layers.{at}.{part}": torch.Size(shape) for at, bank in banks for part, shape in bank.shapes.items()}
-
-    def column_pieces(self, column: int) -> Iterator[ColumnPiece]:
-        """Where the parts of a column are in the optimizer, in the order of its block of the state."""
-        start = 0
-        for place in self._table[1 + column]:
-            assert isinstance(place, ExpertPlace)
-            bank = self.transformer.banks[place.layer]
-            part, rows = bank.rows_of(place.which)
-            stop = start + bank.shape_of(place.which).numel()
-            yield f"layers.{place.layer}.{part}", rows, slice(start, stop)
-            start = stop
-
-    # ----
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -117,7 +84,7 @@ class RankTrainer:
         self.set_owned(owned, keep_moments, ramp_fresh=step > 0)
         for block in self.layout.model_blocks:
             own = None if values is None else values.block(block.index)
-            self._load_block(block.index, broadcast_array(self.ranks, own, block.size))
+            self.trained.load_block(block.index, broadcast_array(self.ranks, own, block.size))
         self.step, self.round_steps = step, round_steps
 
     def run_ahead(self) -> None:
@@ -289,7 +256,7 @@ class RankTrainer:
         """Present values of block 0 or of an owned column, flat fp32."""
         if block and block - 1 not in self.owned:
             raise LocalProtocolError(f"block {block} was asked for, but column {block - 1} is not among {self.owned}")
-        return self._read_block(block)
+        return self.trained.read_block(block)
 
     def trained_tensors(self) -> Iterator[tuple[Group, str, Tensor]]:
         """(group, name, values) of everything that is trained, the same order at every rank."""

@@ -140,7 +140,7 @@ def test_who_names_all_others_lost_reduces_nothing(folder: Path, reason: str) ->
         async def lost(entry: Contribution, parent: Hash, take: object) -> str:
             return reason
 
-        vars(liar.driver._executor)["_asked"] = lost
+        vars(liar.driver._executor._collector)["_asked"] = lost
         first = swarm.peers[PeerId("a")].round + 2
         await swarm.until_round(first + 6)
         said = {life.name for life in swarm.up for notice in life.notices if "leaves out many" in notice.text}

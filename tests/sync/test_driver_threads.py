@@ -145,7 +145,7 @@ def test_who_hands_in_again_in_another_life_is_not_counted_with_its_old_work(fol
                 less = replace(
                     work, steps=work.steps - 1, sequences=work.sequences - batch, tokens=work.tokens - tokens
                 )
-                life.driver.training(less)
+                life.driver.progressed(less)
             return await fetch(caller, request)
 
         life.driver.answers.on_fetch = on_fetch  # type: ignore[method-assign]

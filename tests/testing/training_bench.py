@@ -16,6 +16,7 @@ from spes_p2p.data.loader import Batch
 from spes_p2p.experts.bank import MATRICES
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.model.params import named_shared
+from spes_p2p.model.transformer import Transformer
 from spes_p2p.train.ddp import Ranks
 from spes_p2p.train.rank import RankTrainer
 
@@ -88,7 +89,8 @@ def clean_up(device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(trainer: RankTrainer, std: float) -> None:
-    model, device = trainer.transformer, trainer.ranks.device
+    model, device = trainer.model, trainer.ranks.device
+    assert isinstance(model, Transformer)
     for parameter in named_shared(model).values():
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
     for bank in model.banks:

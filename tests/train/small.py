@@ -11,9 +11,11 @@ from spes_p2p.config.load import bundled_config, load_config
 from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import Batch
 from spes_p2p.interop.hf import state_layout
+from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout, Values
 from spes_p2p.train.ddp import Ranks
+from spes_p2p.train.rank import RankTrainer
 from spes_p2p.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -67,6 +69,12 @@ def batch_of(seed: int, sequences: int = 8, masked: tuple[int, ...] = ()) -> Bat
     return Batch(tokens.astype(np.int64), mask, np.arange(sequences, dtype=np.int64))
 
 
+def transformer_of(rank: RankTrainer) -> Transformer:
+    """The model that it trains."""
+    assert isinstance(rank.model, Transformer)
+    return rank.model
+
+
 def values_of(trainer: Trainer) -> dict[int, Values]:
     """Everything that is trained, by block."""
     return {block: trainer.contribution(block) for block in (0, *(1 + column for column in trainer.owned))}
@@ -98,7 +106,7 @@ class SmallDevice:
     """
 
     def __init__(self, trainer: Trainer, sequences: int) -> None:
-        self.model, self.sequences = trainer._rank.transformer, sequences
+        self.model, self.sequences = transformer_of(trainer._rank), sequences
         self.model.layers[1].register_forward_pre_hook(self)
 
     def __call__(self, layer: object, inputs: tuple[torch.Tensor, ...]) -> None:

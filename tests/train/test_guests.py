@@ -11,13 +11,23 @@ import torch
 from spes_p2p.checkpoint.private import read_private, write_private
 from spes_p2p.config.schema import Config
 from spes_p2p.ids import Hash
+from spes_p2p.interop.hf import place_table
 from spes_p2p.model.params import ExpertPlace
 from spes_p2p.state.basis import Basis, first_basis, matrices
 from spes_p2p.state.layout import Values
 from spes_p2p.train.schedule import learning_rate
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks
-from tests.train.small import CPU, batch_of, initial, largest_difference, small_config, small_layout, values_of
+from tests.train.small import (
+    CPU,
+    batch_of,
+    initial,
+    largest_difference,
+    small_config,
+    small_layout,
+    transformer_of,
+    values_of,
+)
 
 RANK, OWNED = 3, (1, 4)
 FOREIGN = (0, 2, 3, 5)
@@ -47,12 +57,12 @@ def full_gradients(config: Config) -> dict[int, list[torch.Tensor]]:
     everything = Trainer(config, small_layout(config), CPU)
     everything.adopt(tuple(range(config.model.num_experts)), initial(config), 0)
     rank = everything._rank
-    rank.transformer(torch.from_numpy(batch_of(0).tokens)).total.backward()
+    transformer_of(rank)(torch.from_numpy(batch_of(0).tokens)).total.backward()
     found: dict[int, list[torch.Tensor]] = {}
     for column in range(config.model.num_experts):
-        for place in rank._table[1 + column]:
+        for place in place_table(config.model)[1 + column]:
             assert isinstance(place, ExpertPlace)
-            bank = rank.transformer.banks[place.layer]
+            bank = transformer_of(rank).banks[place.layer]
             part, rows = bank.rows_of(place.which)
             master = bank.master(part)
             assert master is not None
@@ -81,10 +91,10 @@ def test_foreign_experts_themselves_are_not_trained() -> None:
     config = guest_config()
     trainer = guest(config)
     rank = trainer._rank
-    before = {column: rank._read_block(1 + column) for column in FOREIGN}
+    before = {column: rank.trained.read_block(1 + column) for column in FOREIGN}
     for seed in range(3):
         trainer.train_step(batch_of(seed))
-    assert all(np.array_equal(rank._read_block(1 + column), before[column]) for column in FOREIGN)
+    assert all(np.array_equal(rank.trained.read_block(1 + column), before[column]) for column in FOREIGN)
     thin = config.model.num_layers * (2 * config.model.expert_ffn + config.model.d_model) * RANK * 4
     plain = Trainer(small_config(), small_layout(small_config()), CPU)
     plain.adopt(OWNED, initial(small_config()), 0)

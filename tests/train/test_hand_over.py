@@ -14,7 +14,17 @@ from spes_p2p.state.moments import NO_MOMENTS, check_moments
 from spes_p2p.train.schedule import RAMP_STEPS
 from spes_p2p.train.trainer import Trainer
 from spes_p2p.train.worker import LocalRanks
-from tests.train.small import CPU, batch_of, initial, largest_difference, same_bits, small_config, trainer_of, values_of
+from tests.train.small import (
+    CPU,
+    batch_of,
+    initial,
+    largest_difference,
+    same_bits,
+    small_config,
+    trainer_of,
+    transformer_of,
+    values_of,
+)
 
 
 def trained(owned: tuple[int, ...], steps: int = 4) -> Trainer:
@@ -50,7 +60,7 @@ def test_a_new_owner_goes_on_as_the_old_one_would_have() -> None:
 def test_moments_are_laid_out_like_the_block() -> None:
     giver, config = trained((1, 4)), small_config()
     flat, start = giver.moments(4), 0
-    tensors, bank = giver.private_state()["groups"][2]["tensors"], giver._rank.transformer.banks[0]
+    tensors, bank = giver.private_state()["groups"][2]["tensors"], transformer_of(giver._rank).banks[0]
     for place in place_table(config.model)[1 + 4]:
         assert isinstance(place, ExpertPlace)
         name, rows = bank.rows_of(place.which)

@@ -15,7 +15,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.observe.events import Event, Warning
 from spes_p2p.train.loop import run_inner_steps
 from spes_p2p.train.trainer import StepResult, Trainer
-from tests.train.small import VOCABULARY, same_bits, small_config, trainer_of, values_of
+from tests.train.small import VOCABULARY, same_bits, small_config, trainer_of, transformer_of, values_of
 
 TOKENS_OF_A_STEP = 8 * 12
 
@@ -67,7 +67,7 @@ def test_it_stops_between_two_steps_when_asked(dataset: Dataset) -> None:
 
 
 def poison(trainer: Trainer) -> None:
-    trainer._rank.transformer.norm.weight.detach()[0] = np.inf
+    transformer_of(trainer._rank).norm.weight.detach()[0] = np.inf
 
 
 def test_one_warning_then_an_error_after_ten_steps_that_are_not_finite(dataset: Dataset) -> None:

@@ -9,7 +9,14 @@ import torch
 
 from spes_p2p.train import loss_scale, step
 from spes_p2p.train.loss_scale import FIRST, LossScale
-from tests.train.small import batch_of, largest_difference, small_config, trainer_of, values_of
+from tests.train.small import (
+    batch_of,
+    largest_difference,
+    small_config,
+    trainer_of,
+    transformer_of,
+    values_of,
+)
 
 STEPS = 3
 
@@ -39,7 +46,7 @@ def test_what_no_scale_can_cure_is_skipped() -> None:
     trainer = trainer_of(small_config())
     scale = trainer._rank.loss_scale = LossScale(torch.float16)
     with torch.no_grad():
-        trainer._rank.transformer.head.weight[0, 0] = math.inf
+        transformer_of(trainer._rank).head.weight[0, 0] = math.inf
     assert trainer.train_step(batch_of(0)).skipped
     assert scale.value == FIRST
 

@@ -27,6 +27,7 @@ from tests.train.small import (
     small_config,
     small_layout,
     trainer_of,
+    transformer_of,
     values_of,
 )
 
@@ -56,7 +57,7 @@ def test_steps_equal_those_of_a_plain_adamw() -> None:
     """Everything owned, so that a plain loop over the model's parameters is the whole algorithm."""
     config = small_config("model.activation_checkpointing=full", "optimizer.grad_clip=0.5")
     everything = tuple(range(6))
-    ours, plain = trainer_of(config, everything), trainer_of(config, everything)._rank.transformer
+    ours, plain = trainer_of(config, everything), transformer_of(trainer_of(config, everything)._rank)
     adamw = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=True)
     for step in range(1, 6):
         adamw.param_groups[0]["lr"] = learning_rate(config, step)
@@ -70,7 +71,7 @@ def test_steps_equal_those_of_a_plain_adamw() -> None:
         got = result.loss, result.load_balancing, result.router_z, result.output_z, result.grad_norm
         assert got == pytest.approx([float(number) for number in (*parts[1:5], norm)], rel=1e-5)
     expected = torch.cat([master.detach().flatten() for master in plain.parameters()])
-    trained = torch.cat([master.detach().flatten() for master in ours._rank.transformer.parameters()])
+    trained = torch.cat([master.detach().flatten() for master in transformer_of(ours._rank).parameters()])
     assert float((trained - expected).abs().max()) < 1e-5
 
 
@@ -113,7 +114,9 @@ def test_foreign_experts_stay_and_cost_no_gradient_and_no_moments() -> None:
     assert trainer.held.gradients == trained_bytes
     assert trainer.held.moments == 2 * trained_bytes
     for expert in (0, 2, 3, 5):
-        matrices = [bank.read(expert, which).numpy() for bank in trainer._rank.transformer.banks for which in MATRICES]
+        matrices = [
+            bank.read(expert, which).numpy() for bank in transformer_of(trainer._rank).banks for which in MATRICES
+        ]
         assert np.array_equal(np.concatenate([matrix.ravel() for matrix in matrices]), before[1 + expert])
 
 
@@ -155,7 +158,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     trainer = trainer_of(small_config())
     steps(trainer, 1)
     before = values_of(trainer)
-    poisoned = trainer._rank.transformer.norm.weight
+    poisoned = transformer_of(trainer._rank).norm.weight
     good = poisoned.detach().clone()
     poisoned.detach()[0] = np.nan
     result = trainer.train_step(batch_of(1))

@@ -25,8 +25,8 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.ids import Hash, PeerId
 from spes_p2p.state.layout import Values
 from spes_p2p.state.staging import TileData
+from spes_p2p.sync.collecting import Take
 from spes_p2p.sync.organiser_words import Words, roll
-from spes_p2p.sync.round_executor import Take
 from spes_p2p.sync.sealing import KeySealer
 from spes_p2p.testing.attackers.attack import Attack, Liar, Scene
 from spes_p2p.testing.attackers.contributions import (
@@ -75,7 +75,7 @@ class TrialPeer(TrainingPeer):
         attack = self._attack
         if attack is None:
             return
-        candidate, ready = self.driver._candidate, self.driver.ready
+        candidate, progressed = self.driver._candidate, self.driver.progressed
         write = candidate.write
 
         def written(first_tile: int, tiles: Iterable[TileData]) -> tuple[Hash, ...]:
@@ -87,10 +87,11 @@ class TrialPeer(TrainingPeer):
             return write(first_tile, altered)
 
         def claimed(work: Work) -> None:
-            ready(attack.work(work, MOST_ROUNDS * self._present.turn.manifest.steps_per_round))
+            most = MOST_ROUNDS * self._present.turn.manifest.steps_per_round
+            progressed(attack.work(work, most) if work.ready else work)
 
-        executor, loader = self.driver._executor, self.learner._loader
-        asked, next_batch = executor._asked, loader.next_batch if loader is not None else None
+        collector, loader = self.driver._executor._collector, self.learner._loader
+        asked, next_batch = collector._asked, loader.next_batch if loader is not None else None
         swarm = cast(TrialSwarm, self.swarm)
 
         async def taken(entry: Contribution, parent: Hash, take: Take) -> str:
@@ -101,8 +102,8 @@ class TrialPeer(TrainingPeer):
             return attack.batch(next_batch(sequences), swarm.config.model.vocab_size)
 
         vars(candidate)["write"] = written
-        vars(self.driver)["ready"] = claimed
-        vars(executor)["_asked"] = taken
+        vars(self.driver)["progressed"] = claimed
+        vars(collector)["_asked"] = taken
         vars(loader)["next_batch"] = altered_batch
         honest = tuple(peer for peer in swarm.peers if peer not in swarm.liars)
         self.net.spawn(attack.beside(Liar(self.name, self.driver, swarm.network, honest, swarm.run.heartbeat_seconds)))
