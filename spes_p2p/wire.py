@@ -2,9 +2,9 @@
 
 Everything that is signed, hashed or sent is packed here, so that the same content has the same bytes everywhere.
 Decoding trusts nothing: field count, types, and sizes are checked against the annotations, and any mismatch is a
-RemoteProtocolError. Supported annotations: int (signed 64 bit), float (finite), bool, str, bytes, nested
-dataclasses (generic ones with their argument), `tuple[X, ...]`, `tuple[X, Y]`, and `X | None`; a PeerId is a str of
-at most MAX_PEER_ID characters.
+RemoteProtocolError. Supported annotations: int (signed 64 bit), float (finite), bool, str, bytes, a StrEnum, nested
+dataclasses (generic ones with their argument), `tuple[X, ...]`, `tuple[X, Y]`, and `X | None`; a PeerId is a str of at
+most MAX_PEER_ID characters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import types
 import typing
 from collections.abc import Callable
+from enum import StrEnum
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -117,7 +118,19 @@ def _reader(kind: Any) -> _Reader:
     if origin in (Union, types.UnionType):
         (inner,) = (_reader(option) for option in get_args(kind) if option is not type(None))
         return lambda plain: None if plain is None else inner(plain)
+    if issubclass(kind, StrEnum):
+        return _enum_reader(kind)
     return _scalar_reader(kind)
+
+
+def _enum_reader(kind: type[StrEnum]) -> _Reader:
+    def read(plain: Any) -> Any:
+        try:
+            return kind(plain)
+        except ValueError as error:
+            raise _Mismatch(f"{_brief(plain)} is no {kind.__name__}") from error
+
+    return read
 
 
 def _record_reader(kind: type, arguments: tuple[Any, ...]) -> _Reader:

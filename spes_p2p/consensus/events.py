@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 from spes_p2p.consensus.actions import Build
 from spes_p2p.consensus.manifest import Merge
@@ -70,7 +70,7 @@ class SliceStaged:
     is_doubtful: bool = False
 
 
-class Finding(Enum):
+class Finding(StrEnum):
     """What came of making a slice again."""
 
     SOUND = "sound"
@@ -95,7 +95,7 @@ class ColumnsTried:
     """Columns were tried on held-out text, if that was possible; `harmful` names those that make the model worse."""
 
     columns: tuple[Column, ...]
-    harmful: frozenset[Hash]
+    harmful: tuple[Hash, ...]
 
 
 @dataclass(frozen=True)

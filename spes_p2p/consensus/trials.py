@@ -36,7 +36,7 @@ class Trials:
                 self._state.out.append(Try(current.trying))
         return bool(current.trying)
 
-    def tried(self, columns: tuple[Column, ...], harmful: frozenset[Hash], now: float) -> None:
+    def tried(self, columns: tuple[Column, ...], harmful: tuple[Hash, ...], now: float) -> None:
         """How it went."""
         current = self._state.round
         if current.trying != columns:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from spes_p2p.consensus.manifest import Merge, Slice
 from spes_p2p.consensus.messages import Content
 from spes_p2p.consensus.rules import MergeKind
@@ -21,7 +19,7 @@ from spes_p2p.state.hashes import HASH_BYTES, split_hashes
 from spes_p2p.state.layout import Layout, Values
 from spes_p2p.state.staging import Staging, TileData
 from spes_p2p.state.store import StateStore
-from spes_p2p.state.version import DTYPE, Version
+from spes_p2p.state.version import Version
 from spes_p2p.sync.coding import stage_tile
 from spes_p2p.sync.merge import check_neighbours, merge_columns, nearest_experts
 from spes_p2p.sync.outer import OuterSteps
@@ -115,16 +113,10 @@ class CandidateState:
         for tile_id, data, tile_hash in tiles:
             stage_tile(staging, self._outer, tile_id, data, tile_hash, is_foreign=True)
 
-    def column(self, pieces: Sequence[Slice]) -> Values:
-        """A copy of a column with what is staged in `pieces`, and the tip's values elsewhere. Raises TileDamaged."""
+    def blocks(self) -> dict[int, Values]:
+        """The model's blocks by what is staged, and the tip's values elsewhere, as maps. Raises TileDamaged."""
         staging = self._opened()
-        block = self._layout.blocks[pieces[0].block]
-        values = np.empty(block.size, np.float32)
-        staged = {tile_id for piece in pieces for tile_id in piece.tile_ids}
-        for tile in self._layout.tiles_of(block.index):
-            read = staging.areas.before_merge if tile.id in staged else staging.areas.parent_tile
-            values[tile.start : tile.stop] = np.frombuffer(read(tile.id), DTYPE)
-        return values
+        return {block.index: staging.block(block.index) for block in self._layout.model_blocks}
 
     def gather(self, slices: Sequence[Slice], joined: Sequence[bytes]) -> dict[int, Hash]:
         """Stages exactly these wire tiles from anywhere on this disk. Returns those that are not here, by id."""

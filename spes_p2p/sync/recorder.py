@@ -66,7 +66,7 @@ class FlightRecorder:
     def _note(self, event: on.Event, now: float, decided: list[Action]) -> None:
         if self.failed is not None:
             return
-        self._write([type(event).__name__, pack(event), now, _digest(decided)])
+        self._write(lambda: [type(event).__name__, pack(event), now, _digest(decided)])
         if self._size > self._max_file_bytes:
             self._begin()
 
@@ -81,14 +81,14 @@ class FlightRecorder:
             self._stop(error)
             return
         self._size = 0
-        self._write([_BEGIN, pack(self._info), self._core.me, self._core.state])
+        self._write(lambda: [_BEGIN, pack(self._info), self._core.me, self._core.state])
 
-    def _write(self, frame: list[Any]) -> None:
+    def _write(self, frame: Callable[[], list[Any]]) -> None:
         """Whatever goes wrong here ends the recording, not the peer."""
         if self.failed is not None:
             return
         try:
-            data = pack_plain(frame)
+            data = pack_plain(frame())
             data = len(data).to_bytes(4, "big") + zlib.crc32(data).to_bytes(4, "big") + data
             file = os.open(self._newest, os.O_WRONLY | os.O_APPEND)  # each time: who removed it is told so
             try:

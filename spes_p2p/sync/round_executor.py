@@ -180,7 +180,7 @@ class RoundExecutor:
         with contextlib.suppress(TileDamaged):  # mended beside
             harmful = await self._work.harmful(action, self._lock)
         if self._core.wanted.tried(action.columns):
-            names = frozenset(column.name for column in action.columns if column.block - 1 in harmful)
+            names = tuple(column.name for column in action.columns if column.block - 1 in harmful)
             self._tell(on.ColumnsTried(action.columns, names))
 
     # ---- the new state ----

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,9 +15,8 @@ from spes_p2p.consensus.messages import (
 from spes_p2p.exchange.moments import MomentStore
 from spes_p2p.exchange.requests import DataRequest
 from spes_p2p.ids import PeerId
-from spes_p2p.state.layout import Values
+from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.store import StateStore
-from spes_p2p.state.version import Version
 from spes_p2p.swarm.ports import Blob
 from spes_p2p.sync.chain import Chain, VoteBook
 from spes_p2p.sync.guests import Bases
@@ -79,10 +78,10 @@ class Hooks(Protocol):
 class ColumnJudge(Protocol):
     """Tries expert columns on held-out text. Called in a thread, and not by several at once."""
 
-    def harmful(self, committed: Version, columns: Mapping[int, Values]) -> frozenset[int]:
-        """Those of `columns` (number to flat fp32 values) that make the committed model worse; none where unknown.
+    def harmful(self, committed: BlockSource, new: Mapping[int, Values], columns: Collection[int]) -> frozenset[int]:
+        """Those of `columns` that make the model worse; none where unknown.
 
-        `committed` stays mapped meanwhile.
+        `new` are all blocks of the model as they would be in the next state, flat fp32.
         """
 
 

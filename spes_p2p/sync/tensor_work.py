@@ -179,11 +179,9 @@ class TensorWork:
         if judge is None:
             return frozenset()
         async with lock:
-            columns = await self._tasks.in_thread(
-                lambda: {column.block - 1: self._candidate.column(column.pieces) for column in action.columns}
-            )
-        committed = self._disk.committed()
-        return await self._tasks.in_thread(lambda: judge.harmful(committed, columns))
+            new = await self._tasks.in_thread(self._candidate.blocks)
+        committed, columns = self._disk.committed(), [column.block - 1 for column in action.columns]
+        return await self._tasks.in_thread(lambda: judge.harmful(committed, new, columns))
 
     async def build(self, action: do.Build, holders: Sequence[PeerId]) -> tuple[Hash, Merge | None]:
         await self._gather(action.slices, action.hashes, holders)

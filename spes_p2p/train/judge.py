@@ -3,9 +3,10 @@
 Honest training of one column alone need not make the model better: the column was trained together with shared weights
 that are another's mean by now. But a small step along its change does, in the model that it began with: it leads down
 the slope of the loss, on text that it was not trained on, too. So a column is harmful where it leads up the slope, and
-not by chance. The slopes of all columns come from one backward pass a sequence. Beside that all columns together, and
-each one alone whose change is much larger than those of others, may not make the loss rise by much: a step down the
-slope may be far too long.
+not by chance. The slopes of all columns come from one backward pass a sequence. A step down may be far too long, and
+where a column is seldom used the slope says little, but the next state may use it: so no change may be far longer than
+those of other columns, and in the next state columns may not make the loss rise by much, all together or, where they
+do, each alone.
 
 The model goes through a layer at a time, on the CPU, so that little is held beside the trainer's own.
 """
@@ -13,8 +14,7 @@ The model goes through a layer at a time, on the CPU, so that little is held bes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spes_p2p.config.schema import Config, ModelConfig
+from spes_p2p.consensus.weights import FEWEST
 from spes_p2p.data.loader import AnyDataset, held_out_batches
 from spes_p2p.errors import DataNotReady
 from spes_p2p.experts.stores import PARTS, Part
@@ -32,16 +33,15 @@ from spes_p2p.model.layers import embedded
 from spes_p2p.model.params import ExpertPlace, load_layer, pieces_of_layer
 from spes_p2p.model.transformer import Transformer
 from spes_p2p.state.layout import BlockSource, Values
-from spes_p2p.state.version import Version
 
 SURE = 3.0
 """Standard errors of the mean over sequences beyond which a rise is none by chance."""
 IGNORED = 0.25
 """Times what a column usually makes the loss fall: a rise that is smaller hardly harms."""
+LONGEST = 5.0
+"""Times the median length of a change: what nothing is routed to now harms nobody now, and may in a later round."""
 MUCH = 0.05
-"""Of the loss: by no more may columns make it rise."""
-LARGE = 4.0
-"""Times the median length of a change: beyond that a column is tried alone."""
+"""Of the loss: by no more may columns make that of the next state rise."""
 FEWEST_SEQUENCES = 4
 MOST_POSITIONS = 256
 """Of each sequence the first ones are taken: more of them tell little more, and cost as much as more sequences."""
@@ -56,21 +56,34 @@ class HeldOutJudge:
         self._config = config
         self._dataset = dataset
 
-    def harmful(self, committed: Version, columns: Mapping[int, Values]) -> frozenset[int]:
+    def harmful(self, committed: BlockSource, new: Mapping[int, Values], columns: Collection[int]) -> frozenset[int]:
         """See `ColumnJudge`."""
         token_BS = self._held_out()
         if len(token_BS) < FEWEST_SEQUENCES:
             return frozenset()
-        finite = {column: values for column, values in columns.items() if np.isfinite(values).all()}
-        changes = {column: values - committed.block(1 + column) for column, values in finite.items()}
+        changes = {column: new[1 + column] - committed.block(1 + column) for column in columns}
+        bounded = _not_too_long({column: change for column, change in changes.items() if np.isfinite(change).all()})
         trial = Trial(self._config.model, committed, token_BS)
-        before, slopes = trial.slopes(changes)
+        before, slopes = trial.slopes(bounded)
         usual = float(np.median([-slope.mean() for slope in slopes.values()])) if slopes else 0.0
         least = IGNORED * max(0.0, usual)
-        good = {column: values for column, values in finite.items() if not rises(slopes[column], least)}
-        if good:
-            good = _without_too_long(trial, before, good, _too_large(changes))
-        return frozenset(columns) - frozenset(good)
+        good = {column for column in bounded if not rises(slopes[column], least)}
+        return frozenset(columns) - self._fit_for(trial, float(before.mean()), new, frozenset(columns), good)
+
+    def _fit_for(
+        self, trial: Trial, loss: float, new: Mapping[int, Values], columns: frozenset[int], good: set[int]
+    ) -> frozenset[int]:
+        """Those of the `good` columns that do not make the loss of the next state rise by much."""
+        others = {block: values for block, values in new.items() if block - 1 not in columns}
+        without = trial.losses(others)
+
+        def does(some: Iterable[int]) -> bool:
+            after = trial.losses({**others, **{1 + column: new[1 + column] for column in some}})
+            return not np.isfinite(after).all() or rises(after - without, MUCH * loss)
+
+        if not np.isfinite(without).all():  # it is none of these columns
+            return frozenset(good)
+        return frozenset(column for column in good if not does([column])) if good and does(good) else frozenset(good)
 
     def _held_out(self) -> Tensor:
         """The sequences [B, S] that all try columns on, without those that give no loss; none before they came."""
@@ -88,23 +101,13 @@ def rises(by: Samples, least: float) -> bool:
     return bool(by.mean() > least and by.mean() > SURE * error)
 
 
-def _too_large(changes: Mapping[int, Values]) -> frozenset[int]:
+def _not_too_long(changes: dict[int, Values]) -> dict[int, Values]:
+    """Without those much longer than others, where there are enough to compare."""
     lengths = {column: float(np.linalg.norm(change)) for column, change in changes.items()}
-    most = LARGE * float(np.median(list(lengths.values())))
-    return frozenset(column for column, length in lengths.items() if length > most)
-
-
-def _without_too_long(
-    trial: Trial, before: Samples, columns: dict[int, Values], large: frozenset[int]
-) -> dict[int, Values]:
-    """Without those that alone make the loss rise by much: the large ones, or all where that of all together does."""
-
-    def is_too_long(some: Mapping[int, Values]) -> bool:
-        after = trial.losses(some)
-        return not np.isfinite(after).all() or rises(after - before, MUCH * float(before.mean()))
-
-    suspects = set(columns) if is_too_long(columns) else set(columns) & large
-    return {at: values for at, values in columns.items() if at not in suspects or not is_too_long({at: values})}
+    if len(lengths) < FEWEST:
+        return changes
+    most = LONGEST * float(np.median(list(lengths.values())))
+    return {column: change for column, change in changes.items() if lengths[column] <= most}
 
 
 class Trial:
@@ -123,19 +126,20 @@ class Trial:
         self._table, self._num_layers = place_table(model), model.num_layers
         self._committed, self._token_BS = committed, token_BS
         self._context = context_of(token_BS, self._model.config)
-        load_layer(self._model, self._table, None, 0, committed.block(0))
 
     @torch.no_grad()
-    def losses(self, columns: Mapping[int, Values]) -> Samples:
-        """The cross entropy of each sequence [B] in nats, with other values in these columns."""
+    def losses(self, blocks: Mapping[int, Values]) -> Samples:
+        """The cross entropy of each sequence [B] in nats, with other values in these blocks."""
+        self._load(None, blocks)
         x_BSD = embedded(self._token_BS, self._model.embedding)
         for layer in range(self._num_layers):
-            self._load(layer, columns)
+            self._load(layer, blocks)
             x_BSD, _ = self._model.layers[0](x_BSD, self._context)
         return _samples(self._model.cross_entropies(x_BSD, self._token_BS))
 
     def slopes(self, changes: Mapping[int, Values]) -> tuple[Samples, dict[int, Samples]]:
         """The cross entropy of each sequence [B], and by how much it rises along each change, to first order."""
+        self._load(None, {})
         with torch.no_grad():
             inputs = [embedded(self._token_BS, self._model.embedding)]
             for layer in range(self._num_layers):
@@ -176,10 +180,10 @@ class Trial:
                 found[part][bank.slot(where.expert), rows] = matrix
         return found
 
-    def _load(self, layer: int, columns: Mapping[int, Values]) -> None:
-        committed = ((block, self._committed.block(block)) for block in range(len(self._table)))
-        others = ((1 + column, values) for column, values in columns.items())
-        for block, values in chain(committed, others):
+    def _load(self, layer: int | None, blocks: Mapping[int, Values]) -> None:
+        """A layer of the committed model, or None for what is in no layer, with other values in these blocks."""
+        for block in range(len(self._table)):
+            values = blocks[block] if block in blocks else self._committed.block(block)
             load_layer(self._model, self._table, layer, block, values)
 
 

@@ -6,17 +6,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from spes_p2p.consensus.events import Event
 from spes_p2p.consensus.manifest import manifest_hash
 from spes_p2p.consensus.membership import leader_order
 from spes_p2p.errors import StateError
 from spes_p2p.ids import PeerId
+from spes_p2p.interop.hf import state_layout
+from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import BEFORE, NEWEST, FlightRecorder, load_recording, replay
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.consensus import planted
-from tests.sync.swarm_cases import in_swarm
+from tests.sync.swarm_cases import in_swarm, small_config
+from tests.sync.test_trials import Judge
 
 
 def record(folder: Path, target: Path, max_file_bytes: int = 2**22) -> MemorySwarm:
@@ -53,6 +58,45 @@ def test_what_was_recorded_is_decided_again(folder: Path, tmp_path: Path) -> Non
     assert [step.frame for step in played if not step.same] == []
     assert max(step.round for step in played) >= 4
     assert {"certify", "adopt", "vote", "verify"} <= {rule for step in played for rule in step.rules}
+
+
+def test_what_is_looked_at_before_a_vote_is_recorded_too(folder: Path, tmp_path: Path) -> None:
+    """Reductions that are made again, and columns that are tried."""
+
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c", "d"])
+        recorders = []
+        for name, life in swarm.peers.items():
+            life.disk.judge = Judge(accuses_all=name == "d")
+            recorders.append(FlightRecorder(tmp_path / name, swarm.info))
+            recorders[-1].attach(life.driver.core)
+        await swarm.until_round(swarm.up[0].round + 4)
+        assert [recorder.failed for recorder in recorders] == [None] * 4
+
+    clip = ("sync.aggregate=clip", "sync.audited_share=1", "sync.merge_alpha=0", "swarm.target_replicas=2")
+    config = small_config(*clip, peers=4)
+    in_swarm(folder, play, config)
+    seen = set[str]()
+    for name in "abcd":
+        recording = load_recording(tmp_path / name / NEWEST)
+        assert all(step.same for step in replay(recording, rules_of(config, recording.info, state_layout(config))))
+        seen |= {type(frame.event).__name__ for frame in recording.frames}
+    assert {"SliceAudited", "ColumnsTried"} <= seen
+
+
+def test_what_cannot_be_recorded_ends_the_recording_alone(folder: Path, tmp_path: Path) -> None:
+    async def play(swarm: MemorySwarm) -> None:
+        await swarm.start(["a", "b", "c"])
+        said: list[str] = []
+        life = swarm.peers[PeerId("b")]
+        recorder = FlightRecorder(tmp_path / "flight", swarm.info, say=said.append)
+        recorder.attach(life.driver.core)
+        recorder._note(cast(Event, object()), 0.0, [])
+        assert isinstance(recorder.failed, TypeError)
+        assert len(said) == 1
+        await swarm.until_round(life.round + 1)
+
+    in_swarm(folder, play)
 
 
 def test_the_script_tells_the_rounds(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from spes_p2p.config.schema import Config
 from spes_p2p.consensus.manifest import Manifest
 from spes_p2p.consensus.membership import leader_order
 from spes_p2p.ids import PeerId
-from spes_p2p.state.layout import Values
+from spes_p2p.state.layout import BlockSource, Values
 from spes_p2p.state.version import Version
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.sync.swarm_cases import check_agreement, commits, in_swarm, small_config
@@ -47,9 +47,10 @@ class Judge:
     accuses_all: bool = False
     tried: list[tuple[int, int]] = field(default_factory=list)
 
-    def harmful(self, committed: Version, columns: Mapping[int, Values]) -> frozenset[int]:
+    def harmful(self, committed: BlockSource, new: Mapping[int, Values], columns: Collection[int]) -> frozenset[int]:
+        assert isinstance(committed, Version)
         self.tried += [(committed.round, column) for column in columns]
-        falls = {column: float(np.mean(values - committed.block(1 + column))) for column, values in columns.items()}
+        falls = {column: float(np.mean(new[1 + column] - committed.block(1 + column))) for column in columns}
         return frozenset(column for column, change in falls.items() if self.accuses_all or change < -float(LIE) / 4)
 
 

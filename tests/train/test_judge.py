@@ -48,7 +48,11 @@ class Trained:
         """What is found where somebody changes one column's change so; the other is as it was trained."""
         base = self.base.block(1 + column)
         lied = base + lie(self.columns[column] - base).astype(np.float32)
-        return self.judge.harmful(self.base, {**self.columns, column: lied})  # type: ignore[arg-type]
+        return self.judge.harmful(self.base, self.new({**self.columns, column: lied}), OWNED)
+
+    def new(self, columns: dict[int, Values]) -> dict[int, Values]:
+        """All blocks with other values in these columns."""
+        return {**self.base.values, **{1 + column: values for column, values in columns.items()}}
 
 
 def text_of(folder: Path, config: Config) -> Dataset:
@@ -121,15 +125,15 @@ def test_losses_are_those_of_the_trainer_and_slopes_those_of_differences(trained
         np.testing.assert_allclose(trial.losses({}), whole, rtol=1e-5)
         for column, change in changes.items():
             base, small = trained.base.block(1 + column), np.float32(0.02)
-            up, down = (trial.losses({column: base + sign * small * change}) for sign in (1, -1))
+            up, down = (trial.losses({1 + column: base + sign * small * change}) for sign in (1, -1))
             np.testing.assert_allclose(slopes[column], (up - down) / (2 * small), rtol=0.05, atol=2e-3)
 
 
 def test_nothing_is_said_without_enough_text(trained: Trained, tmp_path: Path) -> None:
     config = config_of("sync.trial_sequences=3")
     judge = HeldOutJudge(config, text_of(tmp_path / "data", config))
-    lied = {OWNED[0]: -trained.columns[OWNED[0]]}
-    assert judge.harmful(trained.base, lied) == frozenset()  # type: ignore[arg-type]
+    lied = trained.new({OWNED[0]: -trained.columns[OWNED[0]]})
+    assert judge.harmful(trained.base, lied, OWNED) == frozenset()
 
 
 def test_a_rise_by_chance_is_none() -> None:
