@@ -264,7 +264,9 @@ class TrainingLoop:
             case SayReady(turn):
                 if (load := self._load.take(turn.manifest.round + 1)) is not None:  # before the round can be over
                     self.emit(load)
-                self.gate.ready(self.machine.report(ready=True, seconds=self._seconds, step_seconds=0.0), turn.tip_hash)
+                self.gate.report(
+                    self.machine.report(ready=True, seconds=self._seconds, step_seconds=0.0), turn.tip_hash
+                )
             case StartAhead():
                 self.trainer.run_ahead()
             case UseLease(place):

@@ -149,11 +149,7 @@ class TrainerBridge:
             self._in_use = frozenset({round})
 
     def report(self, work: Work, head: Hash) -> None:
-        """Progress in the middle of the round on top of `head`; too late when that is decided."""
-        self._call(lambda driver: driver.progressed(work) if driver.core.tip_hash == head else None)
-
-    def ready(self, work: Work, head: Hash) -> None:
-        """Training on top of `head` is over and its snapshot taken; too late when the round is decided."""
+        """Progress on top of `head`, its end too, once the snapshot is taken; too late when the round is decided."""
         self._call(lambda driver: driver.progressed(work) if driver.core.tip_hash == head else None)
 
     def wish(self, intent: Intent) -> None:

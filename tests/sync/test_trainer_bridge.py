@@ -35,11 +35,8 @@ class Recorder:
         loop: Any = SimpleNamespace(call_soon_threadsafe=self._waiting.append)
         gate.attach(self, loop)  # type: ignore[arg-type]
 
-    def training(self, work: Work) -> None:
-        self.heard.append(("training", work))
-
-    def ready(self, work: Work) -> None:
-        self.heard.append(("ready", work))
+    def progressed(self, work: Work) -> None:
+        self.heard.append(("ready" if work.ready else "training", work))
 
     def wish(self, intent: Any) -> None:
         raise ValueError("a bug")
@@ -108,10 +105,10 @@ def test_what_breaks_on_the_network_reaches_the_training_thread() -> None:
 def test_ready_for_a_round_that_was_decided_meanwhile_is_dropped() -> None:
     gate = TrainerBridge()
     recorder, early, late = Recorder(gate), Work(ready=True, tokens=1), Work(ready=True, tokens=2)
-    gate.ready(early, HEAD)
+    gate.report(early, HEAD)
     recorder.turn()
     gate.report(late, HEAD)
-    gate.ready(late, HEAD)
+    gate.report(late, HEAD)
     recorder.core.tip_hash = OTHER  # the commit comes before the network's thread gets to them
     recorder.turn()
     assert recorder.heard == [("ready", early)]
