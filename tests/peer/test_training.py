@@ -997,7 +997,12 @@ def test_who_has_nothing_else_to_hand_in_makes_its_step_though_the_round_closes(
 def test_the_first_report_of_a_round_says_how_long_a_step_took_in_the_one_before(story: Story) -> None:
     told: list[Work] = []
     progressed = story.driver.progressed
-    story.driver.progressed = lambda work: (told.append(work), progressed(work))
+
+    def heard(work: Work) -> None:
+        told.append(work)
+        progressed(work)
+
+    story.driver.progressed = heard
     story.at_step[STEPS + 1] = story.gate.stop
     story.play()
     beginnings = [work.ready_in_seconds for work in told if not work.ready and work.steps == 0 and work.seconds == 0]
