@@ -18,7 +18,7 @@ from spes_p2p.config.schema import Config, fields_of_tree
 from spes_p2p.observe.events import KINDS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 WALKS = [("A batch, from the shards to the weights", 12, 13), ("A round, from the last step to the weights", 25, 25)]
 """Headings of docs/architecture.md; at most so many stops and files."""
