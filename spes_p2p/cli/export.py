@@ -1,4 +1,7 @@
-"""`spes-p2p export`: a trained model as a Hugging Face folder. Only flags; the work is in `peer/export.py`."""
+"""`spes-p2p export`: a trained model as a Hugging Face folder, and on the hub. Only flags.
+
+The work is in `peer/export.py` and `interop/hub.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,16 @@ from typing import Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import CheckpointFolder, Fingerprint, Invitation, OptionalPeers, RunId, TokenizerOption
-from spes_p2p.cli.showing import shown_bytes
+from spes_p2p.cli.arguments import (
+    CheckpointFolder,
+    Fingerprint,
+    Invitation,
+    OptionalPeers,
+    RunId,
+    TokenizerOption,
+    optional,
+)
+from spes_p2p.cli.showing import show_hub_bars, shown_bytes
 
 
 class Dtype(StrEnum):
@@ -35,22 +46,46 @@ def export(
     dtype: DtypeOption = Dtype.FP32,
     max_shard_size: MaxShardSize = "5GB",
     tokenizer: TokenizerOption = None,
+    push: Annotated[
+        str | None, optional("Upload it to the Hugging Face hub; of an --output that exists, alone.", "ORG/NAME")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Everybody may see what --push creates (default: only you).")
+    ] = False,
 ) -> None:
     """Writes a model that transformers can load without our code, from a checkpoint or a live run.
 
     Example: spes-p2p export --checkpoint peer --output my-model --dtype bf16
+
+    Example: spes-p2p export --output my-model --push me/my-model
     """
+    from spes_p2p.interop.hub import check_name, check_token, push_folder
     from spes_p2p.peer.export import ExportOptions, run_export
     from spes_p2p.peer.options import meeting
     from spes_p2p.planning.units import parse_bytes
 
     run = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
-    one_source(checkpoint, run.addresses)
+    is_exported = push is not None and checkpoint is None and not run.addresses and output.is_dir()
+    if not is_exported:
+        one_source(checkpoint, run.addresses)
     shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
-    options = ExportOptions(output, checkpoint, run, dtype.value, shard_bytes, tokenizer)
-    with shown_bytes() as report:
-        facts = run_export(options, lambda text: typer.echo(text, err=True), report)
-    typer.echo(f"{output}: run {facts.run_id}, round {facts.round}, step {facts.step:,}, state {facts.state_root[:10]}")
+    if push is not None:
+        show_hub_bars()
+        check_name(push)
+        check_token()
+    if not is_exported:
+        options = ExportOptions(output, checkpoint, run, dtype.value, shard_bytes, tokenizer)
+        with shown_bytes() as report:
+            facts = run_export(options, told, report)
+        state = f"step {facts.step:,}, state {facts.state_root[:10]}"
+        typer.echo(f"{output}: run {facts.run_id}, round {facts.round}, {state}")
+    if push is not None:
+        typer.echo(push_folder(output, push, public, told))
+
+
+def told(text: str) -> None:
+    """To standard error."""
+    typer.echo(text, err=True)
 
 
 def one_source(checkpoint: Path | None, addresses: Sequence[str]) -> None:

@@ -37,6 +37,14 @@ def shown_bytes() -> Iterator[Report]:
         yield show
 
 
+def show_hub_bars() -> None:
+    """The hub's library draws bars of its own: only on a terminal, from here on."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+
+
 class _PlainLines:
     def __init__(self) -> None:
         self._last = time.monotonic()

@@ -1,10 +1,15 @@
-"""The model card of an exported model: what it is, how it was trained, how the losses went."""
+"""The model card of an exported model: what it is, how it was trained, how the losses went. Pure.
+
+The licence is the user's to choose: the header has a comment in its place. A card says which run its model is of, so
+that an upload never takes the place of another run's model.
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spes_p2p import __version__
 from spes_p2p.config.load import published_yaml
@@ -12,8 +17,12 @@ from spes_p2p.config.schema import Config
 from spes_p2p.interop.hf import state_tensors
 from spes_p2p.observe.events import Eval, Event, Round, Step
 
+CARD_FILE = "README.md"
 MOST_ROWS = 24
 """Of the table of losses."""
+NO_LICENCE = "# license: yours to choose, such as apache-2.0 (then without the # at the beginning)"
+_RUN = re.compile(r"^\| run fingerprint \| `([0-9a-f]+)` \|$", re.MULTILINE)
+_HEADER = re.compile(r"\A---\n(.*?)^---$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -27,11 +36,16 @@ class CurvePoint:
     trained: float | None
     """Mean over this peer's inner steps since the point before."""
     held_out: float | None
+    peers: int = 0
+    """In the roster of the round; at most, where a point stands for several."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a state besides its values; `tokens` None: not known."""
+    """What is known of a state besides its values; `tokens`, `peers` None: not known.
+
+    `peers`: how many took part in a round at once, at most, as far as whoever exports has seen it.
+    """
 
     run_id: str
     fingerprint: str
@@ -42,6 +56,7 @@ class Facts:
     step: int
     tokens: int | None
     curve: tuple[CurvePoint, ...] = ()
+    peers: int | None = None
 
 
 def curve_of(events: Iterable[Event]) -> tuple[CurvePoint, ...]:
@@ -55,11 +70,10 @@ def curve_of(events: Iterable[Event]) -> tuple[CurvePoint, ...]:
         elif isinstance(event, Round):
             tokens += event.tokens - event.lost_tokens
             mean = sum(losses) / len(losses) if losses else None
-            points.append(CurvePoint(event.round, event.step, tokens, mean, None))
+            points.append(CurvePoint(event.round, event.step, tokens, mean, None, event.roster_size))
             losses.clear()
         elif isinstance(event, Eval) and points and points[-1].round == event.round:
-            last = points.pop()
-            points.append(CurvePoint(last.round, last.step, last.tokens, last.trained, event.loss))
+            points.append(replace(points.pop(), held_out=event.loss))
     return tuple(points)
 
 
@@ -75,6 +89,7 @@ def model_card(facts: Facts, family: str, dtype: str) -> str:
         "library_name: transformers",
         "pipeline_tag: text-generation",
         "tags: [mixture-of-experts, decentralized-training, spes-p2p]",
+        NO_LICENCE,
         "---",
         "",
         f"# {facts.run_id}",
@@ -88,6 +103,7 @@ def model_card(facts: Facts, family: str, dtype: str) -> str:
         f"| parameters | {total:,}, of which {active:,} are active per token |",
         f"| values | {dtype} |",
         f"| training tokens | {'unknown' if facts.tokens is None else f'{facts.tokens:,}'} |",
+        f"| peers | {'unknown' if facts.peers is None else f'up to {facts.peers:,} in a round'} |",
         f"| rounds, steps | {facts.round:,}, {facts.step:,} |",
         f"| sequence length | {config.data.sequence_length:,} tokens |",
         f"| run fingerprint | `{facts.fingerprint}` |",
@@ -105,11 +121,34 @@ def model_card(facts: Facts, family: str, dtype: str) -> str:
     return "\n".join(lines)
 
 
+def run_of_card(card: str) -> str | None:
+    """The fingerprint of the run whose model a card describes, hexadecimal; None where it is no card of ours."""
+    found = _RUN.search(card)
+    return found[1] if found else None
+
+
+def with_licence_of(card: str, older: str) -> str:
+    """`card` with what the header of an older card says of the licence, unless it says something itself."""
+    said, mine = _licence(older), _HEADER.match(card)
+    if not said or mine is None or _licence(card):
+        return card
+    header = mine[1].replace(f"{NO_LICENCE}\n", "")
+    return f"---\n{header}{said}---{card[mine.end() :]}"
+
+
+def _licence(card: str) -> str:
+    """The lines of its header that say so, such as `license: other` and `license_name: ...`."""
+    header = _HEADER.match(card)
+    lines = header[1].splitlines(keepends=True) if header else []
+    return "".join(line for line in lines if line.startswith("license"))
+
+
 def _curve_lines(curve: Sequence[CurvePoint]) -> list[str]:
     if not curve:
         return []
     rows = [
-        f"| {point.round:,} | {point.step:,} | {point.tokens:,} | {_loss(point.trained)} | {_loss(point.held_out)} |"
+        f"| {point.round:,} | {point.step:,} | {point.tokens:,} | {point.peers:,} "
+        f"| {_loss(point.trained)} | {_loss(point.held_out)} |"
         for point in _thinned(curve)
     ]
     return [
@@ -118,8 +157,8 @@ def _curve_lines(curve: Sequence[CurvePoint]) -> list[str]:
         "Cross entropy in nats per token, as the exporting peer saw it: its training loss since the previous row, and "
         "the held-out loss of the committed model if it measured one.",
         "",
-        "| round | step | tokens | training loss | held-out loss |",
-        "| --- | --- | --- | --- | --- |",
+        "| round | step | tokens | peers | training loss | held-out loss |",
+        "| --- | --- | --- | --- | --- | --- |",
         *rows,
         "",
     ]
@@ -135,8 +174,8 @@ def _thinned(curve: Sequence[CurvePoint]) -> list[CurvePoint]:
         trained = [point.trained for point in some if point.trained is not None]
         held_out = [point.held_out for point in some if point.held_out is not None]
         mean = sum(trained) / len(trained) if trained else None
-        last = some[-1]
-        rows.append(CurvePoint(last.round, last.step, last.tokens, mean, held_out[-1] if held_out else None))
+        peers = max(point.peers for point in some)
+        rows.append(replace(some[-1], trained=mean, held_out=held_out[-1] if held_out else None, peers=peers))
     return rows
 
 

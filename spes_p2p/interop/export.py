@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spes_p2p.config.schema import ModelConfig
 from spes_p2p.files import storing
-from spes_p2p.interop.card import Facts, model_card
+from spes_p2p.interop.card import CARD_FILE, Facts, model_card
 from spes_p2p.interop.hf import hf_config, state_layout, state_tensors
 from spes_p2p.interop.tokenizer import Publishable
 from spes_p2p.interop.weights import TORCH_DTYPES, Format, Piece, Report, say_nothing, write_weights
@@ -32,8 +32,6 @@ from spes_p2p.state.layout import BlockSource, Layout, StateTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-CARD_FILE = "README.md"
 
 
 def export_model(

@@ -108,7 +108,9 @@ def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Version, Facts]:
     version = checkpoint.version(state_layout(config))
     curve = read_curve(checkpoint.folder.parent.parent / METRICS_FILE, checkpoint.round)
     root, step = version.root.hex(), checkpoint.step
-    facts = Facts(run["run_id"], run["fingerprint"], root, config, checkpoint.round, step, run.get("tokens"), curve)
+    peers = max((point.peers for point in curve), default=None)
+    tokens = run.get("tokens")
+    facts = Facts(run["run_id"], run["fingerprint"], root, config, checkpoint.round, step, tokens, curve, peers)
     return version, facts
 
 
@@ -117,7 +119,7 @@ def facts_of_run(fetched: Fetched) -> Facts:
     info, manifest = fetched.info, fetched.commit.manifest
     return Facts(
         info.run_id, info.fingerprint.hex(), manifest.state_root.hex(), fetched.config, manifest.round, manifest.step,
-        manifest.tokens,
+        manifest.tokens, peers=len(manifest.roster),
     )  # fmt: skip
 
 

@@ -166,9 +166,9 @@ def test_curves_count_each_round_once() -> None:
         round(3, 60),
     ]
     assert curve_of(events) == (
-        CurvePoint(1, 10, 100, 3.5, 3.2),
-        CurvePoint(2, 20, 150, None, None),
-        CurvePoint(3, 30, 210, 2.0, None),
+        CurvePoint(1, 10, 100, 3.5, 3.2, 3),
+        CurvePoint(2, 20, 150, None, None, 3),
+        CurvePoint(3, 30, 210, 2.0, None, 3),
     )
 
 
@@ -178,7 +178,7 @@ def test_a_long_curve_is_thinned_and_ends_with_the_last_round(tmp_path: Path) ->
     tmp_path.mkdir(exist_ok=True)
     facts = facts_of(config, curve=curve)
     export_model(random_state(config)[1], facts, tmp_path, FORMAT, None)
-    rows = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.count("|") == 6]
+    rows = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.count("|") == 7]
     assert 20 <= len(rows) - 2 <= 24
     assert rows[-1].startswith("| 199 | 1,990 | 19,900 |")
 

@@ -1,0 +1,50 @@
+"""`export --push` as users start it: a process, and a hub elsewhere by HF_ENDPOINT."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.conftest import spes_p2p
+from tests.interop.hub_server import HubServer, Refusal
+from tests.interop.states import OLMOE, run_config
+from tests.peer.test_export import saved
+
+NAME = "me/my-model"
+
+
+def export(hub: HubServer, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_TOKEN": "hf_me",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    command = [sys.executable, "-m", "spes_p2p.cli.main", "export", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_export_pushes_and_goes_on_where_it_broke_off(tmp_path: Path) -> None:
+    peer = saved(tmp_path / "peer", run_config(**OLMOE, vocab_size=257), tokenizer="byte")
+    output, home = tmp_path / "out", tmp_path / "home"
+    with HubServer() as hub:
+        hub.refuses = lambda asked: Refusal(507, "full") if asked.path.startswith("/lfs/") else None
+        broken = export(hub, home, "--checkpoint", str(peer), "--output", str(output), "--push", NAME, "--public")
+        assert broken.returncode == 1
+        fix = f"spes-p2p export --output {output} --push {NAME} --public"
+        line = broken.stderr.splitlines()[-1]
+        assert line == f"error: the hub answered 507 for {NAME}: full / fix: continue with: {fix}"
+        hub.refuses = lambda asked: None
+        pushed = export(hub, home, *fix.split()[2:])
+        assert (pushed.returncode, pushed.stderr) == (0, "")
+        assert pushed.stdout == f"{hub.url}/{NAME}/tree/{hub.repositories[NAME].commits[-1][0]}\n"
+        assert hub.files(NAME) == {path.name: path.read_bytes() for path in output.iterdir()}
+        assert not hub.repositories[NAME].private
+
+
+def test_a_wrong_name_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    answer = spes_p2p("export", "--checkpoint", ".", "--output", str(tmp_path / "out"), "--push", "my-model")
+    assert answer.errors.startswith("error: 'my-model' names no model on the Hugging Face hub / fix: write")
+    assert list(tmp_path.iterdir()) == []
