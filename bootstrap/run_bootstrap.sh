@@ -27,9 +27,9 @@ port="${SPES_PORT:-31337}"
 arguments=(
     bootstrap
     "${run[@]}"
-    --output "$folder"
+    --folder "$folder"
     --identity-path "$folder/identity.key"
-    --host-maddrs "/ip4/0.0.0.0/tcp/$port"
+    --port "$port"
 )
 if [ -n "${SPES_DATA:-}" ]; then
     arguments+=(--data "$SPES_DATA")

@@ -29,7 +29,7 @@ print("fingerprint of the config:", run.fingerprint[:16])
 # %% A bootstrap node and a peer that trains for two rounds
 loopback = ("/ip4/127.0.0.1/tcp/0",)
 with run.bootstrap(folder / "bootstrap", folder / "tokens", loopback) as address:
-    peer = spes_p2p.Peer(address, folder / "peer", loopback, data=folder / "tokens", rounds=2, device="cpu")
+    peer = spes_p2p.Peer(address, folder / "peer", loopback, data=folder / "tokens", until_round=2, device="cpu")
     peer.train(lambda event: print(event) if isinstance(event, Round) else None)
     report = spes_p2p.Swarm(address).status()
     print(f"run {report.run_id}: round {report.round}, step {report.step}, model {report.model_hash[:10]}")
@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from spes_p2p.peer.export import ExportOptions, run_export  # noqa: E402
 
-run_export(ExportOptions(folder / "model", checkpoint=peer.output), print)
+run_export(ExportOptions(folder / "model", checkpoint=peer.folder), print)
 model = AutoModelForCausalLM.from_pretrained(folder / "model")
 tokenizer = AutoTokenizer.from_pretrained(folder / "model")
 prompt = tokenizer("def ", return_tensors="pt")

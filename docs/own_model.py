@@ -71,7 +71,7 @@ def make_tokens(folder: Path) -> Path:
 
 def train(folder: Path, address: str, tokens: Path | None = None) -> None:
     """Without `tokens` they come from the swarm."""
-    peer = spes_p2p.Peer(address, folder / "peer", HOST, data=tokens, rounds=2, device="cpu", model=MODEL)
+    peer = spes_p2p.Peer(address, folder / "peer", HOST, data=tokens, until_round=2, device="cpu", model=MODEL)
     peer.train(lambda event: print(event, flush=True) if isinstance(event, (Round, Eval)) else None)
     module = peer.load()  # an ordinary torch module again
     print("trained:", sum(parameter.numel() for parameter in module.parameters()), "values", flush=True)

@@ -223,7 +223,7 @@ def memory_rows() -> Iterator[Row]:
     settings = (
         (none,), (selective,), (full,), (none, f"{sequences}=4"), (full, f"{sequences}=16"), (none, bf16),
         (none, eight_bit), (full, eight_bit, bf16), (none, int8), (full, "model.foreign_dtype=fp8"), (full, away),
-        (selective, int8, away, bf16), (none, "--owned-experts", "0"), (full, "--owned-experts", "16"),
+        (selective, int8, away, bf16), (none, "--experts-per-peer", "0"), (full, "--experts-per-peer", "16"),
     )  # fmt: skip
     for setting in settings:
         yield Row(f"memory {' '.join(part.rpartition('.')[2] for part in setting)}", memory(*setting), 40)

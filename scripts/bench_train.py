@@ -58,7 +58,7 @@ def main() -> int:
     arguments = _arguments()
     device = choose_device("cpu" if arguments.tiny else "auto")
     config = _config(arguments, device)
-    owned = config.swarm.experts_per_peer if arguments.owned_experts is None else arguments.owned_experts
+    owned = config.swarm.experts_per_peer if arguments.experts_per_peer is None else arguments.experts_per_peer
     peak = _peak_flops(arguments.peak_tflops, device)
     if not arguments.json:
         _heading(config, device)
@@ -196,7 +196,7 @@ def _peak_flops(tflops: float | None, device: torch.device) -> float | None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("spes-1b"), help="YAML file, or a name such as spes-1b")
-    parser.add_argument("--owned-experts", type=int, help="columns of a peer (default: swarm.experts_per_peer)")
+    parser.add_argument("--experts-per-peer", type=int, help="columns of a peer (default: swarm.experts_per_peer)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of one step (default 8)")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps; the median counts")
     parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS)

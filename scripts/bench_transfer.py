@@ -324,7 +324,7 @@ def _our_rounds(peers: int, size: int, times: int) -> list[_Cost]:
         with LocalSwarm(options.output) as swarm:
             swarm.bootstrap(CONFIG, data, agreed)
             names = [f"peer-{index}" for index in range(peers)]
-            running = [swarm.peer(name, data, ["--rounds", str(rounds), *local]) for name in names]
+            running = [swarm.peer(name, data, ["--until-round", str(rounds), *local]) for name in names]
             watch = _Watch([process.pid for process in running])
             for process in running:
                 if process.wait(600.0) != 0:
@@ -343,7 +343,7 @@ def _our_rounds(peers: int, size: int, times: int) -> list[_Cost]:
         sent = sum(sent for _, _, _, sent in span)
         found.append(_Cost(end - began, *watch.processor(began, end), sent, memory))
     if not found:
-        raise SystemExit("no round counted everybody: try again, or with more --rounds")
+        raise SystemExit("no round counted everybody: try again, or with more --until-round")
     return found
 
 

@@ -105,7 +105,7 @@ class Peer:
     def __init__(
         self,
         initial_peers: str | tuple[str, ...],
-        output: Path | str = "peer",
+        folder: Path | str = "peer",
         host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS,
         **options: Any,
     ) -> None:
@@ -125,15 +125,15 @@ class Peer:
         network = NetworkOptions(run.addresses, host_maddrs)
         if options.get("data") is not None:
             options["data"] = str(options["data"])
-        self._options = PeerOptions(network=network, output=Path(output), **options)
+        self._options = PeerOptions(network=network, folder=Path(folder), **options)
 
     @property
-    def output(self) -> Path:
+    def folder(self) -> Path:
         """State, checkpoints and metrics of this peer."""
-        return self._options.output
+        return self._options.folder
 
     def train(self, on_event: Callable[[Event], None] = lambda event: None, say: Say = _nothing) -> None:
-        """Trains until `rounds` of the options are committed, or Ctrl-C. `on_event` gets every event."""
+        """Trains until `until_round` of the options are committed, or Ctrl-C. `on_event` gets every event."""
         bus = EventBus(_Caller(on_event))
         try:
             run_peer(self._options, bus, say, lambda running: None)
@@ -146,7 +146,7 @@ class Peer:
             raise ConfigError(
                 "this peer was made without a `model`", fix="pass model=..., or use spes_p2p.Swarm.export"
             )
-        checkpoint = find_checkpoint(self.output, _nothing)
+        checkpoint = find_checkpoint(self.folder, _nothing)
         config = config_from_text(checkpoint.run["config"], origin=f"the config in {checkpoint.folder}")
         return self._options.model.load(checkpoint.version(run_layout(config, self._options.model)))
 

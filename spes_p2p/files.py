@@ -39,7 +39,7 @@ def storing(path: Path, needed_bytes: int = 0) -> Iterator[None]:
         needed = f"{needed_bytes} bytes" if needed_bytes else "more"
         raise StorageFull(
             f"{path}: no room for {needed} ({_free_bytes(path)} bytes free): {os.strerror(error.errno)}",
-            fix="free disk space, or move the output folder to a larger disk; then start again",
+            fix="free disk space, or move the folder to a larger disk; then start again",
         ) from error
 
 

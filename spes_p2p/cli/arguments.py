@@ -42,7 +42,18 @@ OptionalPeers = Annotated[
 ]
 HostMaddrs = Annotated[
     list[str] | None,
-    optional("Address to listen on (repeat for more; default: all interfaces).", MADDR, "--host-maddrs", panel=NETWORK),
+    optional("Address to listen on, in place of --port (repeat for more).", MADDR, "--host-maddrs", panel=NETWORK),
+]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        help="TCP port to listen on, on all interfaces (default: a free one).",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        show_default=False,
+        rich_help_panel=NETWORK,
+    ),
 ]
 AnnounceMaddrs = Annotated[
     list[str] | None,
@@ -54,7 +65,7 @@ AnnounceMaddrs = Annotated[
     ),
 ]
 IdentityPath = Annotated[
-    Path | None, optional("Key file of this node (default: identity.key in the output folder).", "FILE", panel=ADVANCED)
+    Path | None, optional("Key file of this node (default: identity.key in the node's folder).", "FILE", panel=ADVANCED)
 ]
 MaxUpload = Annotated[str | None, optional("Upload limit, such as 20Mbit (default: none).", "RATE", panel=LIMITS)]
 MaxDownload = Annotated[str | None, optional("Download limit, such as 100Mbit (default: none).", "RATE", panel=LIMITS)]
@@ -87,7 +98,7 @@ class Device(StrEnum):
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
 
 # of what takes a model from a checkpoint or from a live run
-CheckpointFolder = Annotated[Path | None, optional("A peer's output folder, or one of its checkpoints.", "DIR")]
+CheckpointFolder = Annotated[Path | None, optional("A peer's folder, or one of its checkpoints.", "DIR")]
 TokenizerOption = Annotated[
     str | None,
     optional(

@@ -15,6 +15,7 @@ from spes_p2p.cli.arguments import (
     MaxUpload,
     MetricsHost,
     MetricsPort,
+    Port,
 )
 
 
@@ -38,14 +39,14 @@ def bootstrap(
     data: Annotated[
         str | None, typer.Option(help="Folder of the run's token shards (a mirror fetches them from peers by default).")
     ] = None,
-    max_disk: Annotated[
+    max_data_disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Most disk space for data that a mirror copies from peers.")
     ] = "20GB",
-    output: Annotated[
+    folder: Annotated[
         Path | None,
         typer.Option(
-            "--output",
-            "-o",
+            "--folder",
+            "-f",
             help="Folder for identity and certificates (default: bootstrap-node; for a mirror: mirror).",
             show_default=False,
         ),
@@ -67,6 +68,7 @@ def bootstrap(
     initial_peers: Annotated[
         list[str] | None, typer.Option(help="Join the DHT of these nodes instead of starting one.", show_default=False)
     ] = None,
+    port: Port = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     identity_path: IdentityPath = None,
@@ -77,15 +79,15 @@ def bootstrap(
 ) -> None:
     """Starts the DHT and a run, and prints the command for volunteers; or mirrors a run. Needs no GPU.
 
-    Example: spes-p2p bootstrap --config tiny --data shards --host-maddrs /ip4/0.0.0.0/tcp/31337
+    Example: spes-p2p bootstrap --config tiny --data shards --port 31337
     """
     from spes_p2p.peer.bootstrap import BootstrapOptions, run_bootstrap
-    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, meeting, parse_disk, parse_limit
+    from spes_p2p.peer.options import NetworkOptions, listening, meeting, parse_data_disk, parse_limit
 
     mirrored = None if mirror is None else meeting((mirror,), initial_peers or ())
     network = NetworkOptions(
         tuple(initial_peers or ()) if mirrored is None else mirrored.addresses,
-        tuple(host_maddrs or DEFAULT_HOST_MADDRS),
+        listening(host_maddrs, port),
         tuple(announce_maddrs or ()),
         identity_path,
         False,
@@ -93,8 +95,8 @@ def bootstrap(
         parse_limit(max_download, "--max-download"),
     )
     options = BootstrapOptions(
-        network, output or Path("bootstrap-node" if mirror is None else "mirror"), config, data, tuple(overrides or ()),
-        archive, init_from, serve=serve, mirror=mirrored, max_disk=parse_disk(max_disk),
+        network, folder or Path("bootstrap-node" if mirror is None else "mirror"), config, data, tuple(overrides or ()),
+        archive, init_from, serve=serve, mirror=mirrored, max_data_disk=parse_data_disk(max_data_disk),
         metrics_port=metrics_port, metrics_host=metrics_host,
     )  # fmt: skip
     run_bootstrap(options, typer.echo, lambda command: typer.echo(f"\nor, using the address:\n  {command}\n"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spes_p2p.cli.arguments import Device, DeviceOption, Fingerprint, HostMaddrs, Invitation, OptionalPeers, RunId
+from spes_p2p.cli.arguments import Device, DeviceOption, Fingerprint, HostMaddrs, Invitation, OptionalPeers, Port, RunId
 
 if TYPE_CHECKING:
     from spes_p2p.peer.checks import Check
@@ -23,11 +23,12 @@ def doctor(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that a peer would write to.")] = Path("peer"),
+    folder: Annotated[Path, typer.Option("--folder", "-f", help="Folder that a peer would write to.")] = Path("peer"),
     device: DeviceOption = Device.AUTO,
     max_experts: Annotated[
         int | None, typer.Option(help="Most expert columns to train (default: as many as fit into memory).", min=0)
     ] = None,
+    port: Port = None,
     host_maddrs: HostMaddrs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
@@ -37,11 +38,11 @@ def doctor(
     """
     from spes_p2p.peer.devices import choose_device
     from spes_p2p.peer.doctor import run_checks
-    from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, meeting
+    from spes_p2p.peer.options import NetworkOptions, PeerOptions, listening, meeting
 
     found = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
-    network = NetworkOptions(found.addresses, tuple(host_maddrs or DEFAULT_HOST_MADDRS))
-    options = PeerOptions(network, output, max_experts=max_experts, device=device)
+    network = NetworkOptions(found.addresses, listening(host_maddrs, port))
+    options = PeerOptions(network, folder, max_experts=max_experts, device=device)
 
     def tell(check: Check) -> None:
         if not as_json:

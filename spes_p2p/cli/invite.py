@@ -15,7 +15,7 @@ def invite(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of a bootstrap node or of a peer.")] = Path(
+    folder: Annotated[Path, typer.Option("--folder", "-f", help="Folder of a bootstrap node or of a peer.")] = Path(
         "bootstrap-node"
     ),
     peer: Annotated[
@@ -30,12 +30,12 @@ def invite(
 ) -> None:
     """Prints the newest invitation that a node on this machine kept; given an old one, makes one from the live nodes.
 
-    Example: spes-p2p invite --output bootstrap-node
+    Example: spes-p2p invite --folder bootstrap-node
     """
     if not initial_peers and invitation is None:
         from spes_p2p.peer.kept_invite import kept_invite
 
-        word = kept_invite(output)
+        word = kept_invite(folder)
     else:
         from spes_p2p.cli.arguments import met
         from spes_p2p.peer.inviting import fresh_invite
@@ -45,5 +45,5 @@ def invite(
         from spes_p2p.peer.inviting import invite_for
         from spes_p2p.peer.organising import checked_peers
 
-        word = invite_for(word, output / "identity.key", *checked_peers([peer]))
+        word = invite_for(word, folder / "identity.key", *checked_peers([peer]))
     typer.echo(word)

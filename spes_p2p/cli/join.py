@@ -24,6 +24,7 @@ from spes_p2p.cli.arguments import (
     MetricsHost,
     MetricsPort,
     OptionalPeers,
+    Port,
     RunId,
 )
 from spes_p2p.data.web_url import WebAccess
@@ -50,7 +51,7 @@ def join(
     data: Annotated[
         str | None, typer.Option(help="Folder with a copy of the run's token shards (default: fetch them from peers).")
     ] = None,
-    max_disk: Annotated[
+    max_data_disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Most disk space for data from other peers.", rich_help_panel=LIMITS)
     ] = "20GB",
     web_data: Annotated[
@@ -60,8 +61,8 @@ def join(
             rich_help_panel=NETWORK,
         ),
     ] = WebAccess.PUBLIC,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for state and metrics; a run that it holds is continued.")
+    folder: Annotated[
+        Path, typer.Option("--folder", "-f", help="Folder for state and metrics; a run that it holds is continued.")
     ] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
@@ -83,7 +84,7 @@ def join(
     local_ranks: Annotated[
         int | None, typer.Option(help="DDP ranks (default: one per visible GPU).", min=1, rich_help_panel=ADVANCED)
     ] = None,
-    rounds: Annotated[
+    until_round: Annotated[
         int | None, typer.Option(help="Stop when the run has committed this round.", min=1, rich_help_panel=ADVANCED)
     ] = None,
     dump_rounds: Annotated[
@@ -95,6 +96,7 @@ def join(
         typer.Option(help="Refuse to join a run that has a different config.", rich_help_panel=ADVANCED),
     ] = None,
     identity_path: IdentityPath = None,
+    port: Port = None,
     host_maddrs: HostMaddrs = None,
     announce_maddrs: AnnounceMaddrs = None,
     client_mode: Annotated[
@@ -150,15 +152,15 @@ def join(
 
     The same command, given again in the same folder, continues.
 
-    Example: spes-p2p join spes1... --output peer
+    Example: spes-p2p join spes1... --folder peer
     """
     from spes_p2p.peer.options import (
-        DEFAULT_HOST_MADDRS,
         NetworkOptions,
         PeerOptions,
+        listening,
         meeting,
         parse_columns,
-        parse_disk,
+        parse_data_disk,
         parse_limit,
         split_words,
     )
@@ -169,7 +171,7 @@ def join(
     found = meeting(invites, initial_peers or (), run_id, fingerprint)
     network = NetworkOptions(
         found.addresses,
-        tuple(host_maddrs or DEFAULT_HOST_MADDRS),
+        listening(host_maddrs, port),
         tuple(announce_maddrs or ()),
         identity_path,
         client_mode,
@@ -178,7 +180,7 @@ def join(
     )
     options = PeerOptions(
         network=network,
-        output=output,
+        folder=folder,
         data=data,
         run_id=found.run_id,
         fingerprint=found.fingerprint,
@@ -186,11 +188,11 @@ def join(
         max_experts=max_experts,
         device=device,
         local_ranks=local_ranks,
-        rounds=rounds,
+        until_round=until_round,
         dump_rounds=dump_rounds,
         overrides=overrides,
         config_path=config,
-        max_disk=parse_disk(max_disk),
+        max_data_disk=parse_data_disk(max_data_disk),
         organiser=found.organiser,
         token=found.token,
         schedule=None if schedule is None else Schedule.parse(schedule),

@@ -39,7 +39,7 @@ def plan(
             help="Name of a GPU such as RTX4090, which sets its memory and a guess at its speed.",
         ),
     ] = None,
-    owned_experts: Annotated[
+    experts_per_peer: Annotated[
         int | None, typer.Option(help="Expert columns to train (default: swarm.experts_per_peer).", min=0)
     ] = None,
     uplink: Annotated[str | None, typer.Option(metavar="RATE", help="Upload speed of a peer, such as 20Mbit.")] = None,
@@ -69,7 +69,7 @@ def plan(
     from spes_p2p.planning.units import parse_bytes, parse_rate
 
     run = load_config(config_path(config), overrides or ())
-    owned = _checked_columns(run, owned_experts)
+    owned = _checked_columns(run, experts_per_peer)
     memory, speed = _of_gpu(run, gpu, owned)
     question = Question(
         run,
@@ -128,7 +128,7 @@ def _checked_columns(config: Config, owned: int | None) -> int:
         return config.swarm.experts_per_peer
     if owned > config.model.num_experts:
         raise ConfigError(
-            f"--owned-experts is {owned}, but the run has {config.model.num_experts} columns",
+            f"--experts-per-peer is {owned}, but the run has {config.model.num_experts} columns",
             fix=f"give at most {config.model.num_experts}",
         )
     return owned

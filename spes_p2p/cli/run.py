@@ -20,7 +20,7 @@ from spes_p2p.observe.text import span_text
 if TYPE_CHECKING:
     from spes_p2p.peer.organising import HistoryLine
 
-NodeFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder of the bootstrap node.")]
+NodeFolder = Annotated[Path, typer.Option("--folder", "-f", help="Folder of the bootstrap node.")]
 
 
 def init(
@@ -84,7 +84,7 @@ def init(
         float | None, typer.Option(help="Training speed of a volunteer.", min=0.001, show_default=False)
     ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Choose what suits these links and GPUs, and say why.")] = False,
-    output: NodeFolder = Path("bootstrap-node"),
+    folder: NodeFolder = Path("bootstrap-node"),
 ) -> None:
     """Asks a few questions (or takes flags), checks and writes a commented NAME.yaml, and creates the organiser's key.
 
@@ -124,15 +124,15 @@ def init(
         tokens_per_second=tokens_per_second or speed,
         tune=tune,
     )  # fmt: skip
-    made = start_run(run, Path(f"{run.name}.yaml"), output)
+    made = start_run(run, Path(f"{run.name}.yaml"), folder)
     typer.echo(
-        f"{made.path}: run {run.name}; the organiser is {made.organiser} (key: {output}/identity.key; keep it safe)"
+        f"{made.path}: run {run.name}; the organiser is {made.organiser} (key: {folder}/identity.key; keep it safe)"
     )
     for words in made.words:
         typer.echo(words)
     where = f" --data {run.data}" if run.data else ""
     typer.echo(f"\nnext, on a host that others can reach:\n  spes-p2p bootstrap --config {made.path}{where} "
-               f"--output {output} --host-maddrs /ip4/0.0.0.0/tcp/31337")  # fmt: skip
+               f"--folder {folder} --port 31337")  # fmt: skip
 
 
 def _answer(given: Any, question: str, default: Any, kind: Callable[[str], Any] = str) -> Any:
@@ -147,20 +147,20 @@ def inspect(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of a bootstrap node or a peer, if no invitation is given.")
+    folder: Annotated[
+        Path, typer.Option("--folder", "-f", help="Folder of a bootstrap node or a peer, if no invitation is given.")
     ] = Path("bootstrap-node"),
     last: Annotated[int | None, typer.Option(help="Show only this many of the newest rounds.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
 ) -> None:
     """Prints the history of a run, one round per line: from a folder, or from a live run, whose certificates it checks.
 
-    Example: spes-p2p run inspect --output bootstrap-node --last 20
+    Example: spes-p2p run inspect --folder bootstrap-node --last 20
     """
     from spes_p2p.peer.organising import kept_history, live_history
 
     if invitation is None and not initial_peers:
-        lines = kept_history(output)
+        lines = kept_history(folder)
     else:
         lines = live_history(met(invitation, initial_peers, run_id, fingerprint))
     lines = lines[-last:] if last else lines
@@ -207,7 +207,7 @@ def stop(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: NodeFolder = Path("bootstrap-node"),
+    folder: NodeFolder = Path("bootstrap-node"),
     after_round: Annotated[
         int | None, typer.Option(help="Last round of the run (default: the current one).", min=1)
     ] = None,
@@ -215,16 +215,16 @@ def stop(
 ) -> None:
     """Ends a run with the organiser's key: peers commit the last round, save and exit. This cannot be undone.
 
-    Example: spes-p2p run stop --output bootstrap-node
+    Example: spes-p2p run stop --folder bootstrap-node
     """
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import stop_run
 
-    given = invitation if invitation or initial_peers else kept_invite(output)
+    given = invitation if invitation or initial_peers else kept_invite(folder)
     meeting = met(given, initial_peers, run_id, fingerprint)
     if not yes:
         typer.confirm(f"end {meeting.run_id or 'the run'} for everybody? This cannot be undone", abort=True)
-    last = stop_run(output / "identity.key", meeting, after_round, typer.echo)
+    last = stop_run(folder / "identity.key", meeting, after_round, typer.echo)
     typer.echo(f"the run ends with round {last}: its peers commit it, save and exit")
 
 
@@ -236,17 +236,17 @@ def decay(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: NodeFolder = Path("bootstrap-node"),
+    folder: NodeFolder = Path("bootstrap-node"),
 ) -> None:
     """Lets the learning rate fall from the next round on, with the organiser's key. This cannot be undone.
 
-    Example: spes-p2p run decay --steps 2000 --output bootstrap-node
+    Example: spes-p2p run decay --steps 2000 --folder bootstrap-node
     """
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import decay_run
 
-    given = invitation if invitation or initial_peers else kept_invite(output)
-    counts = decay_run(output / "identity.key", met(given, initial_peers, run_id, fingerprint), steps)
+    given = invitation if invitation or initial_peers else kept_invite(folder)
+    counts = decay_run(folder / "identity.key", met(given, initial_peers, run_id, fingerprint), steps)
     typer.echo(f"the learning rate falls over {counts:,} steps from the next round on; then `spes-p2p run stop`")
 
 
@@ -257,35 +257,35 @@ Undo = Annotated[bool, typer.Option("--undo", help="Takes back what was said of 
 def vouch(
     peers: Peers,
     undo: Undo = False,
-    output: NodeFolder = Path("bootstrap-node"),
+    folder: NodeFolder = Path("bootstrap-node"),
 ) -> None:
     """Lets peers vote in a run with swarm.electors=vouched, with the organiser's key. Strangers train, but do not vote.
 
     In any run it lifts what electors have decided: peers that they banned may come back.
 
-    Example: spes-p2p run vouch 12D3KooWAbc... --output bootstrap-node
+    Example: spes-p2p run vouch 12D3KooWAbc... --folder bootstrap-node
     """
-    _change_roll(peers, output, "forgotten" if undo else "vouched")
+    _change_roll(peers, folder, "forgotten" if undo else "vouched")
 
 
 def ban(
     peers: Peers,
     undo: Undo = False,
-    output: NodeFolder = Path("bootstrap-node"),
+    folder: NodeFolder = Path("bootstrap-node"),
 ) -> None:
     """Excludes peers from a run from the next round on, with the organiser's key.
 
-    Example: spes-p2p run ban 12D3KooWAbc... --output bootstrap-node
+    Example: spes-p2p run ban 12D3KooWAbc... --folder bootstrap-node
     """
-    _change_roll(peers, output, "forgotten" if undo else "banned")
+    _change_roll(peers, folder, "forgotten" if undo else "banned")
 
 
-def _change_roll(peers: list[str], output: Path, kind: str) -> None:
+def _change_roll(peers: list[str], folder: Path, kind: str) -> None:
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import change_roll, checked_peers
 
-    meeting = met(kept_invite(output), None, None, None)
-    roll = change_roll(output / "identity.key", meeting, **{kind: checked_peers(peers)})
+    meeting = met(kept_invite(folder), None, None, None)
+    roll = change_roll(folder / "identity.key", meeting, **{kind: checked_peers(peers)})
     for words, named in (("vouched for", roll.vouched), ("banned", roll.banned)):
         typer.echo(f"{words}: {', '.join(named) or 'nobody'}")
     typer.echo("the next round takes it up")
@@ -304,12 +304,12 @@ def choose(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    output: NodeFolder = Path("bootstrap-node"),
+    folder: NodeFolder = Path("bootstrap-node"),
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Chooses, with the organiser's key, which of two histories a run continues; peers on the other switch to it.
 
-    Example: spes-p2p run choose 4f0c2a91d3 --output bootstrap-node
+    Example: spes-p2p run choose 4f0c2a91d3 --folder bootstrap-node
     """
     from spes_p2p.peer.kept_invite import kept_invite
     from spes_p2p.peer.organising import check_key, choose_history, look_at_histories
@@ -319,7 +319,7 @@ def choose(
     if child is not None and looks_like_invite(child):
         child, invitation = None, child
     digits = None if child is None else checked_prefix(child, "CHILD")
-    given = invitation if invitation or initial_peers else kept_invite(output)
+    given = invitation if invitation or initial_peers else kept_invite(folder)
     meeting = met(given, initial_peers, run_id, fingerprint)
     parted = look_at_histories(meeting)
     for line in (line for fork in parted.forks for line in fork.texts(time.time())):
@@ -329,10 +329,10 @@ def choose(
             typer.echo("the run has only one history: there is nothing to choose")
         return
     fork, side = choose_child(parted.forks, digits)
-    check_key(output / "identity.key", parted.info)
+    check_key(folder / "identity.key", parted.info)
     for line in fork.lost_texts(side.child):
         typer.echo(f"lost: {line}")
     if not yes:
         typer.confirm(f"continue with {side.name} for everybody?", abort=True)
-    choose_history(output / "identity.key", meeting, parted, fork, side)
+    choose_history(folder / "identity.key", meeting, parted, fork, side)
     typer.echo(f"the run goes on with {side.name}: peers on other histories switch to it as soon as they hear of it")

@@ -55,7 +55,7 @@ class Watching:
             self.bus.add(PlainLines(sys.stdout), with_early=True)
             return
         hears = can_hear_keys()
-        invite = f"spes-p2p invite --output {running.output}"
+        invite = f"spes-p2p invite --folder {running.output}"
         base = LiveState(__version__, running.run_id, short(running.peer), keys=hears, invite=invite)
         model = LiveModel(base, running.steps_per_round, running.facts)
         actions = {"p": self.pause.toggle, "q": _leave}

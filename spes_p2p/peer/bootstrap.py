@@ -32,7 +32,7 @@ from spes_p2p.peer.folder import claim_folder, make_folder, open_archive
 from spes_p2p.peer.herald import commit_lines, genesis_lines, introduction, join_command
 from spes_p2p.peer.mirror import Mirror, kept_run
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
-from spes_p2p.peer.options import DEFAULT_MAX_DISK, JoinTarget, NetworkOptions, config_path
+from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
 from spes_p2p.peer.run_data import open_run_data
 from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
@@ -64,8 +64,8 @@ class BootstrapOptions:
     `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder whose values the
     run starts from (None: made from its seed). `model`: a model of one's own that the run trains. `serve`: take part,
     without training, as the public peer of the others. `mirror`: the run to mirror, in the place of a config;
-    `max_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`: where Prometheus may ask
-    at `metrics_host` (None: nowhere).
+    `max_data_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`: where Prometheus may
+    ask at `metrics_host` (None: nowhere).
     """
 
     network: NetworkOptions
@@ -78,7 +78,7 @@ class BootstrapOptions:
     model: Model | None = None
     serve: bool = False
     mirror: JoinTarget | None = None
-    max_disk: int = DEFAULT_MAX_DISK
+    max_data_disk: int = DEFAULT_MAX_DATA_DISK
     metrics_port: int | None = None
     metrics_host: str = LOCALHOST
 
@@ -113,7 +113,7 @@ def _check(options: BootstrapOptions) -> None:
         raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
     if options.serve and options.archive is not None:
         raise ConfigError(
-            "--serve already keeps the newest state in --output; --archive would keep it twice",
+            "--serve already keeps the newest state in --folder; --archive would keep it twice",
             fix="leave --archive out",
         )
 
@@ -164,7 +164,7 @@ async def _mirror(
 ) -> None:
     mirror = await Mirror.find(network, meeting, options.folder, say)
     try:
-        data = await mirror.open_data(options.data, options.max_disk)
+        data = await mirror.open_data(options.data, options.max_data_disk)
         await _organise(options, _Found(mirror.config, data, mirror), mirror.info, network, say, ready)
     finally:
         await mirror.close()
@@ -194,7 +194,7 @@ def check_dialable(network: HivemindNetwork) -> None:
     if network.client_mode:
         raise NetworkError(
             "nobody can dial this machine (NAT or a firewall), so nobody could join through it",
-            fix="forward a TCP port to it, listen there with --host-maddrs /ip4/0.0.0.0/tcp/PORT, and name the address "
+            fix="forward a TCP port to it, listen there with --port PORT, and name the address "
             "that others see with --announce-maddrs /ip4/ADDRESS/tcp/PORT",
         )
 
@@ -250,7 +250,7 @@ async def _organise(
         for line in introduction(config, info, chain.newest):
             say(line)
         say(f"volunteers join with:\n  spes-p2p join {contacts.word}")
-        say(f"once peers have joined, get an invitation that lists them too: spes-p2p invite --output {options.folder}")
+        say(f"once peers have joined, get an invitation that lists them too: spes-p2p invite --folder {options.folder}")
 
         def look() -> NodeState:
             return state_of_run(network.transport, chain, announcer, organiser, _held(data))

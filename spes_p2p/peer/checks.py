@@ -149,10 +149,10 @@ def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int =
     room = disk.free_bytes + disk.held_bytes
     text = f"{bytes_text(disk.free_bytes)} free at {disk.path}; the run takes up to {bytes_text(need.most)}"
     if data_bytes:
-        text += f", and at most {bytes_text(data_bytes)} for its data (--max-disk)"
+        text += f", and at most {bytes_text(data_bytes)} for its data (--max-data-disk)"
     if room < need.least:
         text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, but the run needs at least {bytes_text(need.least)}"
-        return Check("disk", "failure", text, "free some space, or choose another disk with --output")
+        return Check("disk", "failure", text, "free some space, or choose another disk with --folder")
     if room < need.most:
         fix = "free some space, or join with output.keep_checkpoints=1; saving pauses while the disk is full"
         return Check("disk", "warning", text, fix)
@@ -168,7 +168,7 @@ def reach_check(is_public: bool | None, address: str) -> Check:
     """`is_public` None: nobody could try to dial this machine."""
     if is_public:
         return Check("reach", "ok", f"direct: others dial this machine at {address}")
-    fix = "forward a TCP port in the router and name it: --host-maddrs /ip4/0.0.0.0/tcp/PORT"
+    fix = "forward a TCP port in the router and name it: --port PORT"
     if is_public is None:
         return Check("reach", "ok", "unknown: no other node could try to dial this machine; it can train all the same")
     text = "none: nobody can dial this machine; it can still train, over connections that it keeps open"

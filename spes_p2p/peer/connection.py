@@ -200,14 +200,14 @@ class Connection:
         return moments or NO_MOMENTS
 
     async def _enter(self, columns_that_fit: int) -> Commit:
-        options, run, folder, ends = self._options, self._run, self._options.output / RUN, self._ends
+        options, run, folder, ends = self._options, self._run, self._options.folder / RUN, self._ends
         self.wishes.want(self._first_intent(columns_that_fit), may_shrink=options.max_experts is None)
         intent = self.wishes.intent
         announcer = self._announcer = Announcer(self.presence, run.info, self._network, self.gate.failed)
         ends.push_async_callback(announcer.stop)
         await announcer.start()
         self.data.start(self.known)
-        joining = Joining(run, self._node, folder, options.output / CHECKPOINTS)
+        joining = Joining(run, self._node, folder, options.folder / CHECKPOINTS)
         place = await joining.enter(intent, announcer.sources)
         ends.callback(place.store.close)
         disk = self._disk = open_disk(place, run, folder, self.data.answers())
@@ -216,7 +216,7 @@ class Connection:
         role = Role(intent, tuple(await announcer.sources()), follow=options.follow)
         driver = self._driver = self.data.driver = build_driver(run, self._node, place.tip, disk, role, self.gate)
         recorder = FlightRecorder(
-            options.output / "flight", run.info, say=lambda text: self.gate.notice(Notice("recorder", text))
+            options.folder / "flight", run.info, say=lambda text: self.gate.notice(Notice("recorder", text))
         )
         recorder.attach(driver.core)
         self.presence.begin(driver, place.chain)

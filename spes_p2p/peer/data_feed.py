@@ -19,7 +19,7 @@ from spes_p2p.ids import Hash
 from spes_p2p.sync.genesis import RunInfo
 
 DATA = "data"
-"""Folder of the cache, in the output folder."""
+"""Folder of the cache, in the node's folder."""
 CATALOGUE_FILE = "catalogue"
 PIECES_A_PASS = 1024
 PAUSE_SECONDS = 1.0

@@ -55,7 +55,7 @@ class DataSupply:
         self._found = found
         self._run = found.run
         self._options = options
-        self._folder = options.output / DATA
+        self._folder = options.folder / DATA
         self._notice = notice
         self._tasks = Tasks(failed)
         check = EnvelopeChecker(network.verifier).check
@@ -80,7 +80,7 @@ class DataSupply:
             holders = [organiser, *(peer for peer in self._found.publishers if peer != organiser)]
             catalogue = await fetch_catalogue(self._network.transport, dataset, holders, ANSWER_SECONDS, self._tell)
             keep_catalogue(self._folder, pack(catalogue))
-        grid, most = PieceGrid(catalogue), self._options.max_disk
+        grid, most = PieceGrid(catalogue), self._options.max_data_disk
         whole = bytes_text(grid.tokens * grid.item_bytes)
         say(f"data comes from other peers: {whole} in total, of which at most {bytes_text(most)} are kept here")
         self._feed = Feed(await asyncio.to_thread(partial(PieceCache, self._folder, grid, most)), warn)

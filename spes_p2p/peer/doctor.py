@@ -77,7 +77,7 @@ def run_checks(options: PeerOptions, meeting: JoinTarget, device: torch.device, 
     for check in machine_checks(find_machine(), on_gpu=device.type == "cuda"):
         note(check)
     if not meeting.addresses:
-        note(disk_check(None, 0, find_disk(options.output)))
+        note(disk_check(None, 0, find_disk(options.folder)))
         note(Check("run", "warning", "not checked: no invitation was given", "run spes-p2p doctor spes1..."))
         return checks
     found = _ask_others(options, meeting, note)
@@ -85,7 +85,7 @@ def run_checks(options: PeerOptions, meeting: JoinTarget, device: torch.device, 
         for check in fit_checks(found.config, options, device):
             note(check)
         if found.config.swarm.electors == "vouched":
-            note(_votes_check(options.output))
+            note(_votes_check(options.folder))
         if found.speed is not None:
             up, down, peer = found.speed
             owned = wanted_columns(found.config, options)
@@ -120,11 +120,11 @@ def fit_checks(config: Config, options: PeerOptions, device: torch.device) -> li
 def fitness_of(config: Config, fitted: Config, words: str, options: PeerOptions, memory: Device) -> list[Check]:
     """The same where it was measured and fitted already."""
     fits = not words or fitted != config
-    fetched = options.max_disk if options.data is None and config.data.source == "leased" else 0
+    fetched = options.max_data_disk if options.data is None and config.data.source == "leased" else 0
     count = wanted_columns(config, options)
     return [
         fit_check(fitted, memory, count, words, fits, not fits and eight_bit_would_help(config, options, memory)),
-        disk_check(fitted, count, find_disk(options.output), fetched),
+        disk_check(fitted, count, find_disk(options.folder), fetched),
     ]
 
 

@@ -66,7 +66,7 @@ def reach_text(network: HivemindNetwork) -> str:
     if network.reach is Reach.PRIVATE:
         return (
             "nobody can dial this machine (NAT or a firewall): it can still train, over connections that it keeps "
-            "open; to let it also reduce for others, forward a TCP port and name it in --host-maddrs"
+            "open; to let it also reduce for others, forward a TCP port and name it with --port"
         )
     return ""
 
@@ -77,13 +77,13 @@ async def open_peer_network(options: PeerOptions, say: Say) -> tuple[HivemindNet
     What of the options can be checked before anybody is asked is checked first. Raises ConfigError, NetworkError.
     """
     split_overrides(options.overrides)
-    before = kept_addresses(options.output, options.fingerprint)
+    before = kept_addresses(options.folder, options.fingerprint)
     addresses = tuple(dict.fromkeys((*options.network.initial_peers, *before)))
     if not addresses:
         raise ConfigError(
             "no invitation was given", fix="give the invitation that the organiser printed: spes-p2p join spes1..."
         )
-    network = await open_network(replace(options.network, initial_peers=addresses), options.output / "identity.key")
+    network = await open_network(replace(options.network, initial_peers=addresses), options.folder / "identity.key")
     if said := reach_text(network):
         say(said)
     return network, addresses
@@ -98,15 +98,15 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
     group = await find_run(network.directory, options.run_id, ANSWER_SECONDS, options.fingerprint)
     info, agreed = await load_run(network.transport, group, ANSWER_SECONDS)
     check_organiser(options.organiser, info)
-    contacts = Contacts(options.output, info, network.signer.peer_id, addresses)
+    contacts = Contacts(options.folder, info, network.signer.peer_id, addresses)
     words = await _organiser_words(network, info)
     _check_open(words, info, group.round, network.signer.peer_id)
     if options.token:
         check_own_pass(options.token, info, network)
-    if options.rounds is not None and group.round > options.rounds:
+    if options.until_round is not None and group.round > options.until_round:
         raise PermanentError(
-            f"the run is already at round {group.round}, but --rounds says to stop at round {options.rounds}",
-            fix="give a later round with --rounds, or leave it out",
+            f"the run is already at round {group.round}, but --until-round says to stop at round {options.until_round}",
+            fix="give a later round with --until-round, or leave it out",
         )
     if expected is not None:
         _check_same(expected, agreed, info)
@@ -117,7 +117,7 @@ async def find(network: HivemindNetwork, options: PeerOptions, addresses: tuple[
         check_columns(options.owned_experts, layout.num_columns)
     column_budget(options, config.swarm.experts_per_peer, 0, layout.num_columns)
     claim_folder(
-        options.output / RUN, info, layout, network.signer.peer_id
+        options.folder / RUN, info, layout, network.signer.peer_id
     )  # before anything of this run is written there
     run = Run(info, config, layout)
     say(f"run {info.run_id}, fingerprint {info.fingerprint.hex()[:16]}")

@@ -35,7 +35,7 @@ NOWHERE = JoinTarget()
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """`checkpoint`: a step's folder, or one that holds such (a peer's output folder too); None: the live `run`.
+    """`checkpoint`: a step's folder, or one that holds such (a peer's folder too); None: the live `run`.
 
     `tokenizer`: as for `spes-p2p tokenize`; None: the one that the checkpoint or the run names, if they do.
     """
@@ -90,11 +90,11 @@ def _named_tokenizer(own: str | None, data: DataConfig, say: Say) -> Publishable
 
 
 def find_checkpoint(folder: Path, say: Say) -> Checkpoint:
-    """The checkpoint at `folder`, or the newest whole one under it (a peer's output folder). Raises CheckpointError."""
+    """The checkpoint at `folder`, or the newest whole one under it (a peer's folder). Raises CheckpointError."""
     if (folder / METADATA_FILE).is_file():
         return load_checkpoint(folder)
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", fix="give a peer's output folder, or one of its checkpoints")
+        raise ConfigError(f"there is no folder {folder}", fix="give a peer's folder, or one of its checkpoints")
     root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     checkpoint, warnings = load_latest(root)
     for text in warnings:

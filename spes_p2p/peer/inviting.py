@@ -35,7 +35,7 @@ def invite_for(word: str, identity: Path, peer: PeerId) -> str:
     if signer.peer_id != invite.organiser:
         raise ConfigError(
             f"{identity} is the key of {signer.peer_id}, but the organiser of {invite.run_id} is {invite.organiser}",
-            fix="give the folder of the run's bootstrap node with --output",
+            fix="give the folder of the run's bootstrap node with --folder",
         )
     return encode(replace(invite, token=make_pass(invite.fingerprint, peer, KeySealer(signer), time.time_ns())))
 

@@ -11,11 +11,11 @@ INVITE_FILE = "invite.txt"
 
 
 def kept_invite(folder: Path) -> str:
-    """The newest invitation in the output folder of a node. Raises ConfigError if there is none."""
+    """The newest invitation in the folder of a node. Raises ConfigError if there is none."""
     try:
         return (folder / INVITE_FILE).read_text().strip()
     except OSError as error:
         raise ConfigError(
             f"{folder} holds no invitation ({error.strerror})",
-            fix="give the folder of a bootstrap node or of a peer with --output, or an invitation, however old",
+            fix="give the folder of a bootstrap node or of a peer with --folder, or an invitation, however old",
         ) from error

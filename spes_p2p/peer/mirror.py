@@ -91,7 +91,7 @@ class Mirror:
         if network.signer.peer_id == info.organiser:
             raise ConfigError(
                 f"{folder} holds the organiser's key of run {info.run_id}: it cannot be a mirror of this run",
-                fix="start it with --config as before, or give the mirror a folder of its own with --output",
+                fix="start it with --config as before, or give the mirror a folder of its own with --folder",
             )
         claim_folder(folder / RUN, info, run_layout(config, None), network.signer.peer_id)
         write_whole(folder / RUN / INFO_FILE, pack(info))
@@ -110,8 +110,8 @@ class Mirror:
 
     # ---------------------------------------------------------------- data
 
-    async def open_data(self, path: str | None, max_disk: int) -> FolderPieces | PieceCache | None:
-        """The run's data: a copy of it at `path`, else what is fetched, at most `max_disk` bytes; None for none.
+    async def open_data(self, path: str | None, max_data_disk: int) -> FolderPieces | PieceCache | None:
+        """The run's data: a copy of it at `path`, else what is fetched, at most `max_data_disk` bytes; None for none.
 
         Raises DataError for another dataset, NetworkError where nobody says what the dataset is.
         """
@@ -131,8 +131,10 @@ class Mirror:
             keep_catalogue(folder, pack(catalogue))
         grid = PieceGrid(catalogue)
         whole = bytes_text(grid.tokens * grid.item_bytes)
-        self._say(f"the run's data is copied from other peers: {whole} in total, {bytes_text(max_disk)} of it at most")
-        self._cache = await in_thread(lambda: PieceCache(folder, grid, max_disk))
+        self._say(
+            f"the run's data is copied from other peers: {whole} in total, {bytes_text(max_data_disk)} of it at most"
+        )
+        self._cache = await in_thread(lambda: PieceCache(folder, grid, max_data_disk))
         return self._cache
 
     async def copy_data(self, announcer: Announcer) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spes_p2p.interop.own import Model
 
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0",)
-DEFAULT_MAX_DISK = 20 * 10**9
+DEFAULT_MAX_DATA_DISK = 20 * 10**9
 LEAST_DISK = 16 * 10**6
 
 
@@ -30,7 +30,7 @@ LEAST_DISK = 16 * 10**6
 class NetworkOptions:
     """Where to find others, where to be found, and how much of the link may be taken.
 
-    `identity_path` None: `identity.key` in the output folder. `max_upload`, `max_download`: bytes a second.
+    `identity_path` None: `identity.key` in the node's folder. `max_upload`, `max_download`: bytes a second.
     """
 
     initial_peers: tuple[str, ...] = ()
@@ -103,18 +103,18 @@ class PeerOptions:
 
     `fingerprint`: hexadecimal digits with which the run's fingerprint must begin. `organiser`: whose key genesis must
     be signed with (None: whom the run names, which its fingerprint covers). `token`: of an invitation for this peer
-    alone. `owned_experts`: columns to claim
-    (None: none by number). `max_experts`: most columns that it ever owns (None: what fits into memory). `rounds`: stop
-    once the run has committed this round (None: go on until told to stop). `dump_rounds`: folder for what goes in and
-    out of each round. `config_path`: the run must have this config. `model`: the model of one's own that the run
-    trains. `max_disk`: bytes of the run's data that are kept where they come from other peers (`data` is None).
-    `schedule`: hours in which to train (None: all). `metrics_port`: where Prometheus may ask at `metrics_host`
-    (None: nowhere). `web_data`: which web servers data is fetched from, of those that the organiser names.
-    `follow`: where the run has gone on twice, first digits of the child that this peer goes on with (none: "").
+    alone. `owned_experts`: columns to claim (None: none by number). `max_experts`: most columns that it ever owns
+    (None: what fits into memory). `until_round`: stop once the run has committed this round (None: go on until told to
+    stop). `dump_rounds`: folder for what goes in and out of each round. `config_path`: the run must have this config.
+    `model`: the model of one's own that the run trains. `max_data_disk`: bytes of the run's data that are kept where
+    they come from other peers (`data` is None). `schedule`: hours in which to train (None: all). `metrics_port`: where
+    Prometheus may ask at `metrics_host` (None: nowhere). `web_data`: which web servers data is fetched from, of those
+    that the organiser names. `follow`: where the run has gone on twice, first digits of the child that this peer goes
+    on with (none: "").
     """
 
     network: NetworkOptions
-    output: Path
+    folder: Path
     data: str | None = None
     run_id: str | None = None
     fingerprint: str | None = None
@@ -122,12 +122,12 @@ class PeerOptions:
     max_experts: int | None = None
     device: str = "auto"
     local_ranks: int | None = None
-    rounds: int | None = None
+    until_round: int | None = None
     dump_rounds: Path | None = None
     overrides: tuple[str, ...] = ()
     config_path: Path | None = None
     model: Model | None = None
-    max_disk: int = DEFAULT_MAX_DISK
+    max_data_disk: int = DEFAULT_MAX_DATA_DISK
     organiser: PeerId | None = None
     token: bytes = b""
     schedule: Schedule | None = None
@@ -138,12 +138,22 @@ class PeerOptions:
     follow: str = ""
 
 
-def parse_disk(text: str) -> int:
+def listening(host_maddrs: Sequence[str] | None, port: int | None) -> tuple[str, ...]:
+    """The addresses to listen on. `port`: on all interfaces, 0 or None for a free one. Raises ConfigError for both."""
+    if host_maddrs and port is not None:
+        raise ConfigError(
+            f"--port {port} and --host-maddrs {host_maddrs[0]} both say where to listen",
+            fix="give --port, or addresses with their ports in --host-maddrs",
+        )
+    return tuple(host_maddrs or (f"/ip4/0.0.0.0/tcp/{port or 0}",))
+
+
+def parse_data_disk(text: str) -> int:
     """`20GB` to bytes. Raises ConfigError, also for less than training can live with."""
-    size = parse_bytes(text, "--max-disk")
+    size = parse_bytes(text, "--max-data-disk")
     if size < LEAST_DISK:
         raise ConfigError(
-            f"--max-disk {text} is too small: it must hold enough of the run's data to train from",
+            f"--max-data-disk {text} is too small: it must hold enough of the run's data to train from",
             fix=f"allow {LEAST_DISK // 10**6}MB or more, or give a copy of the token shards with --data",
         )
     return size

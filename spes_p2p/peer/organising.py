@@ -165,7 +165,7 @@ def _sealer_of(identity: Path, info: RunInfo) -> KeySealer:
     if signer.peer_id != info.organiser:
         raise ConfigError(
             f"{identity} is the key of {signer.peer_id}, but the organiser of run {info.run_id} is {info.organiser}",
-            fix="give the folder of the run's bootstrap node with --output",
+            fix="give the folder of the run's bootstrap node with --folder",
         )
     return KeySealer(signer)
 
@@ -222,12 +222,12 @@ class HistoryLine:
 
 
 def kept_history(folder: Path) -> list[HistoryLine]:
-    """The history kept in a node's output folder. Raises ConfigError if no run has begun in it."""
+    """The history kept in a node's folder. Raises ConfigError if no run has begun in it."""
     path = folder / RUN / CHAIN
     if not path.is_dir() or not any(path.glob("*.commit")):
         raise ConfigError(
             f"{folder} holds no history of a run",
-            fix="give the output folder of a bootstrap node or of a peer, or an invitation to a live run",
+            fix="give the folder of a bootstrap node or of a peer, or an invitation to a live run",
         )
     chain = Chain(path)
     commits = [chain.commit(round) for round in range(chain.length)]

@@ -95,9 +95,9 @@ def run_peer(options: PeerOptions, bus: EventBus, say: Say, show: Show, pause: P
     if outer is not None and outer.rank > 0:
         serve(outer)
         return
-    make_folder(options.output)
-    if holds_run(options.output):
-        say(f"continuing the run that is kept in {options.output}")
+    make_folder(options.folder)
+    if holds_run(options.folder):
+        say(f"continuing the run that is kept in {options.folder}")
     traffic = DataTraffic()
     gate = TrainerBridge(lambda event: _note_commit(event, connection, bus), lambda notice: _note(notice, bus))
     around = Surroundings(bus, say, show, pause or PauseSwitch())
@@ -159,9 +159,9 @@ def _train(
 ) -> None:
     """`columns`: how many this machine has memory for."""
     config, info, bus, say, pause = learning.config, connection.info, around.bus, around.say, around.pause
-    checkpoints, me = options.output / CHECKPOINTS, connection.peer_id
-    store = options.output / RUN / STATE
-    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if holds_run(options.output) else None
+    checkpoints, me = options.folder / CHECKPOINTS, connection.peer_id
+    store = options.folder / RUN / STATE
+    resumed = Resumed.load(checkpoints, info, connection.layout, bus.emit, store) if holds_run(options.folder) else None
     pause.on_change(lambda why: _note_pause(why, connection, bus))
     connection.wishes.pause(pause.active)
     tip = connection.enter(columns)
@@ -170,7 +170,7 @@ def _train(
     say(f"peer {me} has joined at round {tip.manifest.round}")
     say(f"others join with:\n  spes-p2p join {connection.found.contacts.word}")
     facts = LiveFacts(connection)
-    around.show(Running(me, info.run_id, options.output, lambda step: steps_per_round_at(config, step), facts))
+    around.show(Running(me, info.run_id, options.folder, lambda step: steps_per_round_at(config, step), facts))
     if pause.active:
         bus.emit(Pause(True, pause.why))
     saver = Saver(checkpoints, info, learning, connection.disk.chain.commit_of, bus.emit)
@@ -180,7 +180,7 @@ def _train(
         dump = RoundDump(
             options.dump_rounds, connection.layout, me, config.sync.merge_top_k, lambda tip: outer_steps(rules, tip)
         )
-    loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.rounds, pause))
+    loop = TrainingLoop(connection, learning, bus.emit, saver, LoopOptions(dump, options.until_round, pause))
     restored = _restore(resumed, tip, learning)
     carried = None
     if resumed is not None and restored is None and config.sync.column_rounds > 1:
@@ -194,14 +194,14 @@ def _train(
         loop.run()
         Departure(loop).run()
         if connection.last_round is not None and connection.driver.core.tip.round >= connection.last_round:
-            say(f"the run is over; get its model with: spes-p2p export --checkpoint {options.output} --output MODEL")
+            say(f"the run is over; get its model with: spes-p2p export --checkpoint {options.folder} --output MODEL")
     finally:
         pause.close()
 
 
 def _add_file_sinks(options: PeerOptions, config: Config, info: RunInfo, me: PeerId, bus: EventBus) -> None:
     for sink in file_sinks(
-        options.output,
+        options.folder,
         tensorboard=config.output.tensorboard,
         wandb=config.output.wandb,
         run_id=info.run_id,
@@ -278,7 +278,7 @@ def _open_data(connection: Connection, options: PeerOptions, bus: EventBus, say:
     else:
         dataset = open_dataset(config)
         if not is_own:
-            pieces = FolderPieces.open(dataset, options.output / DATA, say)
+            pieces = FolderPieces.open(dataset, options.folder / DATA, say)
             check_dataset(pieces.dataset_hash, config.data.path, info)
             check_datasets(pieces.catalogue, config)
             connection.data.serve(pieces)

@@ -9,7 +9,7 @@ checkpoints are kept:
 
 With an outer optimizer 3 V more, what these rounds handed out; with overlap T more, what was trained ahead. A
 checkpoint that no version of the state store shares files with any more takes S + 3 T. Leaves out the run's data, of
-which `--max-disk` is the bound.
+which `--max-data-disk` is the bound.
 """
 
 from __future__ import annotations

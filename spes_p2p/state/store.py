@@ -293,7 +293,7 @@ def _locked(path: Path) -> IO[bytes]:
     except BlockingIOError as error:
         lock.close()
         raise StateError(
-            f"{path.parent} is in use by another process", fix="end that process, or choose another output folder"
+            f"{path.parent} is in use by another process", fix="end that process, or choose another folder"
         ) from error
     return lock
 

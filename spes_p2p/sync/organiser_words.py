@@ -4,9 +4,9 @@ learning rate falls, and who may vote or is banned.
 Everybody who knows it keeps it on disk and repeats it in the DHT, so it outlives who said it first. An end cannot be
 taken back: of several the earliest round counts. Of several choices after one manifest the one that was signed last
 counts, so that all come to the same, in whatever order they hear of them. Rounds themselves know nothing of an end: a
-peer whose newest round is the last one stops to train, saves and goes, as with `--rounds`. Of several orders to let
-the learning rate fall the shortest is kept, of several rolls the one with the highest number; what counts of both is
-what a manifest has taken up (`consensus/statements.py`).
+peer whose newest round is the last one stops to train, saves and goes, as with `--until-round`. Of several orders to
+let the learning rate fall the shortest is kept, of several rolls the one with the highest number; what counts of both
+is what a manifest has taken up (`consensus/statements.py`).
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def load_recording(path: Path) -> Recording:
     """Raises StateError where the file is none; a torn tail is left out."""
     first, *others = [unpack_plain(data) for data in _whole_frames(path.read_bytes())] or [None]
     if not isinstance(first, list) or first[0] != _BEGIN:
-        raise StateError(f"{path} is not a recording", fix=f"give the {NEWEST} of a peer's output folder")
+        raise StateError(f"{path} is not a recording", fix=f"give the {NEWEST} of a peer's folder")
     frames = [Frame(unpack(_EVENTS[name], data), now, decided) for name, data, now, decided in others]
     return Recording(unpack(RunInfo, first[1]), first[2], first[3], frames)
 

@@ -129,7 +129,7 @@ def run(
 
 
 def _arguments(options: QuickstartOptions, name: str, local: Sequence[str]) -> list[str]:
-    arguments = ["--rounds", str(options.rounds)]
+    arguments = ["--until-round", str(options.rounds)]
     if options.dump_rounds is not None:
         arguments += ["--dump-rounds", str(options.dump_rounds / name)]
     return [*arguments, *local]

@@ -64,7 +64,7 @@ def tab(bash: Shell, script: str) -> Complete:
 def test_commands_and_options(tab: Complete) -> None:
     assert set(tab("spes-p2p ")) == {*COMMANDS, *GROUPS}
     assert tab("spes-p2p run in") == ["init", "inspect"]
-    assert tab("spes-p2p join --max-di") == ["--max-disk"]
+    assert tab("spes-p2p join --max-da") == ["--max-data-disk"]
 
 
 def test_values_that_are_known(tab: Complete) -> None:
@@ -75,7 +75,7 @@ def test_values_that_are_known(tab: Complete) -> None:
 
 def test_where_a_path_is_wanted_the_shell_proposes_files(tab: Complete, script: str) -> None:
     """The script says `-o default`: no proposal of ours means those of bash."""
-    assert tab("spes-p2p join --output ") == []
+    assert tab("spes-p2p join --folder ") == []
     assert tab("spes-p2p export --checkpoint pe") == []
     assert tab("spes-p2p plan --config runs/") == []
     assert "-o default" in script

@@ -59,7 +59,7 @@ async def vouched_by_then(network: HivemindNetwork, peer: PeerId, token: bytes) 
 
 def test_the_organisers_node_vouches_for_the_peer_that_brings_it(tmp_path: Path, vouching: Organiser) -> None:
     me = new_peer(tmp_path)
-    word = spes_p2p("invite", "--output", str(vouching.folder), "--for", me).output.strip()
+    word = spes_p2p("invite", "--folder", str(vouching.folder), "--for", me).output.strip()
     options = NetworkOptions((vouching.address,), (LOOPBACK,), client_mode=True)
 
     async def show() -> tuple[PeerId, ...]:
@@ -74,7 +74,7 @@ def test_the_organisers_node_vouches_for_the_peer_that_brings_it(tmp_path: Path,
 
 
 def doctored(node: Organiser, output: Path) -> Any:
-    said = spes_p2p("doctor", "--initial-peers", node.address, "--output", str(output), "--json").output
+    said = spes_p2p("doctor", "--initial-peers", node.address, "--folder", str(output), "--json").output
     return json.loads(said)["checks"]
 
 
@@ -90,15 +90,15 @@ def test_the_doctor_says_what_the_organiser_must_know(
 
 def test_another_peer_is_told_that_it_is_not_for_it(tmp_path: Path, vouching: Organiser) -> None:
     me = new_peer(tmp_path / "invited")
-    word = spes_p2p("invite", "--output", str(vouching.folder), "--for", me).output.strip()
+    word = spes_p2p("invite", "--folder", str(vouching.folder), "--for", me).output.strip()
     refused(
-        spes_p2p("join", word, "-o", str(tmp_path / "other"), "--host-maddrs", LOOPBACK), "is for peer", me, "alone"
+        spes_p2p("join", word, "-f", str(tmp_path / "other"), "--host-maddrs", LOOPBACK), "is for peer", me, "alone"
     )
 
 
 def test_only_the_organiser_makes_one(tmp_path: Path, vouching: Organiser) -> None:
     new_peer(tmp_path)
-    (tmp_path / "invite.txt").write_text(spes_p2p("invite", "--output", str(vouching.folder)).output)
+    (tmp_path / "invite.txt").write_text(spes_p2p("invite", "--folder", str(vouching.folder)).output)
     wanted = ("--for", "QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn")
-    refused(spes_p2p("invite", "--output", str(tmp_path), *wanted), "but the organiser of tiny is")
-    refused(spes_p2p("invite", "--output", str(vouching.folder), "--for", "me"), "is not the id of a peer")
+    refused(spes_p2p("invite", "--folder", str(tmp_path), *wanted), "but the organiser of tiny is")
+    refused(spes_p2p("invite", "--folder", str(vouching.folder), "--for", "me"), "is not the id of a peer")

@@ -43,7 +43,7 @@ def rounds(output: Path) -> list[Round]:
 def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, serving: Serve) -> None:
     with serving() as organiser:
         program, *arguments = shlex.split(organiser.command)
-        more = ("-o", str(tmp_path / "peer"), "--rounds", "2", "--host-maddrs", LOOPBACK)
+        more = ("-f", str(tmp_path / "peer"), "--until-round", "2", "--host-maddrs", LOOPBACK)
         answer = spes_p2p(*arguments, *more)
     assert (program, answer.exit_code) == ("spes-p2p", 0), answer
     assert [event.round for event in rounds(tmp_path / "peer")] == [1, 2]
@@ -68,12 +68,12 @@ def test_the_same_command_goes_on_and_only_with_the_run_and_identity_of_its_fold
     peer = tmp_path / "peer"
     with serving() as organiser:
         data = ("--data", str(organiser.data))
-        assert organiser.join(peer, *data, "--rounds", "1").exit_code == 0
+        assert organiser.join(peer, *data, "--until-round", "1").exit_code == 0
         stranger = ("--identity-path", str(tmp_path / "other.key"))
         refused(organiser.join(peer, *data, *stranger), "belongs to peer Qm", "--identity-path", code=3)
         newest = max((peer / "checkpoints").iterdir())
         (newest / "metadata.json").write_text("{")
-        again = organiser.join(peer, *data, "--rounds", "2")
+        again = organiser.join(peer, *data, "--until-round", "2")
         assert again.exit_code == 0
         assert f"continuing the run that is kept in {peer}" in again.output
     assert [event.round for event in rounds(peer)] == [1, 2]
@@ -81,31 +81,31 @@ def test_the_same_command_goes_on_and_only_with_the_run_and_identity_of_its_fold
     assert f"{newest.name} is damaged" in warning.message
     assert "continuing from step-00000000" in warning.message
     with serving("run.seed=7", name="another") as other:
-        refused(other.join(peer, *data), "holds another run", "--output", code=3)
+        refused(other.join(peer, *data), "holds another run", "--folder", code=3)
 
 
 def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config(
     tmp_path: Path, serving: Serve, tokens: Path
 ) -> None:
     with serving() as organiser:
-        assert organiser.join(tmp_path / "peer", "--data", str(tokens), "--rounds", "1").exit_code == 0
+        assert organiser.join(tmp_path / "peer", "--data", str(tokens), "--until-round", "1").exit_code == 0
     genesis = Chain(tmp_path / "organiser" / "run" / "chain").commit(0)
     with serving() as again:
         assert "it continues at round 1, step 3" in again.said
         assert again.command.split("--run-id")[1] == organiser.command.split("--run-id")[1]
         assert Chain(tmp_path / "organiser" / "run" / "chain").commit(0) == genesis
-        answer = again.join(tmp_path / "peer", "--data", str(tokens), "--rounds", "2")
+        answer = again.join(tmp_path / "peer", "--data", str(tokens), "--until-round", "2")
         assert answer.exit_code == 0
     folder = tmp_path / "organiser"
-    common = ("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(folder), "--host-maddrs", LOOPBACK)
-    refused(spes_p2p(*common), "holds another run: its fingerprint is", "--output", code=3)
+    common = ("bootstrap", "--config", "tiny", "--data", str(tokens), "-f", str(folder), "--host-maddrs", LOOPBACK)
+    refused(spes_p2p(*common), "holds another run: its fingerprint is", "--folder", code=3)
 
 
 def test_who_has_fetched_its_data_goes_on_with_it(tmp_path: Path, serving: Serve) -> None:
     with serving() as organiser:
-        assert organiser.join(tmp_path / "peer", "--rounds", "1").exit_code == 0
+        assert organiser.join(tmp_path / "peer", "--until-round", "1").exit_code == 0
         first = sum(event.data_bytes_received for event in rounds(tmp_path / "peer"))
-        assert organiser.join(tmp_path / "peer", "--rounds", "2").exit_code == 0
+        assert organiser.join(tmp_path / "peer", "--until-round", "2").exit_code == 0
         again = sum(event.data_bytes_received for event in rounds(tmp_path / "peer")) - first
     assert again < first  # nothing that was here is fetched again
     assert (tmp_path / "peer" / "data" / "pieces.bin").stat().st_size > 0
@@ -115,7 +115,7 @@ def test_claims_are_granted_and_what_nobody_claims_is_said_aloud(tmp_path: Path,
     with serving() as organiser:
         data = ("--data", str(organiser.data))
         claims = ("--owned-experts", "0,5-6", "--max-experts", "3")
-        assert organiser.join(tmp_path / "peer", *data, "--rounds", "1", *claims).exit_code == 0
+        assert organiser.join(tmp_path / "peer", *data, "--until-round", "1", *claims).exit_code == 0
     assert rounds(tmp_path / "peer")[0].stale_columns == (1, 2, 3, 4, 7)
     assert "warning: 5 of 8 expert columns have no owner: 1-4,7" in organiser.said
 
@@ -123,7 +123,7 @@ def test_claims_are_granted_and_what_nobody_claims_is_said_aloud(tmp_path: Path,
 def test_a_peer_with_data_of_its_own_counts_in_a_run_that_leases_data(tmp_path: Path, serving: Serve) -> None:
     own = make_tokens(tmp_path / "own", words=3000, seed=5)
     with serving() as organiser:
-        answer = organiser.join(tmp_path / "peer", "--data", str(own), "data.source=local", "--rounds", "1")
+        answer = organiser.join(tmp_path / "peer", "--data", str(own), "data.source=local", "--until-round", "1")
     assert answer.exit_code == 0, answer
     (only,) = rounds(tmp_path / "peer")
     assert (only.tokens, only.roster_size) == (3 * 8 * 64, 1)
@@ -135,7 +135,7 @@ def test_status_by_json_says_who_trains_what(tmp_path: Path, serving: Serve) -> 
         before = json.loads(spes_p2p(*ask, "--json").output)
         assert (before["certificate"], [peer["state"] for peer in before["peers"]]) == ("", ["bootstrap"])
         assert "the run has not begun: 0 peers waiting" in spes_p2p(*ask).output
-        assert organiser.join(tmp_path / "peer", "--data", str(organiser.data), "--rounds", "2").exit_code == 0
+        assert organiser.join(tmp_path / "peer", "--data", str(organiser.data), "--until-round", "2").exit_code == 0
         after = before
         while after["round"] < 2:  # the newest certificate is published within seconds
             after = json.loads(spes_p2p(*ask, "--json").output)

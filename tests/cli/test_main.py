@@ -82,7 +82,7 @@ def test_a_kept_invitation_is_shown_without_loading_anything_heavy(tmp_path: Pat
     (tmp_path / "invite.txt").write_text("spes1abc\n")
     code = (
         "import sys; from spes_p2p.cli.main import COMMANDS, build; "
-        f"build(COMMANDS)(['invite', '--output', {str(tmp_path)!r}], standalone_mode=False); "
+        f"build(COMMANDS)(['invite', '--folder', {str(tmp_path)!r}], standalone_mode=False); "
         f"print('loaded:', sorted(set({HEAVY_TO_IMPORT}) & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

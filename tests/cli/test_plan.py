@@ -65,7 +65,7 @@ def test_overrides_and_flags_change_the_answer() -> None:
     def total(*arguments: str) -> int:
         return int(json.loads(plan("--config", "spes-1b", "--json", *arguments))["memory"]["total"])
 
-    assert total("--owned-experts", "16") > total() > total("model.num_layers=6")
+    assert total("--experts-per-peer", "16") > total() > total("model.num_layers=6")
 
 
 def test_a_file_of_ones_own(tmp_path: object) -> None:
@@ -78,7 +78,7 @@ def test_a_file_of_ones_own(tmp_path: object) -> None:
         (("--gpu-memory", "24"), "--gpu-memory '24' is not an amount of memory / fix: write it as 24GiB"),
         (("--uplink", "20MB"), "--uplink '20MB' is not a link speed / fix: write it as 20Mbit"),
         (("--gpu", "RTX409"), "did you mean RTX4090?"),
-        (("--owned-experts", "99"), "--owned-experts is 99, but the run has"),
+        (("--experts-per-peer", "99"), "--experts-per-peer is 99, but the run has"),
         (("model.layers=3",), "unknown key model.layers / fix: did you mean model.num_layers?"),
     ],
 )

@@ -44,7 +44,7 @@ def start(*arguments: str, path: Path | None = None, launcher: tuple[str, ...] =
 
 
 def join(organiser: Organiser, output: Path, *arguments: str) -> tuple[str, ...]:
-    common = ("join", "--initial-peers", organiser.address, "--host-maddrs", LOOPBACK, "-o", str(output))
+    common = ("join", "--initial-peers", organiser.address, "--host-maddrs", LOOPBACK, "-f", str(output))
     return (*common, "--data", str(organiser.data), "--device", "cpu", *arguments)
 
 
@@ -77,7 +77,7 @@ def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organise
     process = start("status", "--initial-peers", begun.address, "--watch", "--json")
     before = json.loads(until_lines(process, '"run_id"')[-1])
     assert (before["certificate"], before["round"]) == ("", 0)
-    joined = begun.join(tmp_path / "peer", "--data", str(begun.data), "--rounds", "1")
+    joined = begun.join(tmp_path / "peer", "--data", str(begun.data), "--until-round", "1")
     assert joined.exit_code == 0, joined
     after = json.loads(until_lines(process, '"certificate": "quorum"')[-1])
     assert (after["run_id"], after["checked"], after["round"] > 0) == (before["run_id"], True, True)
@@ -92,7 +92,7 @@ def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organise
 
 def test_status_watch_outlives_the_node_that_it_asks(tmp_path: Path, tokens: Path) -> None:
     """It says so in one line each time, and goes on looking."""
-    node = start("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
+    node = start("bootstrap", "--config", "tiny", "--data", str(tokens), "-f", str(tmp_path), "--host-maddrs", LOOPBACK)
     line = until_lines(node, "spes-p2p join --initial-peers ")[-1]
     process = start("status", "--initial-peers", line.split("--initial-peers ")[1].split()[0], "--watch")
     until_lines(process, "the run has not begun: 0 peers waiting")
@@ -108,7 +108,7 @@ def test_status_watch_outlives_the_node_that_it_asks(tmp_path: Path, tokens: Pat
 
 def test_under_torchrun_rank_0_talks_to_the_network(tmp_path: Path, begun: Organiser) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    process = start(*join(begun, tmp_path / "peer", "--rounds", "1"), launcher=launcher)
+    process = start(*join(begun, tmp_path / "peer", "--until-round", "1"), launcher=launcher)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     events = [json.loads(line) for line in (tmp_path / "peer" / "metrics.jsonl").read_text().splitlines()]

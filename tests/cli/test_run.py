@@ -18,20 +18,20 @@ __all__ = ["serving"]
 
 def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, tokens: Path) -> None:
     with serving() as organiser:
-        word = spes_p2p("invite", "--output", str(organiser.folder)).output.strip()
+        word = spes_p2p("invite", "--folder", str(organiser.folder)).output.strip()
         stranger = tmp_path / "stranger"
-        assert organiser.join(stranger, "--data", str(tokens), "--rounds", "1").exit_code == 0
+        assert organiser.join(stranger, "--data", str(tokens), "--until-round", "1").exit_code == 0
         refused(
-            spes_p2p("run", "stop", word, "--yes", "-o", str(stranger)),
+            spes_p2p("run", "stop", word, "--yes", "-f", str(stranger)),
             "is the key of",
             "the organiser of run tiny is Qm",
-            "--output",
+            "--folder",
         )
-        refused(spes_p2p("run", "decay", word, "--steps", "40", "-o", str(stranger)), "is the key of", "--output")
-        answer = spes_p2p("run", "decay", "--steps", "40", "-o", str(organiser.folder))
+        refused(spes_p2p("run", "decay", word, "--steps", "40", "-f", str(stranger)), "is the key of", "--folder")
+        answer = spes_p2p("run", "decay", "--steps", "40", "-f", str(organiser.folder))
         assert answer.exit_code == 0, answer
         assert "falls over 40 steps from the next round on" in answer.output
-        answer = spes_p2p("run", "stop", "--yes", "-o", str(organiser.folder), "--after-round", "3")
+        answer = spes_p2p("run", "stop", "--yes", "-f", str(organiser.folder), "--after-round", "3")
         assert answer.exit_code == 0, answer
         assert "ends with round 3" in answer.output
         ended = organiser.join(stranger, "--data", str(tokens))
@@ -43,9 +43,9 @@ def test_a_run_is_ended_by_its_organiser_alone(tmp_path: Path, serving: Serve, t
         assert [line["round"] for line in lines] == [0, 1, 2, 3]
         assert [line["kind"] for line in lines] == ["genesis", *["quorum"] * 3]
         assert sorted(line["decay_steps"] for line in lines) == [0, 0, 0, 40]
-        newest = spes_p2p("run", "inspect", "-o", str(stranger), "--last", "1").output.splitlines()
+        newest = spes_p2p("run", "inspect", "-f", str(stranger), "--last", "1").output.splitlines()
         assert newest[1].split()[:2] == ["3", "quorum"]
-        refused(spes_p2p("run", "choose", "abcdef0123", "-o", str(organiser.folder)), "has one history", "peers of")
+        refused(spes_p2p("run", "choose", "abcdef0123", "-f", str(organiser.folder)), "has one history", "peers of")
         while "round 3: step" not in "\n".join(organiser.said):
             pass
         refused(organiser.join(tmp_path / "late", "--data", str(tokens)), "is over", "with round 3", "export", code=3)
@@ -58,19 +58,19 @@ def test_who_is_banned_is_told_and_whom_the_organiser_vouches_for_votes(
 ) -> None:
     with serving("swarm.electors=vouched") as organiser:
         stranger = tmp_path / "stranger"
-        node = ("-o", str(organiser.folder))
+        node = ("-f", str(organiser.folder))
         refused(spes_p2p("run", "vouch", "somebody", *node), "'somebody' is not the id of a peer", "status --json")
         stranger.mkdir()
         identity = IdentityFile(stranger / "identity.key")
         peer = identity.signer.peer_id
         identity.release()
-        refused(spes_p2p("run", "ban", peer, "-o", str(stranger)), "holds no invitation")
+        refused(spes_p2p("run", "ban", peer, "-f", str(stranger)), "holds no invitation")
         answer = spes_p2p("run", "ban", peer, *node)
         assert answer.output == f"vouched for: nobody\nbanned: {peer}\nthe next round takes it up\n"
         refused(organiser.join(stranger, "--data", str(tokens)), "has banned this peer", f"ban --undo {peer}", code=3)
         assert "banned: nobody" in spes_p2p("run", "ban", "--undo", peer, *node).output
         assert f"vouched for: {peer}" in spes_p2p("run", "vouch", peer, *node).output
-        joined = organiser.join(stranger, "--data", str(tokens), "--rounds", "2")
+        joined = organiser.join(stranger, "--data", str(tokens), "--until-round", "2")
         assert joined.exit_code == 0, joined
         assert "the organiser vouches for this peer: it votes" in joined.output
         assert [event.round for event in rounds(stranger)] == [1, 2]

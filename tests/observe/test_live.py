@@ -37,7 +37,7 @@ STATE = LiveState(
     tokens=1_240_000, tokens_per_second=3450.0, loss=2.3412, eval_loss=2.4101,
     losses=tuple(4 - 0.01 * n for n in range(100)),
     bytes_sent=1_100_000_000, bytes_received=1_240_000_000, seconds_to_sync=42.0, keys=True,
-    invite="spes-p2p invite --output peer",
+    invite="spes-p2p invite --folder peer",
     messages=("10:32:01 warning: peer abc123: left out of slice 3: lost", "10:33:40 peer xyz987 joined (round 14)"),
 )  # fmt: skip
 

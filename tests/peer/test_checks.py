@@ -67,7 +67,7 @@ def test_disk_is_compared_with_what_the_run_takes() -> None:
     assert disk_check(SEVEN, 8, Disk("/", need.most - 1)).level == "warning"
     assert disk_check(SEVEN, 8, Disk("/", 0, need.most)).level == "ok", "what the folder holds is not needed again"
     failed = disk_check(SEVEN, 8, Disk("/mnt/x", need.least - 1))
-    assert (failed.level, "/mnt/x" in failed.text, "--output" in failed.fix) == ("failure", True, True)
+    assert (failed.level, "/mnt/x" in failed.text, "--folder" in failed.fix) == ("failure", True, True)
 
 
 def test_fit_says_how_many_columns_there_is_room_for() -> None:
@@ -85,7 +85,7 @@ def test_reach_is_never_a_failure() -> None:
     hidden = reach_check(False, "")
     assert hidden.level == "warning"
     assert hidden.text.startswith("none")
-    assert "--host-maddrs" in hidden.fix
+    assert "--port" in hidden.fix
 
 
 def test_speed_is_told_with_what_a_sync_takes() -> None:

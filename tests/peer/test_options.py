@@ -14,7 +14,7 @@ from spes_p2p.peer.options import (
     column_budget,
     config_path,
     parse_columns,
-    parse_disk,
+    parse_data_disk,
     parse_limit,
 )
 
@@ -93,9 +93,9 @@ def test_a_limit_is_a_rate_that_a_peer_can_live_with() -> None:
 
 
 def test_the_disk_for_data_has_a_least_size() -> None:
-    assert parse_disk("20GB") == PeerOptions(NetworkOptions(), Path("p")).max_disk
-    assert parse_disk("16MB") == 16_000_000
+    assert parse_data_disk("20GB") == PeerOptions(NetworkOptions(), Path("p")).max_data_disk
+    assert parse_data_disk("16MB") == 16_000_000
     for text in ("1MB", "0GB", "20", "20Mbit", "all"):
-        with pytest.raises(ConfigError, match="--max-disk") as caught:
-            parse_disk(text)
+        with pytest.raises(ConfigError, match="--max-data-disk") as caught:
+            parse_data_disk(text)
         assert caught.value.fix

@@ -11,7 +11,7 @@ from tests.fork_server import ForkedSwarm
 from tests.peer.real import ALONE, WAIT_SECONDS, alone, config_of, end_at_step, losses, make_tokens, state_hash
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
-ROUNDS = ("--rounds", "3")
+ROUNDS = ("--until-round", "3")
 
 
 def test_killed_and_terminated_it_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -16,9 +16,19 @@ CONTAINERFILE = (ROOT / "bootstrap" / "Containerfile").read_text()
 run = partial(run_script, "run_peer.sh")
 
 
+def test_an_invitation_is_enough(tmp_path: Path) -> None:
+    assert run(tmp_path, SPES_INVITE="spes1abc").stdout.splitlines() == ["join", "spes1abc", "--folder", "peer"]
+
+
+def test_a_folder_that_holds_an_invitation_needs_none(tmp_path: Path) -> None:
+    (tmp_path / "invite.txt").write_text("spes1abc")
+    result = run(tmp_path, SPES_FOLDER=str(tmp_path))
+    assert result.stdout.splitlines() == ["join", "--folder", str(tmp_path)]
+
+
 def test_an_address_is_enough(tmp_path: Path) -> None:
     result = run(tmp_path, SPES_INITIAL_PEERS="/ip4/1.2.3.4/tcp/1/p2p/Qm")
-    wanted = ["join", "--output", "peer", "--initial-peers", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
+    wanted = ["join", "--folder", "peer", "--initial-peers", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
     assert result.stdout.splitlines() == wanted
 
 
@@ -36,17 +46,17 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         SPES_CLIENT_MODE="1",
     )
     assert result.stdout.splitlines() == [
-        *("join", "--output", "/node", "--initial-peers", "/a", "--initial-peers", "/b"),
+        *("join", "--folder", "/node", "--initial-peers", "/a", "--initial-peers", "/b"),
         *("--data", "/srv/my tokens", "--run-id", "small", "--fingerprint", "ab12"),
-        *("--host-maddrs", "/ip4/0.0.0.0/tcp/4001", "--announce-maddrs", "/c", "--announce-maddrs", "/d"),
+        *("--port", "4001", "--announce-maddrs", "/c", "--announce-maddrs", "/d"),
         *("--client-mode", "--max-experts", "4", "output.tensorboard=true"),
     ]
 
 
-def test_without_an_address_it_says_what_to_set(tmp_path: Path) -> None:
+def test_without_an_invitation_it_says_what_to_set(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result.returncode != 0
-    assert "set SPES_INITIAL_PEERS" in result.stderr
+    assert "set SPES_INVITE to the invitation" in result.stderr
 
 
 def test_what_the_container_is_made_of_is_there() -> None:

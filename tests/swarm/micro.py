@@ -125,7 +125,7 @@ def run_to_the_end(
     with local_swarm(folder) as swarm:
         swarm.bootstrap("tiny", tokens, [*MICRO, *agreed])
         for name in names:
-            swarm.peer(name, tokens, [*dumping(folder, name), "--rounds", str(rounds), *local])
+            swarm.peer(name, tokens, [*dumping(folder, name), "--until-round", str(rounds), *local])
         swarm.wait_for_end(names, 240.0)
         seen = {name: swarm.processes[name].seen for name in names}
     return Finished(folder, config_of(agreed), seen)

@@ -67,7 +67,7 @@ def test_the_organiser_settles_a_run_that_has_gone_on_twice(tmp_path: Path, toke
         assert f"the run has 2 histories since round {fork['round']}" in shown
         assert f"spes-p2p run choose {child[:10]}" in shown
 
-        said = swarm.ask("run", "choose", child[:10], "--yes", "--output", str(node.folder))
+        said = swarm.ask("run", "choose", child[:10], "--yes", "--folder", str(node.folder))
         assert f"the run goes on with {child[:10]}" in said
         swarm.wait_for_round(max(seen.values()) + 1, ALL)
         swarm.wait_until(

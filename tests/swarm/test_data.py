@@ -25,7 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Finished
     with local_swarm(folder) as swarm:
         swarm.bootstrap("tiny", tokens, [*MICRO, *AGREED])
         for name in NAMES:
-            arguments = [*dumping(folder, name), "--rounds", str(ROUNDS), "--max-disk", "100MB", *LOCAL]
+            arguments = [*dumping(folder, name), "--until-round", str(ROUNDS), "--max-data-disk", "100MB", *LOCAL]
             swarm.peer(name, None, arguments)
         swarm.wait_for_end(NAMES, 240.0)
         seen = {name: swarm.processes[name].seen for name in NAMES}

@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_one_that_lies(
         swarm.attack = attack
         swarm.bootstrap("tiny", tokens, [*MICRO, *agreed])
         for name in (*HONEST, LIAR):
-            swarm.peer(name, tokens, ["--rounds", str(ROUNDS), *LOCAL])
+            swarm.peer(name, tokens, ["--until-round", str(ROUNDS), *LOCAL])
         swarm.wait_for_end(HONEST, 300.0)
         liar = PeerId(peer_id_of(swarm.processes[LIAR]))
         events = {name: [event for _, event in swarm.processes[name].seen] for name in HONEST}

@@ -29,7 +29,7 @@ def test_a_mixture_outlives_a_peer_and_all_say_the_same_of_it(tmp_path: Path, to
     with local_swarm(tmp_path) as swarm:
         swarm.bootstrap("tiny", listed, [*MICRO, *AGREED])
         for name in NAMES:
-            swarm.peer(name, None, ["--rounds", str(ROUNDS), *LOCAL])
+            swarm.peer(name, None, ["--until-round", str(ROUNDS), *LOCAL])
         swarm.wait_for_round(2, NAMES, 120.0)
         killed = swarm.processes["p2"]
         killed.send(signal.SIGKILL)

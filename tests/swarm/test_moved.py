@@ -54,13 +54,13 @@ def test_the_run_goes_on_without_its_first_node(tmp_path: Path, tokens: Path) ->
         assert "others join with:\n  spes-p2p join spes1" in one.output()
         node.end()
         wait_until_named(swarm, one, one, two)
-        word = swarm.ask("invite", "--output", str(one.folder)).strip()
+        word = swarm.ask("invite", "--folder", str(one.folder)).strip()
 
         late = swarm.peer("late", None, LOCAL, initial_peer=word)
         swarm.wait_for_round(max(event.round for event in one.rounds()) + 2, ["one", "late"])
         assert f"others join with: spes-p2p join {word[:5]}" in swarm.ask("status", word)
         assert "genesis" in swarm.ask("run", "inspect", word)
-        assert "genesis" in swarm.ask("run", "inspect", "--output", str(tmp_path / "late"))
+        assert "genesis" in swarm.ask("run", "inspect", "--folder", str(tmp_path / "late"))
 
         wait_until_named(swarm, two, one, two, late)
         two.send(signal.SIGTERM)

@@ -34,7 +34,7 @@ def test_bootstrap_starts_from_it_and_a_peer_gets_it_from_the_swarm(tmp_path: Pa
         swarm.bootstrap(file, data, [*others, "--init-from", str(start)])
         node, config = swarm.processes["bootstrap"], load_config(file, others)
         root = StartModel.open(start).root(Layout(state_tensors(config.model), config.sync.tile_values))
-        peer = swarm.peer("peer", data, ["--rounds", "1"])
+        peer = swarm.peer("peer", data, ["--until-round", "1"])
         assert peer.wait(WAIT_SECONDS) == 0, peer.output()
         node.send(signal.SIGTERM)
         assert node.wait(30.0) == 0

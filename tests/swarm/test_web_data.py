@@ -24,7 +24,7 @@ def test_a_run_whose_data_lies_on_the_web_outlives_its_bootstrap_node(tmp_path: 
         server.faults = Faults(breaks_off=lambda asked: 3000 if len(server.asked) % 5 == 0 else None)
         swarm.bootstrap("tiny", None, [*MICRO, *AGREED, f"data.urls=[{server.url}]"])
         for name in NAMES:
-            swarm.peer(name, None, ["--rounds", str(ROUNDS), "--web-data", WebAccess.ANY, *LOCAL])
+            swarm.peer(name, None, ["--until-round", str(ROUNDS), "--web-data", WebAccess.ANY, *LOCAL])
         swarm.wait_for_round(2, NAMES, 120.0)
         bootstrap = swarm.processes["bootstrap"]
         bootstrap.send(signal.SIGKILL)

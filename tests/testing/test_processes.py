@@ -17,7 +17,7 @@ from tests.swarm.micro import MICRO, local_swarm
     ("arguments", "device"),
     [
         ((), ["--device", "cpu"]),
-        (("--rounds", "3"), ["--device", "cpu"]),
+        (("--until-round", "3"), ["--device", "cpu"]),
         (("--device", "cuda:1"), ["--device", "cuda:1"]),
         (("--device=cuda:1",), ["--device=cuda:1"]),
     ],

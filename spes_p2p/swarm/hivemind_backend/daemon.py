@@ -140,7 +140,7 @@ def _place(maddr: str) -> tuple[str, int] | None:
 
 def _taken(what: str) -> NetworkError:
     return NetworkError(
-        f"the port to listen on is in use: {what}", fix="choose another port with --host-maddrs, or port 0"
+        f"the port to listen on is in use: {what}", fix="choose another with --port; 0 takes a free one"
     )
 
 
