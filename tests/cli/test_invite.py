@@ -46,7 +46,7 @@ def test_join_takes_it_beside_overrides(tmp_path: Path, word: str) -> None:
 
 @pytest.mark.parametrize("command", ["join", "status", "export", "eval", "invite"])
 def test_a_mistyped_one_is_one_clear_error(tmp_path: Path, word: str, command: str) -> None:
-    more = ("-o", str(tmp_path / "out")) if command in ("join", "export") else ()
+    more = {"join": ("-f", str(tmp_path / "out")), "export": ("-o", str(tmp_path / "out"))}.get(command, ())
     refused(spes_p2p(command, word[:-1] + ("1" if word[-1] != "1" else "2"), *more), "mistyped or cut short")
 
 
