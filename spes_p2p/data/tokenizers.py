@@ -113,7 +113,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, through_transformers
         rust = _from_file(path / "tokenizer.json")
         return HuggingFaceTokenizer(here, rust, eos_token or _configured_eos(path / "tokenizer_config.json"))
     if path.suffix == ".json" or path.is_absolute():  # no name on the hub, which would be asked for minutes
-        raise _not_loaded(name, "the file does not exist")
+        raise not_loaded(name, "the file does not exist")
     return _from_transformers(name, eos_token)
 
 
@@ -122,7 +122,8 @@ def is_public(name: str) -> bool:
     return _PUBLIC.fullmatch(name) is not None and not name.endswith(".json")
 
 
-def _not_loaded(name: str, reason: str) -> DataError:
+def not_loaded(name: str, reason: str) -> DataError:
+    """The error for a tokenizer that cannot be had, or not without code of its own, which is never run."""
     fix = "give byte, a tokenizer.json, a folder with one, or a name on the Hugging Face hub"
     return DataError(f"tokenizer {name!r} cannot be loaded: {reason}", fix=fix)
 
@@ -150,9 +151,9 @@ def _from_transformers(name: str, eos_token: str | None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise _not_loaded(name, first_line(error)) from error
+        raise not_loaded(name, first_line(error)) from error
     rust = getattr(loaded, "backend_tokenizer", None)
     if rust is None:
         raise DataError(f"tokenizer {name!r} has no fast version", fix="give a tokenizer that has a tokenizer.json")

@@ -43,7 +43,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json", fix="give the folder of a Hugging Face model")
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder / 'config.json'} cannot be used: {first_line(error)}", fix="give the folder of a model"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_p2p.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
-from spes_p2p.errors import ConfigError
+from spes_p2p.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, not_loaded
+from spes_p2p.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -51,7 +51,10 @@ def _loaded(name: str, ours: object) -> PreTrainedTokenizerBase:
         return PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=BYTE_EOS)
     assert isinstance(ours, HuggingFaceTokenizer)
     if not Path(name).is_file() and not _is_bare(Path(name)):
-        return AutoTokenizer.from_pretrained(name)  # with its chat template and special tokens
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # with its chat template, too
+        except (OSError, ValueError) as error:
+            raise not_loaded(name, first_line(error)) from error
     return PreTrainedTokenizerFast(tokenizer_object=ours.rust, eos_token=ours.rust.id_to_token(ours.eos_id))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from spes_p2p.data.manifest import Dataset
 from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.data.tokenizers import is_public, load_tokenizer
 from spes_p2p.errors import DataError
+from spes_p2p.interop.tokenizer import Publishable
 
 
 def word_tokenizer(path: Path, *extra: str, words: int = 10) -> Path:
@@ -71,6 +74,24 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="is not a tokenizer file"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("load", [Publishable, functools.partial(load_tokenizer, through_transformers=True)])
+def test_code_that_comes_with_a_tokenizer_never_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[str], object]
+) -> None:
+    """Nor is anybody asked whether it may: a run's organiser names the tokenizer that `export` loads."""
+    monkeypatch.setattr("builtins.input", lambda prompt: "yes")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    word_tokenizer(folder / "tokenizer.json", "<end>")
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", "code.Mine"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<end>"}))
+    (folder / "config.json").write_text('{"model_type": "mine"}')
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
+    with pytest.raises(DataError, match="custom code"):
+        load(str(folder))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_tokenizer_saved_by_transformers_has_the_fingerprint_of_its_file(tmp_path: Path) -> None:
