@@ -10,9 +10,11 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
+from spes_p2p.consensus.electorate import Electorate, Faults
 from spes_p2p.consensus.forks import best
 from spes_p2p.consensus.machine import Consensus
 from spes_p2p.consensus.manifest import Manifest, manifest_hash
@@ -67,6 +69,12 @@ class Result:
 class World:
     """One simulated run of up to `len(names)` first members; more may join."""
 
+    faults: ClassVar[Faults] = Faults.CRASH
+    poisoned: ClassVar[float] = 0.02
+    """How likely one block of a snapshot is not finite."""
+    liars: Mapping[PeerId, type[Consensus]] = {}
+    """Who does not keep to the protocol, and what it runs in its place."""
+
     def __init__(  # noqa: PLR0913 (what a simulated run may vary in)
         self,
         seed: int,
@@ -88,7 +96,7 @@ class World:
         self.weather = weather
         self.core_class = core_class
         rules = run_rules(columns, replicas=replicas)
-        self.rules = replace(rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2)
+        self.rules = replace(rules, audited_share=seed % 2 / 2, trial_sequences=seed // 2 % 2, faults=self.faults)
         self.max_columns = columns
         self.result = Result()
         self.peers: dict[PeerId, SimPeer] = {}
@@ -112,6 +120,7 @@ class World:
         wishes = {member.peer: OwnershipRequest(self.max_columns if member.trains else 0) for member in members}
         self.genesis = genesis_manifest(self.rules, root_of(self.state), members, wishes)
         self.judge = Judge(self.rules, self.genesis, self.state)
+        self.judge.liars = set(self.liars)
         for member in self.genesis.members:
             self._add(member.peer, member.incarnation, member.link_class, not member.trains)
 
@@ -133,6 +142,10 @@ class World:
 
     def next_incarnation(self) -> int:
         return next(self._incarnations)
+
+    def machine_of(self, name: PeerId) -> type[Consensus]:
+        """What decides for a peer."""
+        return self.liars.get(name, self.core_class)
 
     # ---------------------------------------------------------------- peers and faults
 
@@ -223,7 +236,9 @@ class World:
         cores = [p.core for p in running if p.core is not None]
         pace = max((core.state.pace for core in cores), key=lambda pace: pace.deadline_seconds(0))
         groups = Counter(self.network.groups.get(p.name, 0) for p in able)
-        connected = 2 * max(groups.values(), default=0) > len(chosen)
+        connected = max(groups.values(), default=0) >= Electorate(tuple(chosen), self.faults).quorum
+        if not connected and self.faults is Faults.BYZANTINE:
+            return float("inf")  # nobody goes on there without a quorum
         view = max((c.state.round.vote.ballot for c in cores if c.tip_hash == head), default=0)
         training = max(p.round_seconds for p in running)
         wait = 0.0 if connected else pace.degraded_wait_seconds()

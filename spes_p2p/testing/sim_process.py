@@ -57,7 +57,7 @@ class SimProcess:
             tuple(other for other in world.peers if other != peer.name), peer.name.encode(),
         )  # fmt: skip
         identity = Identity(peer.name, world.rules, FakeSealer(peer.name), check_fake)
-        self.core: Consensus = world.core_class.begin(identity, start, Pace(HEARTBEAT_SECONDS), world.now)
+        self.core: Consensus = world.machine_of(peer.name).begin(identity, start, Pace(HEARTBEAT_SECONDS), world.now)
         self.others = SimOthers(peer)
         self.trainer = SimTrainer(peer, self)
         self.driver = SymbolDriver(self.core, disk, self)

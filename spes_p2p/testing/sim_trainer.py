@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from spes_p2p.testing.sim_peer import SimPeer
     from spes_p2p.testing.sim_process import SimProcess
 
-POISONED = 0.02
-"""How likely one block of a snapshot is not finite."""
-
 
 class SimTrainer:
     """What one process trains: `_since` when, while it does."""
@@ -85,7 +82,7 @@ class SimTrainer:
 
     def _poison(self) -> frozenset[int]:
         chance, blocks = self._world.random, len(self._world.rules.block_tiles)
-        return frozenset({chance.randrange(blocks)}) if chance.random() < POISONED else frozenset()
+        return frozenset({chance.randrange(blocks)}) if chance.random() < self._world.poisoned else frozenset()
 
     def _so_far(self, ready: bool) -> Work:
         done, step_seconds = self._work, self._peer.step_seconds

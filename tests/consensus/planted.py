@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 from spes_p2p.consensus import events as on
 from spes_p2p.consensus.actions import Action, Send
@@ -29,16 +28,6 @@ from spes_p2p.consensus.vote_events import Verdict
 from spes_p2p.consensus.vote_record import VoteRecord
 from spes_p2p.consensus.voting import Voting
 from spes_p2p.ids import Hash, PeerId
-
-
-def machine_with(fault: type) -> type[Consensus]:
-    """The state machine with `fault`, a part, in the place of the one that it changes; or itself, where it is one."""
-    if issubclass(fault, Consensus):
-        return fault
-    [slot] = [slot.name for slot in fields(PartClasses) if issubclass(fault, getattr(PartClasses(), slot.name))]
-    changed: dict[str, Any] = {slot: fault}
-    classes = replace(PartClasses(), **changed)
-    return type(fault.__name__, (Consensus,), {"PART_CLASSES": classes})
 
 
 class ForgetsVotes(Lifecycle):

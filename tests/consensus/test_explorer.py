@@ -15,6 +15,7 @@ from spes_p2p.consensus.table import RULE_NAMES
 from spes_p2p.testing import sim
 from spes_p2p.testing.explorer import explore, explore_in_parallel, report, run_schedule
 from spes_p2p.testing.judge import Violation
+from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.schedules import KINDS
 from spes_p2p.testing.sim_state import run_rules
 from tests.consensus import planted
@@ -64,7 +65,7 @@ PLANTED: list[tuple[type, str | None, set[str], int]] = [
 
 def found_by(fault: type, only: str | None, kinds: set[str], seeds: Iterable[int]) -> int:
     """The first seed that finds it."""
-    summary = explore(seeds, planted.machine_with(fault), only)
+    summary = explore(seeds, machine_with(fault), only)
     assert summary.findings, f"{fault.__name__} was not found in {summary.runs} schedules; --thorough searches anew"
     assert summary.findings[0].kind in kinds, str(summary.findings[0])
     return summary.findings[0].seed

@@ -18,6 +18,7 @@ from spes_p2p.ids import PeerId
 from spes_p2p.interop.hf import state_layout
 from spes_p2p.sync.node import rules_of
 from spes_p2p.sync.recorder import BEFORE, NEWEST, FlightRecorder, load_recording, replay
+from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.memory_swarm import MemorySwarm, PretendPeer
 from tests.consensus import planted
 from tests.sync.swarm_cases import in_swarm, small_config
@@ -112,9 +113,7 @@ def test_the_script_tells_the_rounds(folder: Path, tmp_path: Path) -> None:
 def test_another_state_machine_decides_otherwise(folder: Path, tmp_path: Path) -> None:
     swarm = record(folder, tmp_path / "flight")
     recording = load_recording(tmp_path / "flight" / NEWEST)
-    assert not all(
-        step.same for step in replay(recording, swarm.rules, planted.machine_with(planted.NeverBlamesTheLeader))
-    )
+    assert not all(step.same for step in replay(recording, swarm.rules, machine_with(planted.NeverBlamesTheLeader)))
 
 
 def test_files_stay_small_and_a_torn_tail_is_left_out(folder: Path, tmp_path: Path) -> None:

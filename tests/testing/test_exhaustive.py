@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from spes_p2p.testing.exhaustive import Found, explore_all
+from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.small_world import CRASH, LATE, LOSE
 from tests.consensus import planted
 
@@ -53,7 +54,7 @@ def test_messages_that_overtake_each_other_break_nothing() -> None:
 )
 def test_a_planted_fault_is_found(fault: type, faults: int, kind: str) -> None:
     with pytest.raises(Found) as found:
-        explore_all(faults, (LOSE, CRASH), planted.machine_with(fault))
+        explore_all(faults, (LOSE, CRASH), machine_with(fault))
     assert found.value.kind == kind
     assert found.value.path[0] == ("start",)
 

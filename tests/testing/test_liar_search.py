@@ -11,8 +11,8 @@ import pytest
 
 from spes_p2p.consensus.staging import Staging
 from spes_p2p.testing.exhaustive import Found
+from spes_p2p.testing.machines import machine_with
 from spes_p2p.testing.small_world import LOSE
-from tests.consensus.planted import machine_with
 from tests.testing.liar_world import search
 
 WHEREVER_IT_LEADS = {"prevotes", "precommits", "reports", "leaves", "stands", "cannot", "closes", "trains"}
