@@ -26,7 +26,7 @@ from spes_p2p.interop.evaluate import Score, chosen_tasks
 from spes_p2p.interop.evaluate import evaluate as _evaluate
 from spes_p2p.interop.own import Model, OwnStart, run_layout
 from spes_p2p.observe.events import Event, EventBus
-from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until
+from spes_p2p.peer.bootstrap import BootstrapOptions, serve_until, with_start_folder
 from spes_p2p.peer.export import ExportOptions, find_checkpoint, run_export
 from spes_p2p.peer.options import DEFAULT_HOST_MADDRS, NetworkOptions, PeerOptions, config_path, meeting
 from spes_p2p.peer.run import run_peer
@@ -79,6 +79,7 @@ class Run:
             network, Path(folder), self.path, None if data is None else str(data), self.overrides, init_from=init_from,
             model=self.model,
         )  # fmt: skip
+        options = with_start_folder(options, say)
         ready, said = Flag(), list[str]()
 
         def on_ready(command: str) -> None:

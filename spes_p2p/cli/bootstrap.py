@@ -17,6 +17,7 @@ from spes_p2p.cli.arguments import (
     MetricsPort,
     Port,
 )
+from spes_p2p.cli.showing import show_hub_bars
 
 
 def bootstrap(
@@ -63,7 +64,10 @@ def bootstrap(
     ] = False,
     init_from: Annotated[
         Path | None,
-        typer.Option(metavar="HF_DIR", help="Start the run from this model (see import and upcycle)."),
+        typer.Option(
+            metavar="HF_DIR|ORG/NAME[@REVISION]",
+            help="Start the run from this model, a folder or one of the hub (see import and upcycle).",
+        ),
     ] = None,
     initial_peers: Annotated[
         list[str] | None, typer.Option(help="Join the DHT of these nodes instead of starting one.", show_default=False)
@@ -94,6 +98,8 @@ def bootstrap(
         parse_limit(max_upload, "--max-upload"),
         parse_limit(max_download, "--max-download"),
     )
+    if init_from is not None:
+        show_hub_bars()
     options = BootstrapOptions(
         network, folder or Path("bootstrap-node" if mirror is None else "mirror"), config, data, tuple(overrides or ()),
         archive, init_from, serve=serve, mirror=mirrored, max_data_disk=parse_data_disk(max_data_disk),

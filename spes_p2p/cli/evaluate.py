@@ -19,7 +19,7 @@ from spes_p2p.cli.arguments import (
     TokenizerOption,
 )
 from spes_p2p.cli.export import Dtype, DtypeOption, one_source
-from spes_p2p.cli.showing import shown_bytes
+from spes_p2p.cli.showing import model_at, shown_bytes, told
 
 if TYPE_CHECKING:
     from spes_p2p.peer.evaluation import Evaluation
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 def evaluate(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="HF_DIR|INVITE", help="A Hugging Face folder, or a live run.", show_default=False),
+        typer.Argument(
+            metavar="HF_DIR|ORG/NAME|INVITE",
+            help="A Hugging Face folder, a model of the hub (ORG/NAME[@REVISION]), or a live run.",
+            show_default=False,
+        ),
     ] = None,
     checkpoint: CheckpointFolder = None,
     initial_peers: OptionalPeers = None,
@@ -69,10 +73,12 @@ def evaluate(
     run = meeting(invites, initial_peers or (), run_id, fingerprint)
     if folder is None:
         one_source(checkpoint, run.addresses)
+    else:
+        folder = model_at(folder)
     source = ExportOptions(Path(), checkpoint, run, dtype.value, tokenizer=tokenizer)
     options = EvalOptions(folder, source, suite, limit, include_path, device, batch_size, max_length)
     with shown_bytes() as report:
-        found = run_eval(options, lambda text: typer.echo(text, err=True), report)
+        found = run_eval(options, told, report)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))
     else:

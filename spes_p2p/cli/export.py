@@ -21,7 +21,7 @@ from spes_p2p.cli.arguments import (
     TokenizerOption,
     optional,
 )
-from spes_p2p.cli.showing import show_hub_bars, shown_bytes
+from spes_p2p.cli.showing import show_hub_bars, shown_bytes, told
 
 
 class Dtype(StrEnum):
@@ -81,11 +81,6 @@ def export(
         typer.echo(f"{output}: run {facts.run_id}, round {facts.round}, {state}")
     if push is not None:
         typer.echo(push_folder(output, push, public, told))
-
-
-def told(text: str) -> None:
-    """To standard error."""
-    typer.echo(text, err=True)
 
 
 def one_source(checkpoint: Path | None, addresses: Sequence[str]) -> None:

@@ -7,10 +7,16 @@ from typing import Annotated
 
 import typer
 
+from spes_p2p.cli.showing import model_at
+
 
 def import_model(
     folder: Annotated[
-        Path, typer.Argument(metavar="HF_DIR", help="Folder of an OLMoE or Qwen3-MoE model, or one that upcycle made.")
+        Path,
+        typer.Argument(
+            metavar="HF_DIR|ORG/NAME[@REVISION]",
+            help="An OLMoE or Qwen3-MoE model, in a folder or on the hub, or one that upcycle made.",
+        ),
     ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the section to this file.")] = None,
 ) -> None:
@@ -21,6 +27,7 @@ def import_model(
     from spes_p2p.files import write_whole
     from spes_p2p.interop.importing import StartModel
 
+    folder = model_at(folder)
     section = StartModel.open(folder).section()
     if output is not None:
         write_whole(output, section.encode())

@@ -1,4 +1,4 @@
-"""Progress of work on many bytes, on standard error: a bar on a terminal, else a line now and then."""
+"""What commands say on standard error; of work on many bytes a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -43,6 +44,20 @@ def show_hub_bars() -> None:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
+
+
+def told(text: str) -> None:
+    """To standard error."""
+    typer.echo(text, err=True)
+
+
+def model_at(source: Path) -> Path:
+    """The folder of a model; one of the hub (ORG/NAME) is downloaded. See `interop.hub.model_folder`."""
+    from spes_p2p.interop.hub import model_folder
+
+    if not source.exists():
+        show_hub_bars()
+    return model_folder(source, told)
 
 
 class _PlainLines:

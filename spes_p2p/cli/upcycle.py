@@ -10,7 +10,7 @@ import typer
 
 from spes_p2p.cli.arguments import ADVANCED
 from spes_p2p.cli.export import Dtype, DtypeOption, MaxShardSize
-from spes_p2p.cli.showing import shown_bytes
+from spes_p2p.cli.showing import model_at, shown_bytes
 
 
 class RouterInit(StrEnum):
@@ -23,7 +23,12 @@ class RouterInit(StrEnum):
 
 
 def upcycle(
-    dense: Annotated[Path, typer.Option(metavar="HF_DIR", help="A Qwen3, Llama or Qwen2 model.")],
+    dense: Annotated[
+        Path,
+        typer.Option(
+            metavar="HF_DIR|ORG/NAME[@REVISION]", help="A Qwen3, Llama or Qwen2 model, in a folder or on the hub."
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
     experts: Annotated[int, typer.Option(help="Experts of each layer.", min=1)] = 8,
     top_k: Annotated[int, typer.Option(help="Experts per token.", min=1)] = 2,
@@ -62,6 +67,7 @@ def upcycle(
     form = Format(dtype.value, parse_bytes(max_shard_size, "--max-shard-size"))
     if how.router_init == "zeros":
         typer.echo(f"warning: {ZEROS_WARNING}", err=True)
+    dense = model_at(dense)
     with shown_bytes() as report, filled_folder(output) as folder:
         run(dense, folder, how, form, lambda done, total: report("upcycle", done, total))
     typer.echo(f"{output}: copy the section in {output / 'model.yaml'} into the run's config, then start the run with")

@@ -1,7 +1,8 @@
-"""The Hugging Face hub: the folder of an exported model goes there. The hub's own library does the transfers.
+"""The Hugging Face hub: the folder of an exported model goes there, and models come from there.
 
-Who may write where, and which files are there already, is the hub's to say; what is refused becomes one sentence with
-the fix. A model of another run is never overwritten: the model card names the run that its repository belongs to.
+The hub's own library does the transfers, and keeps what it downloads in its cache. Who may write where, and which files
+are there already, is the hub's to say; what is refused becomes one sentence with the fix. A model of another run is
+never overwritten: the model card names the run that its repository belongs to.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DOWNLOADED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]
+"""Other copies of the same weights."""
 _MADE_BY_THE_HUB = {".gitattributes"}
 """What a repository without a model may hold."""
 _TOKENS = "https://huggingface.co/settings/tokens"
@@ -29,9 +34,34 @@ _TOKENS = "https://huggingface.co/settings/tokens"
 
 def check_name(name: str) -> None:
     """Raises ConfigError unless `name` is OWNER/NAME, as the hub names models."""
-    if not _NAME.fullmatch(name) or ".." in name or "--" in name:
+    if not _is_name(name):
         raise ConfigError(
             f"{name!r} names no model on the Hugging Face hub", fix="write ORGANISATION/NAME or USER/NAME"
+        )
+
+
+def _is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
+
+
+def model_folder(source: Path, say: Say) -> Path:
+    """`source` if it is a folder; of OWNER/NAME[@REVISION], the folder in the hub's cache that it is downloaded to.
+
+    A branch or tag (by default the branch `main`) stands for the commit that it is now, which is said; what is whole in
+    the cache is not downloaded again. Raises ConfigError where the hub has no such model or revision or keeps it from
+    this machine, NetworkError where the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    name, _, revision = str(source).partition("@")
+    if source.exists() or not _is_name(name):
+        return source  # the error that there is no such folder is up to who reads it
+    api = HfApi()
+    with _plain_errors(name, "try again: what has come is kept", revision):
+        commit = revision if _COMMIT.fullmatch(revision) else api.model_info(name, revision=revision or None).sha
+        say(f"the model {name} at commit {commit} of the Hugging Face hub")
+        return Path(
+            api.snapshot_download(name, revision=commit, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
         )
 
 
@@ -115,13 +145,18 @@ def _keep_licence(theirs: str, folder: Path) -> None:
 
 
 @contextmanager
-def _plain_errors(name: str, again: str) -> Iterator[None]:
+def _plain_errors(name: str, again: str, revision: str = "") -> Iterator[None]:
     """Makes what the hub's library raises one sentence with the fix.
 
-    `name`: what is asked for. `again`: what to do where it is not the user's fault.
+    `name`, `revision`: what is asked for. `again`: what to do where it is not the user's fault.
     """
     import httpx2
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         yield
@@ -130,17 +165,39 @@ def _plain_errors(name: str, again: str) -> Iterator[None]:
             "this machine has no token of the Hugging Face hub",
             fix=f"log in with `hf auth login`, or set HF_TOKEN (a token that may write: {_TOKENS})",
         ) from error
-    except OfflineModeIsEnabled as error:
-        raise ConfigError(
-            "the hub is switched off on this machine (HF_HUB_OFFLINE)", fix="unset HF_HUB_OFFLINE"
-        ) from error
-    except (HfHubHTTPError, httpx2.HTTPError, OSError, RuntimeError) as error:
-        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+    except (httpx2.HTTPError, OSError, RuntimeError) as error:
+        is_wrapped = isinstance(error, LocalEntryNotFoundError) or type(error) is RuntimeError
+        cause = error.__cause__ if is_wrapped and error.__cause__ else error
         if isinstance(cause, HfHubHTTPError):
-            raise _refusal(cause, name, again) from error
+            raise _unseen(cause, name, revision) or _refusal(cause, name, again) from error
+        if isinstance(cause, OfflineModeIsEnabled):
+            raise ConfigError(
+                f"{name} is asked for, but HF_HUB_OFFLINE keeps this machine from the hub", fix="unset HF_HUB_OFFLINE"
+            ) from error
         raise NetworkError(f"the transfer to or from the hub broke off: {first_line(cause)}", fix=again) from error
     except ValueError as error:  # the header of the model card
         raise ConfigError(f"the hub refuses {CARD_FILE}: {' '.join(str(error).split())}", fix="correct it") from error
+
+
+def _unseen(error: HfHubHTTPError, name: str, revision: str) -> ConfigError | None:
+    """Where what was asked for is not there, or not for this machine."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return ConfigError(
+            f"{name} is only for those who accept its terms",
+            fix=f"accept them at https://huggingface.co/{name}, and log in here with `hf auth login`",
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return ConfigError(
+            f"{name} is neither a folder here nor a model on the Hugging Face hub that this machine may see",
+            fix="check the name; for a private model log in with `hf auth login`",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ConfigError(
+            f"{name} on the Hugging Face hub has no revision {revision!r}", fix="check what follows the @"
+        )
+    return None
 
 
 def _refusal(error: HfHubHTTPError, name: str, again: str) -> ConfigError | NetworkError:

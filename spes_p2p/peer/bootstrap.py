@@ -34,7 +34,7 @@ from spes_p2p.peer.mirror import Mirror, kept_run
 from spes_p2p.peer.node_metrics import measuring, state_of_node, state_of_run
 from spes_p2p.peer.options import DEFAULT_MAX_DATA_DISK, JoinTarget, NetworkOptions, config_path
 from spes_p2p.peer.run_data import open_run_data
-from spes_p2p.peer.start_state import make_own_start, make_start, start_from, start_from_own
+from spes_p2p.peer.start_state import make_own_start, make_start, start_folder, start_from, start_from_own
 from spes_p2p.peer.stopping import leaving_on_signals, until_stopped
 from spes_p2p.state.initial import InitialState
 from spes_p2p.state.layout import Layout
@@ -61,11 +61,11 @@ LEAVE_SECONDS = 8.0
 class BootstrapOptions:
     """`config_path` None: only a DHT node. `folder` keeps identity, genesis, certificates and the initial state.
 
-    `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder whose values the
-    run starts from (None: made from its seed). `model`: a model of one's own that the run trains. `serve`: take part,
-    without training, as the public peer of the others. `mirror`: the run to mirror, in the place of a config;
-    `max_data_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`: where Prometheus may
-    ask at `metrics_host` (None: nowhere).
+    `archive`: where to keep the newest state too (None: nowhere). `init_from`: a Hugging Face folder, or ORG/NAME of
+    the hub, whose values the run starts from (None: made from its seed). `model`: a model of one's own that the run
+    trains. `serve`: take part, without training, as the public peer of the others. `mirror`: the run to mirror, in the
+    place of a config; `max_data_disk`: bytes of its data that are copied, where `data` names no copy. `metrics_port`:
+    where Prometheus may ask at `metrics_host` (None: nowhere).
     """
 
     network: NetworkOptions
@@ -85,6 +85,7 @@ class BootstrapOptions:
 
 def run_bootstrap(options: BootstrapOptions, say: Say, ready: Callable[[str], None] = lambda command: None) -> None:
     """Runs until SIGINT or SIGTERM. `ready` is called with the join command once peers can come."""
+    options = with_start_folder(options, say)
     with NetworkThread() as thread:
         stop = asyncio.Event()
         with leaving_on_signals(lambda: thread.loop.call_soon_threadsafe(stop.set), say):
@@ -101,6 +102,11 @@ async def serve_until(
     run = await _read_run(options, say) if options.config_path is not None else None
     with contextlib.suppress(Stopped):
         await until_stopped(stop, _serve(options, run, say, ready))
+
+
+def with_start_folder(options: BootstrapOptions, say: Say) -> BootstrapOptions:
+    """With the model that the run starts from on this machine: one of the hub is downloaded, which may take long."""
+    return replace(options, init_from=start_folder(options.init_from, options.folder, say))
 
 
 def _check(options: BootstrapOptions) -> None:
@@ -134,11 +140,13 @@ async def _read_run(options: BootstrapOptions, say: Say) -> _Found:
     if options.data is not None:
         overrides.append(f"data.path={options.data}")
     config = load_config(config_path(options.config_path), overrides)
-    if options.init_from is not None:
-        config = start_from(options.init_from, config, options.folder, say)
+    start = options.init_from
+    if start is not None:
+        config = start_from(start, config, options.folder, say)
     elif options.model is not None:
         config = start_from_own(options.model, config, options.folder)
-    return _Found(*await open_run_data(config, options.folder / DATA, options.init_from, say))
+    at_hand = start if start is not None and start.is_dir() else None  # once the run has begun it may be gone
+    return _Found(*await open_run_data(config, options.folder / DATA, at_hand, say))
 
 
 async def _serve(options: BootstrapOptions, run: _Found | None, say: Say, ready: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ from spes_p2p.data.loader import open_dataset
 from spes_p2p.errors import CheckpointError, ConfigError
 from spes_p2p.ids import Hash
 from spes_p2p.interop.hf import state_layout
+from spes_p2p.interop.hub import model_folder
 from spes_p2p.interop.importing import StartModel
 from spes_p2p.interop.own import Model, OwnStart
 from spes_p2p.interop.same_tokenizer import check_tokenizer
@@ -23,6 +24,14 @@ from spes_p2p.state.layout import Layout
 from spes_p2p.state.store import StateStore
 from spes_p2p.state.version import Version
 from spes_p2p.sync.chain import Chain
+
+
+def start_folder(source: Path | None, folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Where the model lies that the run of the organiser's `folder` starts from, downloaded if it is one of the hub.
+
+    Once the run has begun nobody needs it. Raises what `model_folder` does.
+    """
+    return source if source is None or _begun(folder) is not None else model_folder(source, say)
 
 
 def start_from(source: Path, config: Config, folder: Path, say: Callable[[str], None]) -> Config:
@@ -51,7 +60,7 @@ def make_start(store: StateStore, layout: Layout, config: Config, source: Path |
     if source is None:
         raise ConfigError(
             f"the state that the run starts from is not here (run.initial_state {wanted[:16]})",
-            fix="give the folder of that model with --init-from",
+            fix="give that model with --init-from",
         )
     start = StartModel.open(source)
     start.check_fits(config)

@@ -12,7 +12,7 @@ import pytest
 from spes_p2p.errors import ConfigError, NetworkError
 from spes_p2p.interop.card import NO_LICENCE, CurvePoint, Facts, model_card, run_of_card, with_licence_of
 from spes_p2p.interop.export import export_model
-from spes_p2p.interop.hub import check_name, check_token, push_folder
+from spes_p2p.interop.hub import check_name, check_token, model_folder, push_folder
 from spes_p2p.interop.weights import Format
 from tests.interop.hub_server import Asked, HubServer, Refusal, hub_for
 from tests.interop.states import OLMOE, random_state, run_config
@@ -158,6 +158,16 @@ def test_a_hub_that_is_gone_is_a_network_error(monkeypatch: pytest.MonkeyPatch, 
         check_token()
 
 
+def test_a_machine_that_stays_offline_says_so(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for ask in (check_token, lambda: fetch(NAME), lambda: fetch(f"{NAME}@{'0' * 40}")):
+        with pytest.raises(ConfigError, match="HF_HUB_OFFLINE keeps this machine from the hub"):
+            ask()
+    assert hub.asked == []
+
+
 @pytest.mark.parametrize("name", ["my-model", "me/my/model", "me/", "me/a..b", "me/a--b", "-me/x", "https://x/y"])
 def test_a_name_that_no_model_can_have(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names no model on the Hugging Face hub"):
@@ -167,6 +177,56 @@ def test_a_name_that_no_model_can_have(name: str, tmp_path: Path) -> None:
 def test_only_an_exported_folder_is_pushed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no exported model"):
         push_folder(tmp_path, NAME, False, lambda text: None)
+
+
+def fetch(name: str) -> tuple[Path, list[str]]:
+    said: list[str] = []
+    return model_folder(Path(name), said.append), said
+
+
+def test_a_model_comes_back_pinned_to_its_commit(hub: HubServer, tmp_path: Path) -> None:
+    first = exported(tmp_path / "first")
+    other = {"original/model.safetensors": b"0" * 40, "consolidated.safetensors": b"1" * 40, "model.bin": b"2" * 40}
+    commit = hub.create(NAME, content(first) | other, private=True)
+    folder, said = fetch(NAME)
+    assert content(folder) == {name: data for name, data in content(first).items() if name != "README.md"}
+    assert said == [f"the model {NAME} at commit {commit} of the Hugging Face hub"]
+    newer = hub.repositories[NAME].commit(content(exported(tmp_path / "second", round=8)) | {"config.json": b"{}"})
+    assert fetch(f"{NAME}@{commit}") == (folder, said)
+    assert fetch(NAME)[0].name == newer
+    hub.refuses = lambda asked: Refusal(403, "no")
+    assert fetch(f"{NAME}@{commit}")[0] == folder  # what is whole here needs no hub
+
+
+def test_a_download_that_broke_off_goes_on(hub: HubServer, tmp_path: Path) -> None:
+    first = exported(tmp_path / "first")
+    commit = hub.create(NAME, content(first))
+    last = sorted(first.glob("*.safetensors"))[-1].name
+    hub.refuses = lambda asked: Refusal(507, "broken") if asked.path.endswith(last) else None
+    with pytest.raises(NetworkError, match=f"the hub answered 507 for {NAME}") as caught:
+        fetch(NAME)
+    assert caught.value.fix == "try again: what has come is kept"
+    hub.refuses, hub.asked = lambda asked: None, []
+    assert (fetch(NAME)[0] / last).read_bytes() == (first / last).read_bytes()
+    assert [asked.path for asked in hub.sent("GET", "/resolve/")] == [f"/{NAME}/resolve/{commit}/{last}"]
+
+
+def test_a_folder_is_itself_and_no_name_is_left_to_who_reads_it(hub: HubServer, tmp_path: Path) -> None:
+    for source in (tmp_path, tmp_path / "nowhere", Path("nowhere"), Path("a/b/c")):
+        assert fetch(str(source)) == (source, [])
+    assert hub.asked == []
+
+
+def test_what_the_hub_does_not_have_or_keeps_is_named(hub: HubServer) -> None:
+    with pytest.raises(ConfigError, match="me/none is neither a folder here nor a model on the"):
+        fetch("me/none")
+    hub.create(NAME)
+    with pytest.raises(ConfigError, match=f"{NAME} on the Hugging Face hub has no revision 'v9'"):
+        fetch(f"{NAME}@v9")
+    hub.refuses = lambda asked: Refusal(403, "gated", "GatedRepo")
+    with pytest.raises(ConfigError, match="only for those who accept its terms") as caught:
+        fetch(NAME)
+    assert f"https://huggingface.co/{NAME}" in caught.value.fix
 
 
 def test_a_card_has_the_facts_and_leaves_the_licence_to_the_user() -> None:

@@ -12,11 +12,15 @@ from spes_p2p.data.tokenize import TokenizeOptions, tokenize
 from spes_p2p.errors import CheckpointError, ConfigError
 from spes_p2p.interop.importing import StartModel
 from spes_p2p.interop.upcycle import Upcycling
-from spes_p2p.peer.start_state import make_start, start_from
+from spes_p2p.peer.folder import CHAIN, RUN
+from spes_p2p.peer.start_state import make_start, start_folder, start_from
 from spes_p2p.state.store import StateStore
+from spes_p2p.sync.chain import Chain
+from tests.interop.hub_server import hub_for
 from tests.interop.states import layout_of
 from tests.interop.test_importing import config_for
 from tests.interop.test_upcycle import made, qwen3
+from tests.sync.chains import MadeRun
 
 
 def quiet(text: str) -> None:
@@ -47,6 +51,24 @@ def test_a_folder_that_changed_or_is_not_given_is_refused(tmp_path: Path) -> Non
         make_start(store, store.layout, config, None)
     assert "--init-from" in caught.value.fix
     assert store.latest() is None
+
+
+def test_a_model_of_the_hub_starts_a_run_and_is_not_asked_for_once_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, said, node = made(tmp_path, qwen3(), Upcycling()), list[str](), tmp_path / "node"
+    plain, source = config_for(start), Path("me/start")
+    with hub_for(monkeypatch, tmp_path / "cache") as hub:
+        commit = hub.create(str(source), {path.name: path.read_bytes() for path in start.folder.iterdir()})
+        folder = start_folder(source, node, said.append)
+        assert folder is not None
+        config = start_from(folder, plain, node, said.append)
+        assert said[0] == f"the model me/start at commit {commit} of the Hugging Face hub"
+        assert config == start_from(start.folder, plain, node, quiet)
+        chain, hub.asked = Chain(node / RUN / CHAIN), []
+        chain.append(MadeRun().chain(1)[0])
+        assert start_folder(source, node, quiet) == source
+        assert hub.asked == []
 
 
 def test_another_model_than_the_configs_is_refused(tmp_path: Path) -> None:
