@@ -28,10 +28,11 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/make_config_docs.py. Change spes_p2p/config/sections.py, then run it again. -->
 
-A run is one YAML file with the sections below. [`configs/`](../configs) has complete ones: `tiny`, `small`, and the
-published SPES shapes. Fields without a default must be given; a section whose fields all have one may be left out. A
-key that does not exist is refused, and the message names the nearest one that does. In the tables, E is the number of
-experts and H the number of inner steps of a round.
+A run is one YAML file with the sections below. `configs/` has complete ones: [`tiny`](../configs/tiny.yaml),
+[`small`](../configs/small.yaml), [`home`](../configs/home.yaml), and the published SPES shapes. Fields without a
+default must be given; a section whose fields all have one may be left out. A key that does not exist is refused, and
+the message names the nearest one that does. In the tables, E is the number of experts and H the number of inner steps
+of a round.
 
 Any field can be changed on the command line with its dotted name; the value is YAML:
 
