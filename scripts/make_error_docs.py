@@ -4,7 +4,7 @@
     python scripts/make_error_docs.py
 
 What is filled in at run time stands in angle brackets. Left out are warnings whose text is not made where the event is;
-docs/operations.md has them. The tests compare the page with what this makes of the source.
+what people wrote on the page has some of them. The tests compare the page with what this makes of the source.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def render() -> str:
     ):
         lines += ["", f"## {title}"]
         if title == "Most warnings":
-            lines += ["", "What they mean, and those that are missing here: [operations](operations.md#warnings)."]
+            lines += ["", "What they mean, and those that are missing here: [frequent warnings](#frequent-warnings)."]
         for area in dict.fromkeys(one.area for one in chosen):
             lines += ["", f"### {title.split()[1].rstrip('s').capitalize()}s: {area}", ""]
             with_fix = title == "Every error"

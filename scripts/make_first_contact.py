@@ -243,8 +243,8 @@ command makes, used the host's network.
 {table}
 
 The first call of `scripts/spes-p2p.sh` installs into `.venv` of its clone, later ones only run the program. In a
-terminal a peer shows [a screen](operations.md#the-screen) instead of lines. A peer behind a router needs nothing else;
-a bootstrap node must be reachable: [operations](operations.md#the-bootstrap-node).
+terminal a peer shows [a screen](running-a-peer.md#the-screen) instead of lines. A peer behind a router needs nothing
+else; a bootstrap node [must be reachable](bootstrap-node.md).
 
 ## What was printed
 

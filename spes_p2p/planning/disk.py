@@ -1,4 +1,4 @@
-"""Bytes of disk that a peer takes at its worst moment: docs/operations.md has the same table in words.
+"""Bytes of disk that a peer takes at its worst moment: docs/disk-and-memory.md has the same table in words.
 
 S the state, V its values without outer momentum, T what the peer trains, E all experts, each with 4 bytes a value; K
 checkpoints are kept:

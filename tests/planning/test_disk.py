@@ -1,4 +1,4 @@
-"""Disk by the same sums as the table in docs/operations.md."""
+"""Disk by the same sums as the table in docs/disk-and-memory.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spes_p2p.planning.disk import DiskNeed
 from spes_p2p.planning.sizes import Sizes
 from tests.planning.runs import run_named
 
-TABLE = Path(__file__).parents[2] / "docs" / "operations.md"
+TABLE = Path(__file__).parents[2] / "docs" / "disk-and-memory.md"
 ROWS = re.findall(
     r"^\| ([\w-]+) \| [\d.]+[MB] \| [\d.]+ [MG]B \| \d+ × (\d+) \| ([\d.]+) ([MG])B", TABLE.read_text(), re.M
 )
