@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the lists of docs/troubleshooting.md: every error and most warnings of the package, found in its source.
+"""Writes the lists of docs/troubleshooting.md and docs/refusals.md: every error and most warnings, found in the source.
 
     python scripts/make_error_docs.py
 
@@ -17,10 +17,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
+REFUSALS = ROOT / "docs" / "refusals.md"
+"""Errors without a fix: for those who change the program."""
 BEGIN = "<!-- made by scripts/make_error_docs.py -->"
 BASE = "SpesError"
 WARNINGS = {"Warning": 0, "Notice": 1}
 """Events that carry a message for people, and at which place."""
+PLAIN = {"strerror": "error", "me": "peer id", "shown": "value", "text": "value", "found": "value"}
+"""Words for names of the code that say nothing to others."""
 AREAS = {
     "cli": "Commands", "api": "Commands", "config": "Config", "data": "Data", "consensus": "The run",
     "exchange": "The run",
@@ -47,14 +51,14 @@ class Message:
 def messages() -> list[Message]:
     """Of the whole package, each once."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "spes_p2p").rglob("*.py"))}
-    errors = _errors(trees.values())
+    errors, constants = _errors(trees.values()), _constants(trees.values())
     found = set()
     for path, tree in trees.items():
         area = AREAS[path.relative_to(ROOT / "spes_p2p").parts[0].removesuffix(".py")]
         for function, call in _calls(tree):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
             if name in errors or name in WARNINGS:
-                found |= set(_messages(area, name, call, function))
+                found |= set(_messages(area, name, call, Scope(function, tree, constants)))
     return sorted(found)
 
 
@@ -72,6 +76,36 @@ def _errors(trees: Iterable[ast.Module]) -> set[str]:
     return known
 
 
+class Scope:
+    """Where a message stands: what its names stand for is looked up in the function, the module, then the package."""
+
+    def __init__(self, function: ast.AST, module: ast.Module, package: dict[str, ast.AST]) -> None:
+        self._function, self._module, self._package = function, module, package
+
+    def values(self, name: str) -> list[ast.AST]:
+        """What is assigned to `name`: in the function anything, elsewhere constants."""
+        for nodes in (ast.walk(self._function), self._module.body):
+            if found := [node.value for node in nodes if isinstance(node, ast.Assign) and _targets(node, name)]:
+                return found
+        return [self._package[name]] if name in self._package else []
+
+
+def _targets(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _constants(trees: Iterable[ast.Module]) -> dict[str, ast.AST]:
+    """Texts that the package's modules define for each other."""
+    return {
+        target.id: node.value
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.JoinedStr | ast.Constant | ast.BinOp)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.isupper() and not target.id.startswith("_")
+    }
+
+
 def _calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
     """Every call with the innermost function around it."""
 
@@ -84,38 +118,32 @@ def _calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
     yield from walk(tree, tree)
 
 
-def _messages(area: str, name: str, call: ast.Call, function: ast.AST) -> Iterator[Message]:
+def _messages(area: str, name: str, call: ast.Call, scope: Scope) -> Iterator[Message]:
     at = WARNINGS.get(name, 0)
     if len(call.args) <= at:
         return
     fix = next((one.value for one in call.keywords if one.arg == "fix"), None)
     if fix is None and name not in WARNINGS and len(call.args) > 1:
         fix = call.args[1]
-    fixes = " or ".join(_texts(fix, function)) if fix is not None else ""
-    for text in _texts(call.args[at], function):
+    fixes = " or ".join(_texts(fix, scope)) if fix is not None else ""
+    for text in _texts(call.args[at], scope):
         if re.search(r"[A-Za-z]{2}", re.sub(r"<[^>]*>", "", text)):  # else all of it comes from elsewhere
             yield Message(area, text, fixes, name)
 
 
-def _texts(node: ast.AST | None, function: ast.AST, depth: int = 0) -> list[str]:
+def _texts(node: ast.AST | None, scope: Scope, depth: int = 0) -> list[str]:
     """What an expression may say; several where it chooses."""
     match node:
-        case ast.Constant(value=str(text)):
-            return [text]
+        case ast.Constant(value=str() | int() | float() as value):
+            return [str(value)]
         case ast.JoinedStr(values=parts):
-            return ["".join(_part(part, function, depth) for part in parts)]
+            return ["".join(_part(part, scope, depth) for part in parts)]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [a + b for a in _texts(left, function, depth) for b in _texts(right, function, depth)]
+            return [a + b for a in _texts(left, scope, depth) for b in _texts(right, scope, depth)]
         case ast.IfExp(body=one, orelse=other):
-            return _texts(one, function, depth) + _texts(other, function, depth)
+            return _texts(one, scope, depth) + _texts(other, scope, depth)
         case ast.Name(id=name) if depth < 3:
-            given = [
-                assigned.value
-                for assigned in ast.walk(function)
-                if isinstance(assigned, ast.Assign)
-                and any(isinstance(target, ast.Name) and target.id == name for target in assigned.targets)
-            ]
-            texts = [text for value in given for text in _texts(value, function, depth + 1)]
+            texts = [text for value in scope.values(name) for text in _texts(value, scope, depth + 1)]
             return texts or [_hole(node)]
         case None:
             return []
@@ -123,39 +151,77 @@ def _texts(node: ast.AST | None, function: ast.AST, depth: int = 0) -> list[str]
             return [_hole(node)]
 
 
-def _part(part: ast.AST, function: ast.AST, depth: int) -> str:
-    if isinstance(part, ast.Constant):
-        return str(part.value)
-    return _hole(part.value) if isinstance(part, ast.FormattedValue) else _hole(part)
+def _part(part: ast.AST, scope: Scope, depth: int) -> str:
+    """A constant where there is one, else a word for what is filled in."""
+    match part:
+        case ast.Constant(value=value):
+            return str(value)
+        case ast.FormattedValue(value=ast.Name(id=name)) if name.isupper() and depth < 3:
+            texts = [text for value in scope.values(name) for text in _texts(value, scope, depth + 1)]
+            return texts[0] if len(texts) == 1 else _hole(part)
+        case _:
+            return _hole(part)
 
 
 def _hole(node: ast.AST) -> str:
-    """A word for what is filled in: the last name in the expression."""
-    names = [one.attr if isinstance(one, ast.Attribute) else one.id for one in ast.walk(node)
-             if isinstance(one, ast.Attribute | ast.Name)]  # fmt: skip
-    word = names[0].strip("_").replace("_", " ").lower() if names else ".."
-    return f"<{word}>"
+    return f"<{_word(node)}>"
 
 
-def render() -> str:
-    """The page: what people wrote of it, and the lists."""
-    written = PAGE.read_text().partition(BEGIN)[0]
-    lines = [f"{written}{BEGIN}"]
+def _word(node: ast.AST) -> str:
+    """What people would call the value of an expression: its last name, through calls that only change its form."""
+    match node:
+        case ast.FormattedValue(value=value) | ast.Subscript(value=value) | ast.Await(value=value):
+            return _word(value)
+        case ast.Call(func=ast.Name(id="len"), args=[counted]):
+            return f"number of {_word(counted)}".removesuffix(" of value")
+        case ast.Call(func=ast.Name(id="getattr")):
+            return "value"
+        case ast.Call(func=ast.Name(id="first_line")):
+            return "error"
+        case ast.Call(args=[ast.GeneratorExp(elt=value) | ast.ListComp(elt=value), *_]) | ast.Call(args=[value, *_]):
+            return _word(value)
+        case ast.Call(func=ast.Attribute(value=value)) if (
+            not isinstance(value, ast.Constant) and _word(value) != "self"
+        ):
+            return _word(value)
+        case ast.Call(func=function):
+            return _word(function)
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return PLAIN.get(name, name.strip("_").replace("_", " ").lower())
+        case ast.BinOp(left=one, right=other) | ast.IfExp(body=one, orelse=other):
+            return _word(one) if _word(one) != "value" else _word(other)
+        case ast.BoolOp(values=[one, *_]) | ast.GeneratorExp(elt=one) | ast.Starred(value=one):
+            return _word(one)
+        case _:
+            return "value"
+
+
+def render() -> dict[Path, str]:
+    """The pages: what people wrote of each, and the lists."""
     found = messages()
-    for title, chosen in (
-        ("Every error", [one for one in found if one.kind not in WARNINGS]),
-        ("Most warnings", [one for one in found if one.kind in WARNINGS]),
-    ):
-        lines += ["", f"## {title}"]
-        if title == "Most warnings":
-            lines += ["", "What they mean, and those that are missing here: [frequent warnings](#frequent-warnings)."]
-        for area in dict.fromkeys(one.area for one in chosen):
-            lines += ["", f"### {title.split()[1].rstrip('s').capitalize()}s: {area}", ""]
-            with_fix = title == "Every error"
-            lines += ["| message | fix |", "| --- | --- |"] if with_fix else ["| message |", "| --- |"]
-            for one in (one for one in chosen if one.area == area):
-                lines.append(f"| {_cell(one.text)} | {_cell(one.fix)} |" if with_fix else f"| {_cell(one.text)} |")
-    return "\n".join(lines) + "\n"
+    errors = [one for one in found if one.kind not in WARNINGS]
+    lists = {
+        PAGE: [
+            *_list("Every error", [one for one in errors if one.fix]),
+            *("", "Those that are reasons inside of others are in [refusals](refusals.md)."),
+            *_list("Most warnings", [one for one in found if one.kind in WARNINGS]),
+        ],
+        REFUSALS: _list("Every refusal", [one for one in errors if not one.fix]),
+    }
+    written = {page: page.read_text().partition(BEGIN)[0] for page in lists}
+    return {page: "\n".join([f"{written[page]}{BEGIN}", *lines]) + "\n" for page, lines in lists.items()}
+
+
+def _list(title: str, chosen: list[Message]) -> list[str]:
+    """A table for each area."""
+    lines = ["", f"## {title}"]
+    has_fix = any(one.fix for one in chosen)
+    for area in dict.fromkeys(one.area for one in chosen):
+        lines += ["", f"### {title.split()[1].replace('ies', 'y').rstrip('s').capitalize()}s: {area}", ""]
+        lines += ["| message | fix |", "| --- | --- |"] if has_fix else ["| message |", "| --- |"]
+        for one in (one for one in chosen if one.area == area):
+            lines.append(f"| {_cell(one.text)} | {_cell(one.fix)} |" if has_fix else f"| {_cell(one.text)} |")
+    return lines
 
 
 def _cell(text: str) -> str:
@@ -165,5 +231,6 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
-    print(f"{PAGE}: {len(messages())} messages")
+    for page, text in render().items():
+        page.write_text(text)
+    print(f"{PAGE}, {REFUSALS}: {len(messages())} messages")
