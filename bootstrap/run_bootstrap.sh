@@ -27,7 +27,7 @@ port="${SPES_PORT:-31337}"
 arguments=(
     bootstrap
     "${run[@]}"
-    --folder "$folder"
+    --output "$folder"
     --identity-path "$folder/identity.key"
     --port "$port"
 )

@@ -23,7 +23,7 @@ elif [ -z "${SPES_INITIAL_PEERS:-}" ] && [ ! -e "$folder/invite.txt" ]; then
     echo "run_peer.sh: set SPES_INVITE to the invitation that the organiser printed (spes1...)" >&2
     exit 2
 fi
-arguments+=(--folder "$folder")
+arguments+=(--output "$folder")
 for address in ${SPES_INITIAL_PEERS:-}; do
     arguments+=(--initial-peers "$address")
 done

@@ -56,7 +56,7 @@ dns() { [[ "$master" =~ ^[0-9.]+$ ]] && echo ip4 || echo dns4; }
 
 if ((rank == 0)); then
     rm -f "$address_file"
-    arguments=(bootstrap --config "$SPES_CONFIG" --folder "$SPES_SHARED/bootstrap"
+    arguments=(bootstrap --config "$SPES_CONFIG" --output "$SPES_SHARED/bootstrap"
         --host-maddrs "/ip4/0.0.0.0/tcp/$port" --announce-maddrs "/$(dns)/$master/tcp/$port")
     [ -z "${SPES_DATA:-}" ] || arguments+=(--data "$SPES_DATA")
     log="$SPES_SHARED/bootstrap.log"
@@ -82,7 +82,7 @@ for override in "$@"; do
         output.* | data.source=* | data.raw_dtype=* | eval.include_path=*) own+=("$override") ;;
     esac
 done
-arguments=(join --initial-peers "$(cat "$address_file")" --folder "$SPES_SHARED/peer-$rank")
+arguments=(join --initial-peers "$(cat "$address_file")" --output "$SPES_SHARED/peer-$rank")
 [ -z "${SPES_DATA:-}" ] || arguments+=(--data "$SPES_DATA")
 [ -z "$ranks" ] || arguments+=(--local-ranks "$ranks")
 [ -z "${SPES_ROUNDS:-}" ] || arguments+=(--until-round "$SPES_ROUNDS")

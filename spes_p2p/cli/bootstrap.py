@@ -43,11 +43,11 @@ def bootstrap(
     max_data_disk: Annotated[
         str, typer.Option(metavar="SIZE", help="Most disk space for data that a mirror copies from peers.")
     ] = "20GB",
-    folder: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(
-            "--folder",
-            "-f",
+            "--output",
+            "-o",
             help="Folder for identity and certificates (default: bootstrap-node; for a mirror: mirror).",
             show_default=False,
         ),
@@ -101,7 +101,7 @@ def bootstrap(
     if init_from is not None:
         show_hub_bars()
     options = BootstrapOptions(
-        network, folder or Path("bootstrap-node" if mirror is None else "mirror"), config, data, tuple(overrides or ()),
+        network, output or Path("bootstrap-node" if mirror is None else "mirror"), config, data, tuple(overrides or ()),
         archive, init_from, serve=serve, mirror=mirrored, max_data_disk=parse_data_disk(max_data_disk),
         metrics_port=metrics_port, metrics_host=metrics_host,
     )  # fmt: skip

@@ -23,7 +23,7 @@ def doctor(
     initial_peers: OptionalPeers = None,
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
-    folder: Annotated[Path, typer.Option("--folder", "-f", help="Folder that a peer would write to.")] = Path("peer"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that a peer would write to.")] = Path("peer"),
     device: DeviceOption = Device.AUTO,
     max_experts: Annotated[
         int | None, typer.Option(help="Most expert columns to train (default: as many as fit into memory).", min=0)
@@ -42,7 +42,7 @@ def doctor(
 
     found = meeting((invitation,) if invitation else (), initial_peers or (), run_id, fingerprint)
     network = NetworkOptions(found.addresses, listening(host_maddrs, port))
-    options = PeerOptions(network, folder, max_experts=max_experts, device=device)
+    options = PeerOptions(network, output, max_experts=max_experts, device=device)
 
     def tell(check: Check) -> None:
         if not as_json:

@@ -61,8 +61,8 @@ def join(
             rich_help_panel=NETWORK,
         ),
     ] = WebAccess.PUBLIC,
-    folder: Annotated[
-        Path, typer.Option("--folder", "-f", help="Folder for state and metrics; a run that it holds is continued.")
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for state and metrics; a run that it holds is continued.")
     ] = Path("peer"),
     run_id: RunId = None,
     fingerprint: Fingerprint = None,
@@ -152,7 +152,7 @@ def join(
 
     The same command, given again in the same folder, continues.
 
-    Example: spes-p2p join spes1... --folder peer
+    Example: spes-p2p join spes1... --output peer
     """
     from spes_p2p.peer.options import (
         NetworkOptions,
@@ -180,7 +180,7 @@ def join(
     )
     options = PeerOptions(
         network=network,
-        folder=folder,
+        folder=output,
         data=data,
         run_id=found.run_id,
         fingerprint=found.fingerprint,

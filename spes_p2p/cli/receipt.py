@@ -18,8 +18,8 @@ def receipt(
     check: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check this receipt, without the run.", show_default=False)
     ] = None,
-    folder: Annotated[
-        Path, typer.Option("--folder", "-f", help="Folder of the peer whose work the receipt is for.")
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of the peer whose work the receipt is for.")
     ] = Path("peer"),
     fingerprint: Fingerprint = None,
 ) -> None:
@@ -27,7 +27,7 @@ def receipt(
 
     With an invitation or --fingerprint, a receipt of any other run is refused.
 
-    Example: spes-p2p receipt --folder peer; spes-p2p receipt --check peer/receipt.spes
+    Example: spes-p2p receipt --output peer; spes-p2p receipt --check peer/receipt.spes
     """
     from spes_p2p.peer.options import meeting
 
@@ -37,7 +37,7 @@ def receipt(
         return
     from spes_p2p.peer.receipts import get_receipt
 
-    path, _ = get_receipt(folder)
+    path, _ = get_receipt(output)
     typer.echo(f"{path}: {receipt_text(_checked(path, wanted))}")
 
 

@@ -84,7 +84,9 @@ def init(
         float | None, typer.Option(help="Training speed of a volunteer.", min=0.001, show_default=False)
     ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Choose what suits these links and GPUs, and say why.")] = False,
-    folder: NodeFolder = Path("bootstrap-node"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the organiser's key: the bootstrap node's.")
+    ] = Path("bootstrap-node"),
 ) -> None:
     """Asks a few questions (or takes flags), checks and writes a commented NAME.yaml, and creates the organiser's key.
 
@@ -124,15 +126,15 @@ def init(
         tokens_per_second=tokens_per_second or speed,
         tune=tune,
     )  # fmt: skip
-    made = start_run(run, Path(f"{run.name}.yaml"), folder)
+    made = start_run(run, Path(f"{run.name}.yaml"), output)
     typer.echo(
-        f"{made.path}: run {run.name}; the organiser is {made.organiser} (key: {folder}/identity.key; keep it safe)"
+        f"{made.path}: run {run.name}; the organiser is {made.organiser} (key: {output}/identity.key; keep it safe)"
     )
     for words in made.words:
         typer.echo(words)
     where = f" --data {run.data}" if run.data else ""
     typer.echo(f"\nnext, on a host that others can reach:\n  spes-p2p bootstrap --config {made.path}{where} "
-               f"--folder {folder} --port 31337")  # fmt: skip
+               f"--output {output} --port 31337")  # fmt: skip
 
 
 def _answer(given: Any, question: str, default: Any, kind: Callable[[str], Any] = str) -> Any:

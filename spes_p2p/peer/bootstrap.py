@@ -119,7 +119,7 @@ def _check(options: BootstrapOptions) -> None:
         raise ConfigError("--serve needs a run to serve", fix="give the run with --config")
     if options.serve and options.archive is not None:
         raise ConfigError(
-            "--serve already keeps the newest state in --folder; --archive would keep it twice",
+            "--serve already keeps the newest state in --output; --archive would keep it twice",
             fix="leave --archive out",
         )
 

@@ -152,7 +152,7 @@ def disk_check(config: Config | None, wanted: int, disk: Disk, data_bytes: int =
         text += f", and at most {bytes_text(data_bytes)} for its data (--max-data-disk)"
     if room < need.least:
         text = f"{bytes_text(disk.free_bytes)} free at {disk.path}, but the run needs at least {bytes_text(need.least)}"
-        return Check("disk", "failure", text, "free some space, or choose another disk with --folder")
+        return Check("disk", "failure", text, "free some space, or choose another disk with --output")
     if room < need.most:
         fix = "free some space, or join with output.keep_checkpoints=1; saving pauses while the disk is full"
         return Check("disk", "warning", text, fix)

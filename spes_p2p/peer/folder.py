@@ -27,7 +27,7 @@ OWNER = "peer_id"
 CHECKPOINTS = "checkpoints"
 
 
-def make_folder(output: Path, flag: str = "--folder") -> None:
+def make_folder(output: Path, flag: str = "--output") -> None:
     """Raises ConfigError where it cannot be made."""
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def _check_genesis(found: Hash, folder: Path, info: RunInfo) -> None:
         raise PermanentError(
             f"{folder} holds another run: its fingerprint is {found.hex()[:16]}, "
             f"that of {info.run_id} is {info.fingerprint.hex()[:16]}",
-            fix="use the config that it was started with, or choose another --folder",
+            fix="use the config that it was started with, or choose another --output",
         )
 
 
@@ -101,5 +101,5 @@ def _check_owner(folder: Path, me: PeerId) -> None:
     elif (found := marker.read_text()) != me:
         raise PermanentError(
             f"{folder} belongs to peer {found}, but this peer is {me}",
-            fix="use its identity.key again (--identity-path), or choose another --folder",
+            fix="use its identity.key again (--identity-path), or choose another --output",
         )

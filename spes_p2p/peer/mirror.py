@@ -91,7 +91,7 @@ class Mirror:
         if network.signer.peer_id == info.organiser:
             raise ConfigError(
                 f"{folder} holds the organiser's key of run {info.run_id}: it cannot be a mirror of this run",
-                fix="start it with --config as before, or give the mirror a folder of its own with --folder",
+                fix="start it with --config as before, or give the mirror a folder of its own with --output",
             )
         claim_folder(folder / RUN, info, run_layout(config, None), network.signer.peer_id)
         write_whole(folder / RUN / INFO_FILE, pack(info))

@@ -29,7 +29,7 @@ def get_receipt(output: Path) -> tuple[Path, bytes]:
         peer = PeerId((output / RUN / OWNER).read_text())
     except OSError as error:
         raise ConfigError(
-            f"{output} holds no run of a peer ({error.strerror})", fix="give the folder of a peer with --folder"
+            f"{output} holds no run of a peer ({error.strerror})", fix="give the folder of a peer with --output"
         ) from error
     data = visit(run, lambda network: _fetch(network, run, peer))
     path = output / RECEIPT_FILE

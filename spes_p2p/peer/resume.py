@@ -123,7 +123,7 @@ class Resumed:
             raise CheckpointError(
                 f"{folder} holds checkpoints of run {checkpoint.run.get('run_id')!r} with fingerprint "
                 f"{str(found)[:16]}, not {info.fingerprint.hex()[:16]}",
-                fix="choose another --folder, or join that run",
+                fix="choose another --output, or join that run",
             )
         return cls(checkpoint, layout)
 

@@ -195,7 +195,7 @@ class LocalSwarm:
 
         Raises SpesError when it ends instead.
         """
-        arguments = ["bootstrap", "--config", str(config), "--folder", str(self.folder / BOOTSTRAP)]
+        arguments = ["bootstrap", "--config", str(config), "--output", str(self.folder / BOOTSTRAP)]
         arguments += ["--data", str(data)] if data is not None else []
         before = self.processes.get(BOOTSTRAP)
         said = len(before.output()) if before is not None else 0
@@ -211,7 +211,7 @@ class LocalSwarm:
 
     def mirror(self, name: str, invite: str, arguments: Sequence[str] = ()) -> Process:
         """Starts a mirror of the run that is invited to."""
-        return self._start(name, ["bootstrap", "--mirror", invite, "--folder", str(self.folder / name), *arguments])
+        return self._start(name, ["bootstrap", "--mirror", invite, "--output", str(self.folder / name), *arguments])
 
     def peer(
         self,
@@ -226,7 +226,7 @@ class LocalSwarm:
         Several peers on one machine would each take all of its GPUs.
         `faults` that happen once wait until `armed_faults.arm`.
         """
-        command = ["join", "--initial-peers", initial_peer or self.address, "--folder", str(self.folder / name)]
+        command = ["join", "--initial-peers", initial_peer or self.address, "--output", str(self.folder / name)]
         command += ["--data", str(data)] if data is not None else []
         command += [] if any(word.partition("=")[0] == "--device" for word in arguments) else ["--device", "cpu"]
         return self._start(name, [*command, *arguments], faults)

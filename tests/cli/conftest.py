@@ -46,7 +46,7 @@ class Organiser:
 
     def join(self, output: Path, *arguments: str) -> Answer:
         """`spes-p2p join` with this node as initial peer."""
-        common = ("--initial-peers", self.address, "--host-maddrs", LOOPBACK, "--folder", str(output))
+        common = ("--initial-peers", self.address, "--host-maddrs", LOOPBACK, "--output", str(output))
         return spes_p2p("join", *common, *arguments)
 
 

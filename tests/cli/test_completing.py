@@ -75,7 +75,7 @@ def test_values_that_are_known(tab: Complete) -> None:
 
 def test_where_a_path_is_wanted_the_shell_proposes_files(tab: Complete, script: str) -> None:
     """The script says `-o default`: no proposal of ours means those of bash."""
-    assert tab("spes-p2p join --folder ") == []
+    assert tab("spes-p2p join --output ") == []
     assert tab("spes-p2p export --checkpoint pe") == []
     assert tab("spes-p2p plan --config runs/") == []
     assert "-o default" in script

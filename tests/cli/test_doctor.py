@@ -19,7 +19,7 @@ def checks(answer: Answer) -> dict[str, dict[str, str]]:
 
 
 def test_everything_is_looked_at_and_nothing_is_left_behind(tmp_path: Path, organiser: Organiser) -> None:
-    where = ("--folder", str(tmp_path / "peer"), "--host-maddrs", LOOPBACK)
+    where = ("--output", str(tmp_path / "peer"), "--host-maddrs", LOOPBACK)
     answer = spes_p2p("doctor", "--initial-peers", organiser.address, *where, "--json")
     assert answer.exit_code == 0, answer
     found = checks(answer)
@@ -41,7 +41,7 @@ def test_the_web_servers_that_the_organiser_names_are_looked_at(tmp_path: Path, 
 
 
 def test_lines_for_people_end_with_what_it_comes_to(tmp_path: Path) -> None:
-    answer = spes_p2p("doctor", "--folder", str(tmp_path))
+    answer = spes_p2p("doctor", "--output", str(tmp_path))
     assert answer.exit_code == 0
     assert answer.output.startswith("ok       python  3.")
     assert "not checked: no invitation was given" in answer.output
@@ -49,7 +49,7 @@ def test_lines_for_people_end_with_what_it_comes_to(tmp_path: Path) -> None:
 
 
 def test_who_reaches_nobody_is_told_why_and_gets_an_exit_code(tmp_path: Path) -> None:
-    answer = spes_p2p("doctor", "--initial-peers", NOBODY, "--folder", str(tmp_path), "--host-maddrs", LOOPBACK)
+    answer = spes_p2p("doctor", "--initial-peers", NOBODY, "--output", str(tmp_path), "--host-maddrs", LOOPBACK)
     assert answer.exit_code == 1
     assert f"failure  network no initial peer can be reached: {NOBODY} refuses connections" in answer.output
     assert answer.output.endswith("this machine cannot train in the run yet: network\n")

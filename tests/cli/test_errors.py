@@ -49,14 +49,14 @@ def listener() -> Iterator[int]:
     ],
 )
 def test_an_initial_peer_that_is_no_use(tmp_path: Path, address: str, words: tuple[str, ...]) -> None:
-    refused(spes_p2p("join", "--initial-peers", address, "-f", str(tmp_path)), *words)
+    refused(spes_p2p("join", "--initial-peers", address, "-o", str(tmp_path)), *words)
     refused(spes_p2p("status", "--initial-peers", address), *words)
 
 
 def test_each_of_several_initial_peers_has_its_reason(tmp_path: Path, listener: int) -> None:
     silent = f"/ip4/127.0.0.1/tcp/{listener}/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
     refused(spes_p2p("join", "--initial-peers", NOBODY, silent), f"{silent} is an address without a flag")
-    answer = spes_p2p("join", "--initial-peers", NOBODY, "--initial-peers", silent, "-f", str(tmp_path))
+    answer = spes_p2p("join", "--initial-peers", NOBODY, "--initial-peers", silent, "-o", str(tmp_path))
     refused(
         answer,
         NOBODY,
@@ -69,7 +69,7 @@ def test_each_of_several_initial_peers_has_its_reason(tmp_path: Path, listener: 
 def test_a_wrong_peer_id_is_told_with_the_right_one(tmp_path: Path, organiser: Organiser) -> None:
     place, _, peer = organiser.address.partition("/p2p/")
     wrong = f"{place}/p2p/QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
-    refused(spes_p2p("join", "--initial-peers", wrong, "-f", str(tmp_path)), "has a wrong peer id", peer)
+    refused(spes_p2p("join", "--initial-peers", wrong, "-o", str(tmp_path)), "has a wrong peer id", peer)
 
 
 def test_nobody_serves_the_run_that_is_announced(tmp_path: Path, organiser: Organiser) -> None:
@@ -136,14 +136,14 @@ def test_less_data_than_a_batch(tmp_path: Path, organiser: Organiser) -> None:
 
 def test_less_data_than_a_round_needs(tmp_path: Path) -> None:
     few = str(make_tokens(tmp_path / "few", words=500))
-    node = ("-f", str(tmp_path / "node"))
+    node = ("-o", str(tmp_path / "node"))
     words = ("29 training sequences of 128 tokens", "but a round needs 240", "tokenize more text")
     refused(spes_p2p("bootstrap", "--config", "tiny", "--data", few, *node), *words)
 
 
 def test_a_tokenizer_that_is_larger_than_the_vocabulary_or_the_dtype(tmp_path: Path, tokens: Path) -> None:
     answer = spes_p2p(
-        "bootstrap", "--config", "tiny", "--data", str(tokens), "-f", str(tmp_path), "model.vocab_size=99"
+        "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "model.vocab_size=99"
     )
     refused(answer, "tokenizer 'byte' of 257 ids, but model.vocab_size is 99", "set model.vocab_size to 257")
 
@@ -159,7 +159,7 @@ def test_two_peers_with_one_identity(tmp_path: Path, organiser: Organiser) -> No
 
 def test_an_output_folder_that_cannot_be_made(tmp_path: Path, organiser: Organiser) -> None:
     (tmp_path / "file").write_text("")
-    refused(organiser.join(tmp_path / "file" / "peer"), "cannot be created: Not a directory", "--folder")
+    refused(organiser.join(tmp_path / "file" / "peer"), "cannot be created: Not a directory", "--output")
 
 
 def test_the_folder_of_another_run_is_as_it_was(tmp_path: Path, organiser: Organiser) -> None:
@@ -169,7 +169,7 @@ def test_the_folder_of_another_run_is_as_it_was(tmp_path: Path, organiser: Organ
     data.mkdir()
     for name in ("catalogue", "pieces.bin", "numbers.bin"):
         (data / name).write_text(f"{name} of the other run")
-    refused(organiser.join(tmp_path), "holds another run", "--folder", code=3)
+    refused(organiser.join(tmp_path), "holds another run", "--output", code=3)
     for path in data.iterdir():
         assert path.read_text() == f"{path.name} of the other run"
 
@@ -177,18 +177,18 @@ def test_the_folder_of_another_run_is_as_it_was(tmp_path: Path, organiser: Organ
 def test_a_port_in_use(tmp_path: Path, tokens: Path, listener: int) -> None:
     place = f"/ip4/127.0.0.1/tcp/{listener}"
     answer = spes_p2p(
-        "bootstrap", "--config", "tiny", "--data", str(tokens), "-f", str(tmp_path), "--host-maddrs", place
+        "bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", place
     )
     refused(answer, f"the port to listen on is in use: {place}", "--port")
 
 
 def test_bootstrap_without_data(tmp_path: Path) -> None:
-    answer = spes_p2p("bootstrap", "--config", "tiny", "-f", str(tmp_path), "--host-maddrs", LOOPBACK)
+    answer = spes_p2p("bootstrap", "--config", "tiny", "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     refused(answer, "the run leases data, but no dataset is given", "--data", "data.source=local")
 
 
 def test_bootstrap_that_serves_nothing_or_twice(tmp_path: Path) -> None:
-    serve = ("bootstrap", "--serve", "-f", str(tmp_path), "--host-maddrs", LOOPBACK)
+    serve = ("bootstrap", "--serve", "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     refused(spes_p2p(*serve), "--serve needs a run to serve", "--config")
     twice = spes_p2p(*serve, "--config", "tiny", "--archive", str(tmp_path / "archive"))
-    refused(twice, "--serve already keeps the newest state in --folder", "leave --archive out")
+    refused(twice, "--serve already keeps the newest state in --output", "leave --archive out")

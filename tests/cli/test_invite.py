@@ -39,19 +39,19 @@ def test_status_takes_it(word: str) -> None:
 
 
 def test_join_takes_it_beside_overrides(tmp_path: Path, word: str) -> None:
-    more = ("-f", str(tmp_path), "--host-maddrs", LOOPBACK)
+    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     refused(spes_p2p("join", word, "output.tensorboard=nonsense", *more), "output.tensorboard")
     refused(spes_p2p("join", "run.seed=1", *more, "--initial-peers", word), "run.seed=1 cannot be set for one peer")
 
 
 @pytest.mark.parametrize("command", ["join", "status", "export", "eval", "invite"])
 def test_a_mistyped_one_is_one_clear_error(tmp_path: Path, word: str, command: str) -> None:
-    more = {"join": ("-f", str(tmp_path / "out")), "export": ("-o", str(tmp_path / "out"))}.get(command, ())
+    more = {"join": ("-o", str(tmp_path / "out")), "export": ("-o", str(tmp_path / "out"))}.get(command, ())
     refused(spes_p2p(command, word[:-1] + ("1" if word[-1] != "1" else "2"), *more), "mistyped or cut short")
 
 
 def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
-    more = ("--host-maddrs", LOOPBACK, "--folder", str(tmp_path))
+    more = ("--host-maddrs", LOOPBACK, "--output", str(tmp_path))
     for changes in (("--config", "tiny"), ("run.seed=1",), ("--init-from", str(tmp_path))):
         refused(
             spes_p2p("bootstrap", "--mirror", word, *changes, *more),
@@ -62,13 +62,13 @@ def test_a_mirror_takes_the_run_as_it_is(tmp_path: Path, word: str) -> None:
 
 
 def test_nothing_at_all_is_told(tmp_path: Path) -> None:
-    refused(spes_p2p("join", "-f", str(tmp_path)), "no invitation was given", "spes1")
+    refused(spes_p2p("join", "-o", str(tmp_path)), "no invitation was given", "spes1")
     refused(spes_p2p("status"), "no invitation was given")
     refused(spes_p2p("invite", "-f", str(tmp_path / "nowhere")), "holds no invitation", "--folder")
 
 
 def test_an_invitation_to_another_run_or_organiser_is_refused(tmp_path: Path, word: str) -> None:
-    more = ("-f", str(tmp_path), "--host-maddrs", LOOPBACK)
+    more = ("-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     other = "QmPMmEuQEhiWKApkWkZS28LC215rtojb6xARi1ex6xdcEn"
     refused(spes_p2p("join", changed(word, organiser=other), *more), "the invitation is from", other)
     refused(spes_p2p("join", changed(word, fingerprint=bytes(16)), *more), "no run with fingerprint 0000")

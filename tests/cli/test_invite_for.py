@@ -74,7 +74,7 @@ def test_the_organisers_node_vouches_for_the_peer_that_brings_it(tmp_path: Path,
 
 
 def doctored(node: Organiser, output: Path) -> Any:
-    said = spes_p2p("doctor", "--initial-peers", node.address, "--folder", str(output), "--json").output
+    said = spes_p2p("doctor", "--initial-peers", node.address, "--output", str(output), "--json").output
     return json.loads(said)["checks"]
 
 
@@ -92,7 +92,7 @@ def test_another_peer_is_told_that_it_is_not_for_it(tmp_path: Path, vouching: Or
     me = new_peer(tmp_path / "invited")
     word = spes_p2p("invite", "--folder", str(vouching.folder), "--for", me).output.strip()
     refused(
-        spes_p2p("join", word, "-f", str(tmp_path / "other"), "--host-maddrs", LOOPBACK), "is for peer", me, "alone"
+        spes_p2p("join", word, "-o", str(tmp_path / "other"), "--host-maddrs", LOOPBACK), "is for peer", me, "alone"
     )
 
 

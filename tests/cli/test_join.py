@@ -43,7 +43,7 @@ def rounds(output: Path) -> list[Round]:
 def test_the_printed_command_is_all_that_a_volunteer_needs(tmp_path: Path, serving: Serve) -> None:
     with serving() as organiser:
         program, *arguments = shlex.split(organiser.command)
-        more = ("-f", str(tmp_path / "peer"), "--until-round", "2", "--host-maddrs", LOOPBACK)
+        more = ("-o", str(tmp_path / "peer"), "--until-round", "2", "--host-maddrs", LOOPBACK)
         answer = spes_p2p(*arguments, *more)
     assert (program, answer.exit_code) == ("spes-p2p", 0), answer
     assert [event.round for event in rounds(tmp_path / "peer")] == [1, 2]
@@ -81,7 +81,7 @@ def test_the_same_command_goes_on_and_only_with_the_run_and_identity_of_its_fold
     assert f"{newest.name} is damaged" in warning.message
     assert "continuing from step-00000000" in warning.message
     with serving("run.seed=7", name="another") as other:
-        refused(other.join(peer, *data), "holds another run", "--folder", code=3)
+        refused(other.join(peer, *data), "holds another run", "--output", code=3)
 
 
 def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config(
@@ -97,8 +97,8 @@ def test_the_organiser_comes_back_with_the_same_genesis_and_with_no_other_config
         answer = again.join(tmp_path / "peer", "--data", str(tokens), "--until-round", "2")
         assert answer.exit_code == 0
     folder = tmp_path / "organiser"
-    common = ("bootstrap", "--config", "tiny", "--data", str(tokens), "-f", str(folder), "--host-maddrs", LOOPBACK)
-    refused(spes_p2p(*common), "holds another run: its fingerprint is", "--folder", code=3)
+    common = ("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(folder), "--host-maddrs", LOOPBACK)
+    refused(spes_p2p(*common), "holds another run: its fingerprint is", "--output", code=3)
 
 
 def test_who_has_fetched_its_data_goes_on_with_it(tmp_path: Path, serving: Serve) -> None:

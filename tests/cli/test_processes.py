@@ -44,7 +44,7 @@ def start(*arguments: str, path: Path | None = None, launcher: tuple[str, ...] =
 
 
 def join(organiser: Organiser, output: Path, *arguments: str) -> tuple[str, ...]:
-    common = ("join", "--initial-peers", organiser.address, "--host-maddrs", LOOPBACK, "-f", str(output))
+    common = ("join", "--initial-peers", organiser.address, "--host-maddrs", LOOPBACK, "-o", str(output))
     return (*common, "--data", str(organiser.data), "--device", "cpu", *arguments)
 
 
@@ -92,7 +92,7 @@ def test_status_watch_follows_a_run_until_ctrl_c(tmp_path: Path, begun: Organise
 
 def test_status_watch_outlives_the_node_that_it_asks(tmp_path: Path, tokens: Path) -> None:
     """It says so in one line each time, and goes on looking."""
-    node = start("bootstrap", "--config", "tiny", "--data", str(tokens), "-f", str(tmp_path), "--host-maddrs", LOOPBACK)
+    node = start("bootstrap", "--config", "tiny", "--data", str(tokens), "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
     line = until_lines(node, "spes-p2p join --initial-peers ")[-1]
     process = start("status", "--initial-peers", line.split("--initial-peers ")[1].split()[0], "--watch")
     until_lines(process, "the run has not begun: 0 peers waiting")

@@ -53,7 +53,7 @@ def test_others_are_refused_with_the_reason(file: Path, signers: Signers) -> Non
     refused(spes_p2p(*check), "is not a good receipt", "not a msgpack value")
     file.unlink()
     refused(spes_p2p(*check), "cannot be read")
-    refused(spes_p2p("receipt", "--folder", str(file.parent)), "holds no invitation")
+    refused(spes_p2p("receipt", "--output", str(file.parent)), "holds no invitation")
 
 
 def test_a_check_loads_neither_torch_nor_the_network(file: Path) -> None:

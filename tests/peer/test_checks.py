@@ -67,7 +67,7 @@ def test_disk_is_compared_with_what_the_run_takes() -> None:
     assert disk_check(SEVEN, 8, Disk("/", need.most - 1)).level == "warning"
     assert disk_check(SEVEN, 8, Disk("/", 0, need.most)).level == "ok", "what the folder holds is not needed again"
     failed = disk_check(SEVEN, 8, Disk("/mnt/x", need.least - 1))
-    assert (failed.level, "/mnt/x" in failed.text, "--folder" in failed.fix) == ("failure", True, True)
+    assert (failed.level, "/mnt/x" in failed.text, "--output" in failed.fix) == ("failure", True, True)
 
 
 def test_fit_says_how_many_columns_there_is_room_for() -> None:

@@ -68,7 +68,7 @@ def test_the_organisers_own_folder_is_no_mirror(tmp_path: Path) -> None:
     keep(tmp_path, INFO)
     with pytest.raises(ConfigError, match="holds the organiser's key of run tiny") as caught:
         find(tmp_path, INFO.organiser, JoinTarget())
-    assert "--folder" in caught.value.fix
+    assert "--output" in caught.value.fix
 
 
 def test_another_organisers_invitation_is_refused(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     other = replace(life.run.info, run_id="other")
     with pytest.raises(CheckpointError, match=f"not {other.fingerprint.hex()[:16]}") as caught:
         Resumed.load(life.checkpoints, other, life.run.layout, life.events.append)
-    assert "another --folder" in caught.value.fix
+    assert "another --output" in caught.value.fix
 
 
 def test_a_full_disk_pauses_saving_with_one_warning_until_there_is_room(

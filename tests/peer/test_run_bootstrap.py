@@ -13,7 +13,7 @@ run = partial(run_script, "run_bootstrap.sh")
 def test_port_identity_and_folder_are_fixed(tmp_path: Path) -> None:
     result = run(tmp_path, SPES_CONFIG="tiny")
     assert result.stdout.split() == [
-        *("bootstrap", "--config", "tiny", "--folder", "bootstrap-node"),
+        *("bootstrap", "--config", "tiny", "--output", "bootstrap-node"),
         *("--identity-path", "bootstrap-node/identity.key", "--port", "31337"),
     ]
 
@@ -30,7 +30,7 @@ def test_everything_can_be_set_and_overrides_go_through(tmp_path: Path) -> None:
         SPES_ANNOUNCE="/dns4/a.example.org/tcp/1 /ip4/203.0.113.7/tcp/2",
     )
     assert result.stdout.splitlines() == [
-        *("bootstrap", "--config", "my run.yaml", "--folder", "/var/lib/node"),
+        *("bootstrap", "--config", "my run.yaml", "--output", "/var/lib/node"),
         *("--identity-path", "/var/lib/node/identity.key", "--port", "4001"),
         *("--data", "/srv/my tokens", "--archive", "/srv/state"),
         *("--announce-maddrs", "/dns4/a.example.org/tcp/1", "--announce-maddrs", "/ip4/203.0.113.7/tcp/2"),
@@ -45,7 +45,7 @@ def test_a_node_that_serves(tmp_path: Path) -> None:
 
 def test_a_mirror_needs_no_config(tmp_path: Path) -> None:
     lines = run(tmp_path, SPES_MIRROR="spes1abc").stdout.splitlines()
-    assert lines[:5] == ["bootstrap", "--mirror", "spes1abc", "--folder", "bootstrap-node"]
+    assert lines[:5] == ["bootstrap", "--mirror", "spes1abc", "--output", "bootstrap-node"]
     assert "--config" not in lines
 
 

@@ -62,12 +62,12 @@ def test_node_0_is_bootstrap_node_and_peer(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert given(tmp_path, "bootstrap") == [
-        *("bootstrap", "--config", "tiny", "--folder", f"{tmp_path}/bootstrap"),
+        *("bootstrap", "--config", "tiny", "--output", f"{tmp_path}/bootstrap"),
         *("--host-maddrs", "/ip4/0.0.0.0/tcp/31337", "--announce-maddrs", "/dns4/node-a/tcp/31337", "--data", "/t"),
         *("swarm.min_peers=2", *overrides),
     ]
     assert given(tmp_path, "join") == [
-        *("join", "--initial-peers", "/ip4/10.0.0.1/tcp/1/p2p/Qm", "--folder", f"{tmp_path}/peer-0"),
+        *("join", "--initial-peers", "/ip4/10.0.0.1/tcp/1/p2p/Qm", "--output", f"{tmp_path}/peer-0"),
         *("--data", "/t", "--local-ranks", "4", "--until-round", "3", "output.tensorboard=true"),
     ]  # and none of the scheduler's variables: its ranks are its own
     assert (tmp_path / "ended").exists()  # the bootstrap node was told to
@@ -79,7 +79,7 @@ def test_other_nodes_are_peers_alone_with_slurms_variables_too(tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     assert not list(tmp_path.glob("bootstrap*"))
     assert given(tmp_path, "join") == [
-        *("join", "--initial-peers", "/ip4/10.0.0.9/tcp/1/p2p/Qm", "--folder", f"{tmp_path}/peer-1"),
+        *("join", "--initial-peers", "/ip4/10.0.0.9/tcp/1/p2p/Qm", "--output", f"{tmp_path}/peer-1"),
         *("--local-ranks", "8"),
     ]
 

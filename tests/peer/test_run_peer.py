@@ -17,18 +17,18 @@ run = partial(run_script, "run_peer.sh")
 
 
 def test_an_invitation_is_enough(tmp_path: Path) -> None:
-    assert run(tmp_path, SPES_INVITE="spes1abc").stdout.splitlines() == ["join", "spes1abc", "--folder", "peer"]
+    assert run(tmp_path, SPES_INVITE="spes1abc").stdout.splitlines() == ["join", "spes1abc", "--output", "peer"]
 
 
 def test_a_folder_that_holds_an_invitation_needs_none(tmp_path: Path) -> None:
     (tmp_path / "invite.txt").write_text("spes1abc")
     result = run(tmp_path, SPES_FOLDER=str(tmp_path))
-    assert result.stdout.splitlines() == ["join", "--folder", str(tmp_path)]
+    assert result.stdout.splitlines() == ["join", "--output", str(tmp_path)]
 
 
 def test_an_address_is_enough(tmp_path: Path) -> None:
     result = run(tmp_path, SPES_INITIAL_PEERS="/ip4/1.2.3.4/tcp/1/p2p/Qm")
-    wanted = ["join", "--folder", "peer", "--initial-peers", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
+    wanted = ["join", "--output", "peer", "--initial-peers", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]
     assert result.stdout.splitlines() == wanted
 
 
@@ -46,7 +46,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
         SPES_CLIENT_MODE="1",
     )
     assert result.stdout.splitlines() == [
-        *("join", "--folder", "/node", "--initial-peers", "/a", "--initial-peers", "/b"),
+        *("join", "--output", "/node", "--initial-peers", "/a", "--initial-peers", "/b"),
         *("--data", "/srv/my tokens", "--run-id", "small", "--fingerprint", "ab12"),
         *("--port", "4001", "--announce-maddrs", "/c", "--announce-maddrs", "/d"),
         *("--client-mode", "--max-experts", "4", "output.tensorboard=true"),

@@ -97,7 +97,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Story:
         address = address_of_a_peer(swarm)
         swarm.wait_for_round(4, FIRST, 180.0)
         told.ids = {name: peer_id_of(swarm.processes[name]) for name in FIRST}
-        told.receipt = swarm.ask("receipt", "--folder", str(swarm.processes["p0"].folder))
+        told.receipt = swarm.ask("receipt", "--output", str(swarm.processes["p0"].folder))
 
         swarm.processes["bootstrap"].end()
         told.orphaned_at = last_round(swarm.processes["p0"])
