@@ -22,7 +22,7 @@ def test_a_peer_is_started_as_join_takes_it() -> None:
     assert (Path(program).name, command) == ("spes-p2p", "join")
     join = typer.main.get_command(build({"join": COMMANDS["join"]}, {}))
     found = getattr(join, "commands", {}).get("join", join).make_context("join", arguments).params
-    assert (found["words"], found["folder"]) == (["spes1..."], Path("peer"))
+    assert (found["words"], found["output"]) == (["spes1..."], Path("peer"))
 
 
 def test_what_no_restart_mends_ends_the_service() -> None:
