@@ -156,7 +156,7 @@ def _share(state: LiveState) -> RenderableType:
     owned = f"{len(facts.owned)} of {facts.columns}" + (f": {span_text(facts.owned)}" if facts.owned else "")
     rows = [
         ("tokens", count_text(state.tokens) + (f", {count_text(speed)} per second" if speed is not None else "")),
-        ("rounds", f"{facts.counted_rounds} counted{rank}"),
+        ("rounds", f"{facts.counted_rounds} credited{rank}"),
         ("experts", owned if facts.columns else "-"),
         ("loss", "-" if state.loss is None else f"{state.loss:.4f} {sparkline(state.losses)}"),
         ("bytes", f"{bytes_text(state.bytes_sent)} sent, {bytes_text(state.bytes_received)} received"),

@@ -31,7 +31,7 @@ async def open_run_data(
     urls = checked_urls(config.data.urls)
     if not config.data.path and not urls:
         raise ConfigError(
-            "the run leases data, but no dataset is given",
+            "there is no training data: the run hands out a dataset to its peers, but none was given",
             fix="give the folder of the token shards with --data, name their URLs with data.urls, or let "
             "peers bring their own: data.source=local",
         )

@@ -106,7 +106,7 @@ def _sentence(self: Answer, found: Search) -> str:
     needed = gib_text(self.memory.total)
     room = f"the {gib_text(self.usable_bytes)} that {gib_text(self.question.memory_bytes or 0)} leave after a margin"
     if found.chosen is not None and found.chosen.options == before:
-        return f"{columns} fit as configured: {needed} of {room}."
+        return f"{columns} {'fits' if found.wanted == 1 else 'fit'} with these settings: {needed} of {room}."
     if found.chosen is not None:
         return f"{columns} as configured need {needed}, more than {room}; they fit with {_text(found.chosen, before)}."
     not_at_all = f"{columns} do not fit into {room} with any options (as configured they need {needed})"

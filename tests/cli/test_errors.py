@@ -184,7 +184,7 @@ def test_a_port_in_use(tmp_path: Path, tokens: Path, listener: int) -> None:
 
 def test_bootstrap_without_data(tmp_path: Path) -> None:
     answer = spes_p2p("bootstrap", "--config", "tiny", "-o", str(tmp_path), "--host-maddrs", LOOPBACK)
-    refused(answer, "the run leases data, but no dataset is given", "--data", "data.source=local")
+    refused(answer, "there is no training data", "--data", "data.source=local")
 
 
 def test_bootstrap_that_serves_nothing_or_twice(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ FACTS = Facts(
     contributors=6, swarm_tokens=41_300_000, swarm_tokens_per_second=18_400.0,
 )  # fmt: skip
 STATE = LiveState(
-    "0.1.0", "spes-7b", "6P9UKN", 3723.0, "", FACTS, step=1463, round=14, round_steps=63, steps_per_round=100,
+    "0.1.0", "home", "6P9UKN", 3723.0, "", FACTS, step=1463, round=14, round_steps=63, steps_per_round=100,
     tokens=1_240_000, tokens_per_second=3450.0, loss=2.3412, eval_loss=2.4101,
     losses=tuple(4 - 0.01 * n for n in range(100)),
     bytes_sent=1_100_000_000, bytes_received=1_240_000_000, seconds_to_sync=42.0, keys=True,

@@ -77,7 +77,7 @@ def test_a_new_run_has_a_file_a_key_and_a_plan(tmp_path: Path) -> None:
     assert (config.model.vocab_size, config.sync.steps_per_round, config.sync.codec) == (257, 25, "int8")
     assert (tmp_path / "node" / "identity.key").exists()
     assert made.organiser.startswith("Qm")
-    assert "fit as configured" in made.words[0]
+    assert "fit with these settings" in made.words[0]
     assert "a sync of 4 such peers takes" in made.words[1]
     tight = replace(run, gpu_bytes=2 * GIB, overrides=("model.vocab_size=60000",))
     words = start_run(tight, tmp_path / "tight.yaml", tmp_path / "node").words

@@ -117,7 +117,7 @@ def test_steps_down_end_at_one_sequence_with_full_checkpointing() -> None:
 @pytest.mark.parametrize(
     ("name", "gib", "words"),
     [
-        ("spes-1b", 80, "4 expert columns fit as configured"),
+        ("spes-1b", 80, "4 expert columns fit with these settings"),
         ("spes-7b", 48, "8 expert columns as configured need 5"),
         ("spes-7b", 24, "8 expert columns do not fit into the 22.1 GiB that 24.0 GiB leave after a margin"),
         ("spes-9b", 4, "nor does a peer without columns, which needs"),
