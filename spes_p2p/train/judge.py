@@ -14,6 +14,7 @@ The model goes through a layer at a time, on the CPU, so that little is held bes
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
@@ -50,25 +51,38 @@ Samples = NDArray[np.float64]
 
 
 class HeldOutJudge:
-    """The `ColumnJudge` of a peer with a model of the run's own kind."""
+    """The `ColumnJudge` of a peer with a model of the run's own kind.
+
+    Columns are often tried alone, because their values came late or again. What is usual is told from the others, too:
+    from those in `new`, and from what was fit the last time that a column was tried.
+    """
 
     def __init__(self, config: Config, dataset: AnyDataset) -> None:
         self._config = config
         self._dataset = dataset
+        self._lengths: dict[int, float] = {}
+        self._falls: dict[int, float] = {}
 
     def harmful(self, committed: BlockSource, new: Mapping[int, Values], columns: Collection[int]) -> frozenset[int]:
         """See `ColumnJudge`."""
         token_BS = self._held_out()
         if len(token_BS) < FEWEST_SEQUENCES:
             return frozenset()
-        changes = {column: new[1 + column] - committed.block(1 + column) for column in columns}
-        bounded = _not_too_long({column: change for column, change in changes.items() if np.isfinite(change).all()})
+        lengths = self._lengths | _lengths(committed, new)
+        bounded = {
+            column: new[1 + column] - committed.block(1 + column)
+            for column in columns
+            if lengths.get(column, 0.0) <= _longest(lengths.values())
+        }
         trial = Trial(self._config.model, committed, token_BS)
         before, slopes = trial.slopes(bounded)
-        usual = float(np.median([-slope.mean() for slope in slopes.values()])) if slopes else 0.0
-        least = IGNORED * max(0.0, usual)
+        falls = self._falls | {column: -float(slope.mean()) for column, slope in slopes.items()}
+        least = IGNORED * max(0.0, float(np.median(list(falls.values())))) if falls else 0.0
         good = {column for column in bounded if not rises(slopes[column], least)}
-        return frozenset(columns) - self._fit_for(trial, float(before.mean()), new, frozenset(columns), good)
+        harmful = frozenset(columns) - self._fit_for(trial, float(before.mean()), new, frozenset(columns), good)
+        for column in (column for column in columns if column not in harmful and lengths.get(column, 0.0)):
+            self._lengths[column], self._falls[column] = lengths[column], falls[column]
+        return harmful
 
     def _fit_for(
         self, trial: Trial, loss: float, new: Mapping[int, Values], columns: frozenset[int], good: set[int]
@@ -101,13 +115,18 @@ def rises(by: Samples, least: float) -> bool:
     return bool(by.mean() > least and by.mean() > SURE * error)
 
 
-def _not_too_long(changes: dict[int, Values]) -> dict[int, Values]:
-    """Without those much longer than others, where there are enough to compare."""
-    lengths = {column: float(np.linalg.norm(change)) for column, change in changes.items()}
+def _lengths(committed: BlockSource, new: Mapping[int, Values]) -> dict[int, float]:
+    """How long the change of each column is that changes; infinite where it is not finite, or too long for fp32."""
+    changes = ((block - 1, values - committed.block(block)) for block, values in new.items() if block)
+    found = {column: float(np.linalg.norm(change)) for column, change in changes}
+    return {column: length if math.isfinite(length) else math.inf for column, length in found.items() if length}
+
+
+def _longest(lengths: Collection[float]) -> float:
+    """The longest that a change may be: of any finite length where too few are known to compare."""
     if len(lengths) < FEWEST:
-        return changes
-    most = LONGEST * float(np.median(list(lengths.values())))
-    return {column: change for column, change in changes.items() if lengths[column] <= most}
+        return sys.float_info.max
+    return min(LONGEST * float(np.median(list(lengths))), sys.float_info.max)
 
 
 class Trial:

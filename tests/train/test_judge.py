@@ -14,10 +14,10 @@ from spes_p2p.config.schema import Config
 from spes_p2p.data.loader import Batch, held_out_batches
 from spes_p2p.data.manifest import Dataset
 from spes_p2p.state.layout import Values
-from spes_p2p.train.judge import HeldOutJudge, Trial, rises
+from spes_p2p.train.judge import LONGEST, HeldOutJudge, Trial, rises
 from tests.train.small import VOCABULARY, batch_of, small_config, trainer_of, values_of
 
-OWNED = (1, 4)
+OWNED = (1, 2, 4)
 STEPS = 30
 
 
@@ -99,6 +99,21 @@ LIES: dict[str, Callable[[Values], Values]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_harmful_columns_are_found_and_no_others(trained: Trained, lie: str) -> None:
     assert trained.judged(LIES[lie]) == {OWNED[0]}
+
+
+def test_a_column_that_is_tried_alone_is_compared_with_what_others_changed(trained: Trained) -> None:
+    """Its values may come late, or again: that is no way to be noticed less."""
+    config, data, [first, *others] = trained.config, trained.judge._dataset, OWNED
+    base = {column: trained.base.block(1 + column) for column in OWNED}
+    short = {c: base[c] + np.float32(0.1 / LONGEST) * (trained.columns[c] - base[c]) for c in others}
+    alone, beside = (trained.new({first: trained.columns[first], **more}) for more in ({}, short))
+    assert (
+        HeldOutJudge(config, data).harmful(trained.base, alone, (first,)) == frozenset()
+    )  # nothing is known of others
+    assert HeldOutJudge(config, data).harmful(trained.base, beside, (first,)) == {first}
+    judge = HeldOutJudge(config, data)
+    assert judge.harmful(trained.base, trained.new(short), others) == frozenset()
+    assert judge.harmful(trained.base, alone, (first,)) == {first}
 
 
 def test_a_change_of_nothing_is_not_harmful(trained: Trained) -> None:
