@@ -80,6 +80,8 @@ def test_a_run_goes_on_with_one_that_lies(
     evals = sorted((event.round, event.loss) for some in events.values() for event in some if isinstance(event, Eval))
     assert evals[-1][1] < evals[0][1] - 0.3
     if attack == "sole-owner":
+        pieces = [piece for manifest in manifests for piece in manifest.slices if piece.block]
+        assert not [piece for piece in pieces if liar in piece.contributors]
         assert any(refused(before, after, liar) for before, after in pairwise(manifests))
         said = [event.message for some in events.values() for event in some if isinstance(event, Warning)]
         assert any("would make the model worse on held-out text" in message for message in said)
