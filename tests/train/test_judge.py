@@ -107,9 +107,8 @@ def test_a_column_that_is_tried_alone_is_compared_with_what_others_changed(train
     base = {column: trained.base.block(1 + column) for column in OWNED}
     short = {c: base[c] + np.float32(0.1 / LONGEST) * (trained.columns[c] - base[c]) for c in others}
     alone, beside = (trained.new({first: trained.columns[first], **more}) for more in ({}, short))
-    assert (
-        HeldOutJudge(config, data).harmful(trained.base, alone, (first,)) == frozenset()
-    )  # nothing is known of others
+    judge = HeldOutJudge(config, data)
+    assert judge.harmful(trained.base, alone, (first,)) == frozenset()  # nothing is known of others
     assert HeldOutJudge(config, data).harmful(trained.base, beside, (first,)) == {first}
     judge = HeldOutJudge(config, data)
     assert judge.harmful(trained.base, trained.new(short), others) == frozenset()
