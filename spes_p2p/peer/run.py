@@ -308,7 +308,7 @@ def _note_commit(event: Applied, connection: Connection, bus: EventBus) -> None:
             commit="degraded" if event.commit.certificate.kind == DEGRADED else "committed",
             tokens=sum(entry.tokens for entry in manifest.roster),
             bytes_sent=max(0, event.bytes_sent - data_sent),
-            bytes_received=max(0, event.bytes_received - data_received),
+            bytes_received=event.bytes_received,
             seconds=event.seconds,
             model_hash=manifest.state_root.hex(),
             merge_alpha=manifest.merge.alpha if manifest.merge else 0.0,

@@ -167,6 +167,10 @@ class MemoryTransport:
     def bytes_received(self) -> int:
         return self._traffic.received
 
+    @property
+    def patient_bytes_received(self) -> int:
+        return self._traffic.patient_received
+
     def measured_uplink(self) -> float:
         return self._traffic.meter.rate()
 

@@ -136,6 +136,11 @@ class Transport(Protocol):
     @property
     def bytes_received(self) -> int: ...
 
+    @property
+    def patient_bytes_received(self) -> int:
+        """Of `bytes_received`, those of `patient` fetches."""
+        ...
+
     def measured_uplink(self) -> float:
         """Bytes a second that this peer can send, as far as its transfers have shown; 0.0 while they have not."""
         ...

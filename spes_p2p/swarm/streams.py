@@ -72,6 +72,8 @@ class Traffic:
     download: Pacer = field(default_factory=Pacer)
     sent: int = 0
     received: int = 0
+    patient_received: int = 0
+    """Of `received`, those of `patient` fetches."""
     meter: Meter = field(default_factory=lambda: Meter(lambda: asyncio.get_running_loop().time()))
 
     def count_sent(self, size: int) -> None:
@@ -197,6 +199,7 @@ class _Download:
             self._checksum = zlib.crc32(room[:count], self._checksum)
             self._received += count
             self._traffic.received += count
+            self._traffic.patient_received += count if self._patient else 0
             await self._traffic.download.take(count, not self._patient)
         if await self._in_time(read_exactly(stream, CHECKSUM_BYTES)) != checksum_bytes(self._checksum):
             raise RemoteProtocolError(f"{self._name} sent {head.total_bytes} bytes with a wrong checksum")

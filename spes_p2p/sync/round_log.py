@@ -60,7 +60,7 @@ class RoundLog:
     def begin(self) -> None:
         """Another round begins."""
         self._times = RoundTimes(
-            self._clock.now(), sent_before=self._transport.bytes_sent, received_before=self._transport.bytes_received
+            self._clock.now(), sent_before=self._transport.bytes_sent, received_before=self._urgent_bytes_received()
         )
 
     def closed(self) -> None:
@@ -81,6 +81,10 @@ class RoundLog:
         """(seconds of our clock, bytes that came until then)"""
         return self._clock.now(), self._transport.bytes_received
 
+    def _urgent_bytes_received(self) -> int:
+        """Without the run's data, which comes beside the rounds."""
+        return self._transport.bytes_received - self._transport.patient_bytes_received
+
     def uplink(self) -> int:
         """Bytes a second, as measured."""
         return int(self._transport.measured_uplink())
@@ -99,7 +103,7 @@ class RoundLog:
             first is not None and commit.manifest.round > first.round,
             times.seconds(),
             self._transport.bytes_sent - times.sent_before,
-            self._transport.bytes_received - times.received_before,
+            self._urgent_bytes_received() - times.received_before,
             self.core.state.pace.deadline_seconds(0),
             self._leavers(),
             stale_columns=stale_columns(self.core.state.rules.expert_rounds, commit.manifest),

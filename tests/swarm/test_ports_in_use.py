@@ -18,7 +18,7 @@ def test_a_port_in_use_is_refused_even_where_it_may_be_shared() -> None:
         maddr = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
         with pytest.raises(NetworkError, match=f"is in use: {maddr}") as caught:
             check_ports(["/ip4/127.0.0.1/tcp/0", maddr])
-        assert "--host-maddrs" in caught.value.fix
+        assert "--port" in caught.value.fix
     check_ports([maddr])
 
 

@@ -143,6 +143,10 @@ class HivemindTransport:
     def bytes_received(self) -> int:
         return self._traffic.received
 
+    @property
+    def patient_bytes_received(self) -> int:
+        return self._traffic.patient_received
+
     def measured_uplink(self) -> float:
         return self._traffic.meter.rate()
 
