@@ -4,10 +4,10 @@
 python scripts/bench_gpu.py --minutes 8 --out gpu.jsonl
 python scripts/bench_gpu.py --tiny --out tiny.jsonl    # small shapes on the CPU: whether it would run at all
 
-The machine; the tests marked gpu, and each kernel's equality at real shapes; the MoE layer beside its baselines;
-training steps by micro-batch, eager and compiled; what a step spends its time on; other shapes and routings; memory
-beside `spes-p2p plan`. Each row is a process of its own with a time limit, and a JSON object is written as soon as
-there is one, so that whatever breaks or ends early takes nothing else with it.
+The machine; the tests marked gpu or kernels, and each kernel's equality at real shapes; the MoE layer beside its
+baselines; training steps by micro-batch, eager and compiled; what a step spends its time on; other shapes and routings;
+memory beside `spes-p2p plan`. Each row is a process of its own with a time limit, and a JSON object is written as soon
+as there is one, so that whatever breaks or ends early takes nothing else with it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def gpu_rows() -> Iterator[Row]:
     compiled = ("--only", "compiled", *fast[2:])
     yield Row("machine", ("-c", VERSIONS))
     yield Row("kernels", ("scripts/bench_kernels.py",), 120)
-    yield Row("tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *GPU_TESTS), 120)
+    yield Row("tests", ("-m", "pytest", "-q", "-m", "gpu or kernels", "-p", "no:cacheprovider", *GPU_TESTS), 120)
     yield Row("moe reference", moe("--shapes", "reference", "--owned", "1/4", "--only", "ours", "replica", "dense"))
     for micro in (4, 8, 2):
         yield Row(f"train 7b {micro}", train("spes-7b", *fast, f"{sequences}={micro}"), 75)
@@ -209,6 +209,9 @@ def gpu_rows() -> Iterator[Row]:
 GPU_TESTS = (
     "tests/experts/test_backends.py",
     "tests/experts/test_bank.py",
+    "tests/experts/test_dispatch.py",
+    "tests/experts/test_swiglu.py",
+    "tests/model/test_softmax_loss.py",
     "tests/model/test_transformer.py",
     "tests/train/test_trainer.py",
 )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 TOLERANCE = 2e-2
 REPEATS = 10
+TOP_K = 4
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def main() -> int:
 
 
 def checks(shape: Shape, device: torch.device) -> Iterator[Check]:
-    from spes_p2p.experts import swiglu_kernels, triton_backend
+    from spes_p2p.experts import dispatch_kernels, swiglu_kernels, triton_backend
+    from spes_p2p.experts.dispatch import sort_by_slot
     from spes_p2p.model import softmax_loss_kernels
 
     def random(*size: int) -> Tensor:
@@ -98,7 +100,24 @@ def checks(shape: Shape, device: torch.device) -> Iterator[Check]:
         lambda: (swiglu_kernels.forward(gate_up_N2F, weight_N),),
         lambda: (swiglu(gate_up_N2F.float(), weight_N),),
     )
-    yield "swiglu backward", lambda: swiglu_kernels.backward(dy_NF, gate_up_N2F, weight_N), swiglu_gradients
+    yield (
+        "swiglu backward",
+        lambda: swiglu_kernels.backward(dy_NF, gate_up_N2F, weight_N, ends_E[-1:]),
+        swiglu_gradients,
+    )
+
+    order = sort_by_slot(torch.randint(shape.experts, (rows // TOP_K, TOP_K), device=device), shape.experts)
+    x_TD = x_ND[: rows // TOP_K]
+
+    def gathered() -> tuple[Tensor]:
+        return (dispatch_kernels.gather(x_TD, order.order_N, order.end_1(shape.experts), TOP_K),)
+
+    yield "gather", gathered, lambda: (x_TD[order.order_N // TOP_K],)
+    yield (
+        "combine",
+        lambda: (dispatch_kernels.combine(x_ND, order.inverse_TK),),
+        lambda: (x_ND.float()[order.inverse_TK].sum(1),),
+    )
 
     count, padded = min(rows, 1024), -(-shape.vocabulary // 64) * 64
     logits_nV = random(count, padded)

@@ -30,8 +30,8 @@ class Backend(Protocol):
         """See dispatch.sort_by_slot."""
         ...
 
-    def gather(self, x_TD: Tensor, order: Order) -> Tensor:
-        """x_ND: the token of each row."""
+    def gather(self, x_TD: Tensor, order: Order, end_1: Tensor) -> Tensor:
+        """x_ND: the token of each row before `end_1`, of Order.end_1; rows from there on may hold anything."""
         ...
 
     def combine(self, y_ND: Tensor, order: Order) -> Tensor:
@@ -43,7 +43,10 @@ class Backend(Protocol):
         ...
 
     def outer(self, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> Tensor:
-        """w_GMK with w[g] = sum over the rows n of group g of outer(x[n], y[n]); zeros for a group without rows."""
+        """w_GMK with w[g] = sum over the rows n of group g of outer(x[n], y[n]); zeros for a group without rows.
+
+        Rows from the last end on are not read.
+        """
         ...
 
     def add_outer(self, w_GMK: Tensor, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> None:
@@ -52,7 +55,7 @@ class Backend(Protocol):
 
 
 class TorchDispatch(ABC):
-    """Sorting, gathering and summing by torch's own operations."""
+    """Sorting, gathering and summing as dispatch.py has them."""
 
     @abstractmethod
     def outer(self, x_NM: Tensor, y_NK: Tensor, ends_G: Tensor) -> Tensor: ...
@@ -63,8 +66,8 @@ class TorchDispatch(ABC):
     def sort(self, slot_TK: Tensor, num_experts: int) -> Order:
         return sort_by_slot(slot_TK, num_experts)
 
-    def gather(self, x_TD: Tensor, order: Order) -> Tensor:
-        return gather_rows(x_TD, order)
+    def gather(self, x_TD: Tensor, order: Order, end_1: Tensor) -> Tensor:
+        return gather_rows(x_TD, order, end_1)
 
     def combine(self, y_ND: Tensor, order: Order) -> Tensor:
         return sum_rows(y_ND, order)

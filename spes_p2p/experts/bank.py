@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.experts.backends import Backend
+from spes_p2p.experts.dispatch import key_dtype
 from spes_p2p.experts.guests import MATRICES, Guests, Matrix
 from spes_p2p.experts.mlp import Trained, experts_of
 from spes_p2p.experts.stores import PARTS, Dense, Foreign, Part, QuantizedStore, Store
@@ -68,7 +69,9 @@ class ExpertBank(nn.Module):
         matrices = {which: self.shape_of(which) for which in MATRICES}
         rank = 0 if foreign is None else foreign.guest_rank
         self.guests = Guests(matrices, num_experts, rank, device, dtype) if rank else None
-        self.register_buffer("_slot_E", torch.arange(num_experts, device=device), persistent=False)
+        self.register_buffer(
+            "_slot_E", torch.arange(num_experts, device=device, dtype=key_dtype(num_experts)), persistent=False
+        )
         self.set_owned(owned)
 
     def master(self, part: Part) -> nn.Parameter | None:

@@ -53,7 +53,7 @@ class MegaBlocks(GroupedMM):
         inverse_N = torch.empty_like(positions_N).scatter_(0, order_N.long(), positions_N)
         return Order(order_N, inverse_N.view_as(slot_TK), ends_E.view(num_experts), sorted_N)
 
-    def gather(self, x_TD: Tensor, order: Order) -> Tensor:
+    def gather(self, x_TD: Tensor, order: Order, end_1: Tensor) -> Tensor:  # all rows
         top_k = order.inverse_TK.shape[1]
         return cast(
             Tensor, self._kernels.gather(x_TD.contiguous(), order.order_N, order.slot_N, None, order.ends_E, top_k)

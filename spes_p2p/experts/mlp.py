@@ -2,7 +2,8 @@
 
 Kept for the backward pass: the tokens, the gate and up products of all rows, the routing. Everything else is cheap to
 make again: rows are gathered a second time, hidden values fall out of the pass that gives their gradient, and the
-outputs of experts are needed by nobody, since the router's weight is applied before the last product (swiglu.py).
+outputs of experts are needed by nobody, since the router's weight is applied before the last product (swiglu.py). Rows
+and hidden values of experts that nothing is trained in are not made again.
 
 The masters take no part in the forward pass: they are inputs so that autograd asks for their gradient, which is one
 product over the rows of the first `n_owned` slots, added in place where that is allowed (gradients.py). They always get
@@ -72,7 +73,7 @@ class _Experts(Function):
         order = Order(order_N, inverse_TK, ends_E, slot_N)
         weight_N = weight_TK.flatten().index_select(0, order_N)
         thin = None if guests is None else guests.thin(x_TD.dtype)
-        x_ND = backend.gather(x_TD, order)
+        x_ND = backend.gather(x_TD, order, order.end_1(len(ends_E)))
         gate_up_N2F = backend.rows(x_ND, store.matrices("gate_up").mT, ends_E)
         if thin is not None:
             for change, y_NF in zip(thin, gate_up_N2F.chunk(2, dim=1)):
@@ -94,11 +95,13 @@ class _Experts(Function):
         order, backend = Order(*order_parts), cast(Backend, ctx.backend)
         store, (gate_up, down) = cast(Store, ctx.store), ctx.masters
         thin = None if ctx.guests is None else cast(Guests, ctx.guests).thin(x_TD.dtype)
-        dy_ND = backend.gather(dy_TD.to(x_TD.dtype), order)
+        all_1 = order.end_1(len(order.ends_E))
+        trained_1 = all_1 if thin is not None else order.end_1(0 if gate_up is None else len(gate_up))
+        dy_ND = backend.gather(dy_TD.to(x_TD.dtype), order, all_1)
         d_hidden_NF = backend.rows(dy_ND, store.matrices("down"), order.ends_E)
         if thin is not None:
             d_hidden_NF += thin[-1].input_gradient(dy_ND, order.ends_E, backend)
-        hidden_NF, d_gate_up_N2F, d_weight_N = swiglu.backward(d_hidden_NF, gate_up_N2F, weight_N)
+        hidden_NF, d_gate_up_N2F, d_weight_N = swiglu.backward(d_hidden_NF, gate_up_N2F, weight_N, trained_1)
         d_guests: list[Tensor | None] = [None] * 3
         if thin is not None:
             d_guests[2] = thin[-1].gradient(dy_ND, hidden_NF, order.ends_E, backend)
@@ -114,7 +117,7 @@ class _Experts(Function):
             dx_TD = backend.combine(dx_ND, order)
             del dx_ND
         d_gate_up = None
-        x_ND = None if gate_up is None and thin is None else backend.gather(x_TD, order)
+        x_ND = None if gate_up is None and thin is None else backend.gather(x_TD, order, trained_1)
         if x_ND is not None:
             d_gate_up = _weight_gradient(gate_up, d_gate_up_N2F, x_ND, order, backend)
         if thin is not None and x_ND is not None:

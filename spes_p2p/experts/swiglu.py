@@ -21,7 +21,7 @@ class Gradients(NamedTuple):
     """All from one pass over what the forward pass kept."""
 
     hidden_NF: Tensor
-    """The weighted hidden values once more: the gradient of the down projection needs them."""
+    """The weighted hidden values once more, for the gradient of the down projection; anything in rows without one."""
     d_gate_up_N2F: Tensor
     d_weight_N: Tensor
     """fp32."""
@@ -37,12 +37,13 @@ def forward(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
     return (gate_NF.sigmoid() * gate_NF * up_NF * weight_N[:, None]).to(gate_up_N2F.dtype)
 
 
-def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> Gradients:
-    """Gradients for `forward`, in the dtypes of its inputs."""
+def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor, end_1: Tensor) -> Gradients:
+    """Gradients for `forward`, in the dtypes of its inputs; hidden values before row `end_1` (int32, [1]) alone."""
     if has_kernels(gate_up_N2F, try_kernels):
         from spes_p2p.experts import swiglu_kernels
 
-        return Gradients(*swiglu_kernels.backward(d_hidden_NF.contiguous(), gate_up_N2F.contiguous(), weight_N))
+        given = d_hidden_NF.contiguous(), gate_up_N2F.contiguous(), weight_N
+        return Gradients(*swiglu_kernels.backward(*given, end_1))
     dtype = gate_up_N2F.dtype
     gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=1)
     d_NF = d_hidden_NF.float()
@@ -62,4 +63,4 @@ def try_kernels(device: torch.device) -> None:
 
     row = torch.zeros(1, 2, device=device, dtype=half_dtype(device))
     weight_N = torch.zeros(1, device=device)
-    swiglu_kernels.backward(swiglu_kernels.forward(row, weight_N), row, weight_N)
+    swiglu_kernels.backward(swiglu_kernels.forward(row, weight_N), row, weight_N, weight_N.int())

@@ -28,9 +28,10 @@ def _forward(gate_up, weight, hidden, ffn, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(d_hidden, gate_up, weight, hidden, d_gate_up, d_weight, ffn, BLOCK: tl.constexpr):
+def _backward(d_hidden, gate_up, weight, end, hidden, d_gate_up, d_weight, ffn, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row).to(tl.float32)
+    is_needed = row < tl.load(end)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, ffn, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -41,7 +42,8 @@ def _backward(d_hidden, gate_up, weight, hidden, d_gate_up, d_weight, ffn, BLOCK
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         total += d * silu * up
-        tl.store(hidden + row * ffn + at, silu * up * scale, mask=inside)
+        if is_needed:
+            tl.store(hidden + row * ffn + at, silu * up * scale, mask=inside)
         d = d * scale
         tl.store(d_gate_up + row * 2 * ffn + at, d * up * sigmoid * (1 + gate - silu), mask=inside)
         tl.store(d_gate_up + row * 2 * ffn + ffn + at, d * silu, mask=inside)
@@ -58,7 +60,9 @@ def forward(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
     return hidden_NF
 
 
-def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor, end_1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """See swiglu.backward; inputs are contiguous."""
     rows, ffn = d_hidden_NF.shape
     hidden_NF, d_gate_up_N2F = torch.empty_like(d_hidden_NF), torch.empty_like(gate_up_N2F)
@@ -66,5 +70,5 @@ def backward(d_hidden_NF: Tensor, gate_up_N2F: Tensor, weight_N: Tensor) -> tupl
     if rows:
         outputs = hidden_NF, d_gate_up_N2F, d_weight_N
         with on_device_of(d_hidden_NF):
-            _backward[(rows,)](d_hidden_NF, gate_up_N2F, weight_N, *outputs, ffn, BLOCK=_BLOCK)
+            _backward[(rows,)](d_hidden_NF, gate_up_N2F, weight_N, end_1, *outputs, ffn, BLOCK=_BLOCK)
     return hidden_NF, d_gate_up_N2F, d_weight_N

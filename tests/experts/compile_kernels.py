@@ -18,7 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from spes_p2p.experts import swiglu_kernels
+from spes_p2p.experts import dispatch_kernels, swiglu_kernels
 from spes_p2p.experts.triton_backend import TritonGrouped
 from spes_p2p.model import softmax_loss_kernels
 
@@ -60,13 +60,15 @@ def launch_all() -> None:
     """As in training in bf16, with widths of the published shapes and few rows."""
     rows, width, ffn = 2, 2048, 1024
     gate_up_N2F, weight_N = torch.zeros(rows, 2 * ffn, dtype=torch.bfloat16), torch.zeros(rows)
-    swiglu_kernels.backward(swiglu_kernels.forward(gate_up_N2F, weight_N), gate_up_N2F, weight_N)
+    ends_E = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    swiglu_kernels.backward(swiglu_kernels.forward(gate_up_N2F, weight_N), gate_up_N2F, weight_N, ends_E)
     target_n, counted_n = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     for with_gradient in (True, False):
         logits_nV = torch.zeros(rows, 50_304, dtype=torch.bfloat16)
         softmax_loss_kernels.row_losses(logits_nV, 50_257, target_n, counted_n, 1e-4, with_gradient)
     x_ND, w_EFD = torch.zeros(rows, width, dtype=torch.bfloat16), torch.zeros(4, ffn, width, dtype=torch.bfloat16)
-    ends_E, backend = torch.tensor([0, 1, 1, 2], dtype=torch.int32), TritonGrouped()
+    order_N, backend = torch.zeros(4 * rows, dtype=torch.int64), TritonGrouped()
+    dispatch_kernels.combine(dispatch_kernels.gather(x_ND, order_N, ends_E, 4), order_N.view(rows, 4))
     y_NF = backend.rows(x_ND, w_EFD.mT, ends_E)
     backend.rows(y_NF, w_EFD, ends_E)
     backend.add_outer(backend.outer(y_NF, x_ND, ends_E).float(), y_NF, x_ND, ends_E)

@@ -11,6 +11,8 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.experts import choice, megablocks_backend
 from spes_p2p.experts.backends import Backend, Eager, GroupedMM
 from spes_p2p.experts.choice import LayerShape, resolve_backend, trial_milliseconds
+from spes_p2p.experts.triton_backend import TritonGrouped, try_kernels
+from tests.kernels import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
@@ -112,29 +114,17 @@ def test_the_trial_of_a_backend_takes_time() -> None:
     assert trial_milliseconds(Eager(), LayerShape(4, 2, 16, 8), CPU, torch.float32) > 0
 
 
-@pytest.fixture(scope="module")
-def triton_grouped() -> Backend:
-    """Run by Triton's interpreter (tests/conftest.py)."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU here: the tests marked gpu run these kernels")
-    from spes_p2p.experts.triton_backend import TritonGrouped
-
-    return TritonGrouped()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies the bits of bf16
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("width_k", "width_m"), [(16, 8), (5, 7), (150, 200)])
 @pytest.mark.parametrize("ends", [[3, 3, 10, 37], [0, 0, 37, 37], [0, 0, 0, 0], [200, 200, 330, 700]])
-def test_triton_agrees_with_the_loop(
-    triton_grouped: Backend, dtype: torch.dtype, width_k: int, width_m: int, ends: list[int]
-) -> None:
-    agree_on(triton_grouped, CPU, dtype, (width_k, width_m), ends)
+def test_triton_agrees_with_the_loop(dtype: torch.dtype, width_k: int, width_m: int, ends: list[int]) -> None:
+    agree_on(TritonGrouped(), DEVICE, dtype, (width_k, width_m), ends)
 
 
-def test_the_trial_of_triton_launches_both_kernels(triton_grouped: Backend) -> None:
-    from spes_p2p.experts.triton_backend import try_kernels
-
-    try_kernels(CPU)
+@pytest.mark.kernels
+def test_the_trial_of_triton_launches_both_kernels() -> None:
+    try_kernels(DEVICE)
 
 
 @pytest.mark.gpu

@@ -1,18 +1,17 @@
-"""The elementwise middle of an expert against autograd, and so its Triton kernels, run by Triton on the CPU."""
+"""The elementwise middle of an expert against autograd, and so its Triton kernels."""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spes_p2p.experts import swiglu
+from spes_p2p.experts import swiglu, swiglu_kernels
 from spes_p2p.experts.kernels import _said_why_not
+from tests.kernels import DEVICE, there
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def inputs(rows: int, ffn: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,43 +38,37 @@ def assert_all_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], toleranc
         assert (left.float() - right).abs().max() <= tolerance * right.abs().max()
 
 
-@pytest.fixture(scope="module")
-def kernels() -> ModuleType:
-    """Run by Triton's interpreter (tests/conftest.py)."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU here: the tests marked gpu run these kernels")
-    from spes_p2p.experts import swiglu_kernels
-
-    return swiglu_kernels
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "ffn"), [(5, 12), (1, 7), (3, 64)])
 def test_equals_autograd(rows: int, ffn: int, dtype: torch.dtype) -> None:
     given = inputs(rows, ffn, dtype)
     hidden_NF, want = swiglu.forward(*given[1:]), by_autograd(*given)
-    got = swiglu.backward(*given)
+    got = swiglu.backward(*given, torch.tensor([rows]))
     assert hidden_NF.dtype == got.hidden_NF.dtype == got.d_gate_up_N2F.dtype == dtype
     assert got.d_weight_N.dtype == torch.float32
     assert torch.equal(hidden_NF, got.hidden_NF)
     assert_all_close(got, want, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "ffn"), [(5, 12), (1, 7), (2, 1500), (0, 8)])
-def test_the_kernels_give_the_same(kernels: ModuleType, rows: int, ffn: int, dtype: torch.dtype) -> None:
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "ffn"), [(5, 12), (1, 7), (2, 2048), (2, 1500), (0, 8)])
+def test_the_kernels_give_the_same(rows: int, ffn: int, dtype: torch.dtype) -> None:
     given = inputs(rows, ffn, dtype)
-    hidden_NF, got = kernels.forward(*given[1:]), kernels.backward(*given)
+    (d_hidden_NF, gate_up_N2F, weight_N), want = there(*given), by_autograd(*given)
+    hidden_NF = swiglu_kernels.forward(gate_up_N2F, weight_N).cpu()
     assert hidden_NF.shape == (rows, ffn)
-    if rows:
-        assert torch.equal(hidden_NF, got[0])
-        assert_all_close(got, by_autograd(*given), TOLERANCE[dtype])
+    for end in {rows, rows // 2, 0}:
+        end_1 = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+        again_NF, *got = (one.cpu() for one in swiglu_kernels.backward(d_hidden_NF, gate_up_N2F, weight_N, end_1))
+        assert torch.equal(hidden_NF[:end], again_NF[:end])
+        if rows:
+            assert_all_close((hidden_NF, *got), want, TOLERANCE[dtype])
 
 
+@pytest.mark.kernels
 def test_the_trial_launches_both_kernels() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU here: every test marked gpu makes this trial")
-    swiglu.try_kernels(torch.device("cpu"))
+    swiglu.try_kernels(DEVICE)
 
 
 def test_a_trial_that_fails_is_said_once_and_torch_takes_over(caplog: pytest.LogCaptureFixture) -> None:

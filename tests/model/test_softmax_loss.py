@@ -1,4 +1,4 @@
-"""The losses of rows of logits against autograd, and so their Triton kernel, run by Triton on the CPU."""
+"""The losses of rows of logits against autograd, and so their Triton kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spes_p2p.model import softmax_loss
+from spes_p2p.model import softmax_loss, softmax_loss_kernels
+from tests.kernels import DEVICE, there
 
 WEIGHT = 0.1
 RowLosses = Callable[[Tensor, int, Tensor, Tensor, float, bool], Tensor]
@@ -17,15 +18,18 @@ RowLosses = Callable[[Tensor, int, Tensor, Tensor, float, bool], Tensor]
 
 @pytest.fixture(scope="module")
 def kernel() -> RowLosses:
-    """Run by Triton's interpreter (tests/conftest.py)."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU here: the tests marked gpu run this kernel")
-    from spes_p2p.model import softmax_loss_kernels
+    def row_losses(
+        logits_nV: Tensor, num_logits: int, target_n: Tensor, counted_n: Tensor, weight: float, gradient: bool
+    ) -> Tensor:
+        logits, target, counted = there(logits_nV, target_n, counted_n)
+        sums = softmax_loss_kernels.row_losses(logits, num_logits, target, counted, weight, gradient)
+        logits_nV.copy_(logits)
+        return sums.cpu()
 
-    return softmax_loss_kernels.row_losses
+    return row_losses
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.kernels)])
 def row_losses(request: pytest.FixtureRequest) -> RowLosses:
     return request.getfixturevalue("kernel") if request.param == "triton" else softmax_loss.row_losses
 
@@ -92,5 +96,6 @@ def test_no_rows_are_no_loss(row_losses: RowLosses) -> None:
     assert summed(row_losses, *nothing).tolist() == [0.0, 0.0]
 
 
-def test_the_trial_launches_the_kernel_both_ways(kernel: RowLosses) -> None:
-    softmax_loss.try_kernels(torch.device("cpu"))
+@pytest.mark.kernels
+def test_the_trial_launches_the_kernel_both_ways() -> None:
+    softmax_loss.try_kernels(DEVICE)

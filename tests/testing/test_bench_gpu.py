@@ -28,7 +28,9 @@ def test_every_kind_of_row_runs_here(tmp_path: Path) -> None:
     ended = [row["row"] for row in found if row.get("bench") == "end"]
     assert ended == ["machine", "kernels", "tests", "moe", "train", "profile", "memory"]
     kernels = {row["what"] for row in found if row.get("bench") == "kernel" and row["equal"]}
-    assert kernels == {"grouped rows", "grouped outer", "swiglu forward", "swiglu backward", "softmax loss"}
+    assert kernels == {
+        "grouped rows", "grouped outer", "swiglu forward", "swiglu backward", "gather", "combine", "softmax loss",
+    }  # fmt: skip
     layers = {row["what"] for row in found if row.get("bench") == "moe"}
     assert {"replica of MegaBlocks grouped dMoE", "spes-p2p auto, foreign in int8"} <= layers
     assert all(row["tokens_per_second"] > 0 for row in found if row["row"] == "train" and row["bench"] == "train")
